@@ -1,0 +1,35 @@
+"""Errors that cross a boundary. Each says what is wrong and what to do."""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of all errors that a user may see: `str(error)` is one clear sentence."""
+
+
+class ConfigError(PacelineError):
+    """A flag, a TOML file, a model folder or the machine does not fit."""
+
+
+class ModelError(PacelineError):
+    """A model folder or file cannot be read or is of an unsupported kind."""
+
+
+class InvalidRequestError(PacelineError):
+    """The request can never be served as it is. `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class BusyError(PacelineError):
+    """No room now; the same request may succeed later."""
+
+
+class UnavailableError(PacelineError):
+    """The other side is gone, draining or unreachable."""
+
+
+class StaleError(PacelineError):
+    """The hold belongs to somebody else now, was released, or has expired."""

@@ -1,0 +1,102 @@
+"""The seam between models and the code that computes. Every hot operation is named here once.
+
+A backend is one class with these methods: `ReferenceKernels` in plain torch; native CPU and Triton backends take its
+place. Models receive a backend from their maker and call nothing else on their hot path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """Where one KV group keeps the contexts of a step."""
+
+    block_tokens: int
+    window: int
+    """0 sees all."""
+    tables: Tensor
+    """int32 [requests, blocks]: slot of each block; what lies outside [first needed, context_len) is arbitrary."""
+    write_slots: Tensor
+    """int64 [tokens]: slot that takes each token of the step."""
+    write_offsets: Tensor
+    """int64 [tokens]: its place inside the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The ragged batch of one step: `requests` contexts, of each the last few tokens are queries.
+
+    Tokens of a request are consecutive, in order of position. The KV of a query is stored before it is attended to.
+    """
+
+    query_start: tuple[int, ...]
+    """[requests + 1]: tokens [query_start[r], query_start[r + 1]) belong to request r."""
+    context_len: tuple[int, ...]
+    """[requests]: tokens of each context, queries included."""
+    groups: tuple[GroupTables, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer, views into the pool: [slots, kv_heads, block_tokens, head_dim]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Kernels(Protocol):
+    """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
+
+    name: str
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [tokens, in] @ weight [out, in].T + bias -> [tokens, out]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension; with unit_offset * (1 + weight), all in fp32
+        (Gemma), without it the product is taken in x's dtype (Llama)."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding (half-split form): x [tokens, heads, head_dim]; cos, sin fp32 [tokens, head_dim]."""
+
+    def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
+        """Writes keys and values [tokens, kv_heads, head_dim] to their slots."""
+
+    def attention(
+        self, queries: Tensor, cache: LayerCache, batch: AttentionBatch, group: GroupTables, scale: float, softcap: float
+    ) -> Tensor:
+        """Causal attention of queries [tokens, heads, head_dim] over their paged contexts -> same shape.
+
+        softcap 0 is off; otherwise scores become softcap * tanh(scores / softcap).
+        """
+
+    def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, elementwise."""
+
+    def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate), tanh form, * up, elementwise."""
+
+
+def view_pool(
+    arena: Tensor, slot_elements: int, layers: int, kv_heads: int, block_tokens: int, head_dim: int
+) -> list[LayerCache]:
+    """The caches of one group's layers as views into the pool.
+
+    Args:
+        arena: [slots * slot_elements], flat, of the cache's dtype.
+    """
+    slots = arena.numel() // slot_elements
+    plane = kv_heads * block_tokens * head_dim
+    strides = (slot_elements, block_tokens * head_dim, head_dim, 1)
+    shape = (slots, kv_heads, block_tokens, head_dim)
+
+    def plane_view(index: int) -> Tensor:
+        return torch.as_strided(arena, shape, strides, storage_offset=arena.storage_offset() + index * plane)
+
+    return [LayerCache(plane_view(2 * layer), plane_view(2 * layer + 1)) for layer in range(layers)]
