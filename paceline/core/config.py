@@ -1,0 +1,171 @@
+"""What can be configured: one frozen dataclass a service. Each field is a flag and a line of TOML.
+
+A TOML file may hold keys for all services at its top and keys for one service in a table of its name:
+
+    redis = "redis://redis:6379/0"
+    model = "/models/smollm2-135m-instruct"
+    [decode]
+    max-seqs = 128
+
+Order of precedence: flag, table of the service, top of the file, default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.core import env
+from paceline.core.errors import ConfigError
+from paceline.core.telemetry import LogFormat
+
+GIB = 1 << 30
+
+
+def option(default: Any, help: str, group: str = "options") -> Any:
+    """A field that is a flag: `max_seqs` is --max-seqs and `max-seqs`."""
+    metadata = {"help": help, "group": group}
+    if isinstance(default, (list, dict, set)):
+        raise TypeError("options are immutable")
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """What every service has."""
+
+    cluster: str = option("default", "name that separates stacks that share one Redis", "cluster")
+    redis: str = option("redis://127.0.0.1:6379/0", "URL of the Redis that knows who is alive", "cluster")
+    host: str = option("127.0.0.1", "address to listen on", "network")
+    port: int = option(0, "port to listen on; 0 takes a free one", "network")
+    advertise: str = option("", "host name under which other services reach this one; empty takes --host", "network")
+    log_level: str = option("info", "debug, info, warning or error", "logs")
+    log_format: LogFormat = option("text", "text for people, json for machines", "logs")
+    drain_seconds: float = option(30.0, "after SIGTERM, time for running requests to end", "limits")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig(ServiceConfig):
+    """The HTTP API."""
+
+    port: int = option(8000, "port to listen on", "network")
+    model: str = option("", "Hugging Face folder of the model (tokenizer and chat template are read)", "model")
+    served_model_name: str = option("", "name of the model in the API; empty takes the folder's name", "model")
+    chat_template: str = option("", "file with a Jinja chat template, for a model that has none", "model")
+    api_key: str = option("", "keys that clients must send, separated by commas; empty lets everybody in", "network")
+    max_body_bytes: int = option(8 << 20, "largest request body", "limits")
+    max_waiting: int = option(256, "requests that may wait for a worker before clients get 429", "limits")
+    queue_seconds: float = option(60.0, "longest wait for a free worker before a client gets 429", "limits")
+    request_seconds: float = option(1800.0, "longest life of a request", "limits")
+    stall_seconds: float = option(120.0, "longest silence of a worker before its request moves to another", "limits")
+    max_attempts: int = option(3, "tries at one request when workers fail", "limits")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(ServiceConfig):
+    """A prefill or decode worker."""
+
+    model: str = option("", "Hugging Face folder of the model", "model")
+    dtype: str = option("auto", "bfloat16, float32, or auto for that of the checkpoint", "model")
+    max_model_len: int = option(0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model")
+    kvtransfer: str = option("127.0.0.1:7300", "address of this host's kvtransfer service", "network")
+    worker_id: str = option("", "unique name of this worker; empty makes one", "cluster")
+    max_seqs: int = option(64, "requests that run at the same time", "limits")
+    max_batched_tokens: int = option(512, "tokens of one step; longer prompts are computed in chunks of this", "limits")
+    device: str = option("cpu", "torch device to compute on", "compute")
+    kernels: str = option("auto", "kernel backend: auto or reference", "compute")
+    threads: int = option(0, "CPU threads; 0 takes all cores", "compute")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig(ServiceConfig):
+    """The owner of a host's KV memory."""
+
+    port: int = option(7300, "port to listen on; 0 takes a free one", "network")
+    kv_memory: str = option("auto", "KV memory of this host, e.g. 512MiB or 4GiB; auto takes a share of what is free", "memory")
+    arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
+    host_id: str = option("", "unique name of this host; empty makes one", "cluster")
+    lease_seconds: float = option(10.0, "a hold that is not renewed for this long ends", "limits")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """A whole stack on one machine."""
+
+    model: str = option("smollm2-135m-instruct", "bundled name, Hugging Face folder or GGUF file", "model")
+    served_model_name: str = option("", "name of the model in the API; empty takes that of MODEL", "model")
+    dtype: str = option("auto", "bfloat16, float32, or auto for that of the checkpoint", "model")
+    max_model_len: int = option(0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model")
+    chat_template: str = option("", "file with a Jinja chat template, for a model that has none", "model")
+    cache_dir: str = option(str(env.default_cache_dir()), "folder of converted models", "model")
+    prefill: int = option(1, "prefill workers; 0 lets the decode workers compute prompts", "fleet")
+    decode: int = option(1, "decode workers", "fleet")
+    kv_memory: str = option("auto", "KV memory, e.g. 512MiB or 4GiB; auto takes a share of what is free", "fleet")
+    max_seqs: int = option(64, "requests that run at the same time on one worker", "fleet")
+    max_batched_tokens: int = option(512, "tokens of one step; longer prompts are computed in chunks of this", "fleet")
+    device: str = option("cpu", "torch device to compute on", "fleet")
+    kernels: str = option("auto", "kernel backend: auto or reference", "fleet")
+    threads: int = option(0, "CPU threads of each worker; 0 takes all cores", "fleet")
+    host: str = option("127.0.0.1", "address of the HTTP API", "network")
+    port: int = option(8000, "port of the HTTP API", "network")
+    api_key: str = option("", "keys that clients must send, separated by commas; empty lets everybody in", "network")
+    redis: str = option("", "URL of a Redis to use; empty starts one", "network")
+    log_level: str = option("warning", "debug, info, warning or error", "logs")
+    log_format: LogFormat = option("text", "text for people, json for machines", "logs")
+    drain_seconds: float = option(10.0, "after Ctrl-C, time for running requests to end", "limits")
+
+
+Config = TypeVar("Config", bound="ServiceConfig | ServeConfig")
+
+
+def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping[str, Any]) -> Config:
+    """Merges a TOML file and flags into a config.
+
+    Args:
+        table: the service's table in the file.
+        flags: field names to values; only flags that the user gave.
+    """
+    values: dict[str, Any] = {}
+    if file is not None:
+        values = _read_toml(cls, table, file)
+    try:
+        return cls(**{**values, **flags})
+    except TypeError as error:
+        raise ConfigError(str(error)) from error
+
+
+def parse_bytes(text: str) -> int:
+    """`512MiB`, `4GiB`, `4G` or a number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
+    if match is None:
+        raise ConfigError(f"{text!r} is not an amount of memory; write it like 512MiB or 4GiB")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
+
+
+def _read_toml(cls: type[Config], table: str, file: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
+    shared = {key: value for key, value in document.items() if not isinstance(value, dict)}
+    own = document.get(table, {})
+    values: dict[str, Any] = {}
+    for source, must_know in ((shared, False), (own, True)):
+        for key, value in source.items():
+            name = key.replace("-", "_")
+            if name not in types:
+                if must_know:
+                    raise ConfigError(f"{file}: [{table}] has no option {key!r}; see paceline {table} --help")
+                continue
+            wanted = types[name]
+            if wanted is float and type(value) is int:
+                value = float(value)
+            if type(value) is not wanted:
+                raise ConfigError(f"{file}: {key} must be of type {wanted.__name__}, not {type(value).__name__}")
+            values[name] = value
+    return values

@@ -1,0 +1,24 @@
+"""The only file that reads the environment. Everything else is a flag or a line of TOML."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def default_cache_dir() -> Path:
+    """Folder of converted models: $PACELINE_CACHE, else `paceline` in the user's cache folder."""
+    if own := os.environ.get("PACELINE_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "paceline"
+
+
+def api_keys() -> tuple[str, ...]:
+    """$PACELINE_API_KEY, so that a key need not stand in a command line: keys separated by commas."""
+    return tuple(key.strip() for key in os.environ.get("PACELINE_API_KEY", "").split(",") if key.strip())
+
+
+def exports_traces() -> bool:
+    """Whether the standard OpenTelemetry variables name a collector."""
+    return bool(os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))
