@@ -71,7 +71,9 @@ class WorkerConfig(ServiceConfig):
 
     model: str = option("", "Hugging Face folder of the model", "model")
     dtype: str = option("auto", "bfloat16, float32, or auto for that of the checkpoint", "model")
-    max_model_len: int = option(0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model")
+    max_model_len: int = option(
+        0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model"
+    )
     kvtransfer: str = option("127.0.0.1:7300", "address of this host's kvtransfer service", "network")
     worker_id: str = option("", "unique name of this worker; empty makes one", "cluster")
     max_seqs: int = option(64, "requests that run at the same time", "limits")
@@ -86,7 +88,9 @@ class KVTransferConfig(ServiceConfig):
     """The owner of a host's KV memory."""
 
     port: int = option(7300, "port to listen on; 0 takes a free one", "network")
-    kv_memory: str = option("auto", "KV memory of this host, e.g. 512MiB or 4GiB; auto takes a share of what is free", "memory")
+    kv_memory: str = option(
+        "auto", "KV memory of this host, e.g. 512MiB or 4GiB; auto takes a share of what is free", "memory"
+    )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     host_id: str = option("", "unique name of this host; empty makes one", "cluster")
     lease_seconds: float = option(10.0, "a hold that is not renewed for this long ends", "limits")
@@ -99,7 +103,9 @@ class ServeConfig:
     model: str = option("smollm2-135m-instruct", "bundled name, Hugging Face folder or GGUF file", "model")
     served_model_name: str = option("", "name of the model in the API; empty takes that of MODEL", "model")
     dtype: str = option("auto", "bfloat16, float32, or auto for that of the checkpoint", "model")
-    max_model_len: int = option(0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model")
+    max_model_len: int = option(
+        0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model"
+    )
     chat_template: str = option("", "file with a Jinja chat template, for a model that has none", "model")
     cache_dir: str = option(str(env.default_cache_dir()), "folder of converted models", "model")
     prefill: int = option(1, "prefill workers; 0 lets the decode workers compute prompts", "fleet")

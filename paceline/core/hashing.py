@@ -14,8 +14,8 @@ HASH_BYTES = 16
 class HashChain:
     """The hashes of one context, grown as its tokens come.
 
-    Link i covers tokens [0, (i + 1) * BASE_TOKENS) by way of its parent. The root holds what all tokens depend on: model
-    and cache salt (later: adapter, images).
+    Link i covers tokens [0, (i + 1) * BASE_TOKENS) by way of its parent. The root holds what all tokens depend on:
+    model and cache salt (later: adapter, images).
     """
 
     def __init__(self, fingerprint: str, cache_salt: str = "") -> None:

@@ -5,8 +5,8 @@ contiguous in memory:
 
     [layers, 2 (keys, values), kv_heads, block_tokens, head_dim]
 
-All blocks live in *slots* of one size. A group whose tokens are small gets blocks of more tokens, so that slots are well
-filled; what remains is padding, so that no combination of groups is refused.
+All blocks live in *slots* of one size. A group whose tokens are small gets blocks of more tokens, so that slots are
+well filled; what remains is padding, so that no combination of groups is refused.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Literal
 from opentelemetry import propagate, trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
 from paceline.core import env
 from paceline.core.errors import ConfigError
@@ -49,7 +49,9 @@ def request_span(name: str, request_id: str, carrier: Mapping[str, str] | None =
     parent = propagate.extract(carrier) if carrier is not None else None
     token = _request_id.set(request_id)
     try:
-        with _tracer.start_as_current_span(name, context=parent, attributes={"paceline.request_id": request_id}) as span:
+        with _tracer.start_as_current_span(
+            name, context=parent, attributes={"paceline.request_id": request_id}
+        ) as span:
             yield span
     finally:
         _request_id.reset(token)
@@ -67,11 +69,13 @@ def carrier_of(metadata: Sequence[tuple[str, str | bytes]] | None) -> dict[str, 
     return {key: value for key, value in metadata or () if isinstance(value, str)}
 
 
-def _otlp_exporter():  # type: ignore[no-untyped-def]  # the exporter's type lives in an optional package
+def _otlp_exporter() -> SpanExporter:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise ConfigError("OTEL_EXPORTER_OTLP_ENDPOINT is set; install the exporter: pip install 'paceline[otlp]'") from error
+        raise ConfigError(
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set; install the exporter: pip install 'paceline[otlp]'"
+        ) from error
     return OTLPSpanExporter()
 
 

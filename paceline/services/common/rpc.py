@@ -1,0 +1,129 @@
+"""gRPC as all services use it: one set of options, health checking, metadata, errors mapped at the boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import _async as health_aio
+
+from paceline.core.errors import (
+    BusyError,
+    ConfigError,
+    InvalidRequestError,
+    PacelineError,
+    StaleError,
+    UnavailableError,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""A million token ids fit; more is an attack or a bug."""
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer whose machine vanished is noticed within seconds, not by TCP's hours.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+_CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
+    (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (StaleError, grpc.StatusCode.ABORTED),
+    (PacelineError, grpc.StatusCode.FAILED_PRECONDITION),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel that reconnects within a second of the other side's return."""
+    backoff = (
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    )
+    # Each address has a channel of its own: no connection shared behind our back, no proxy for a neighbour.
+    private = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+    return grpc.aio.insecure_channel(address, options=_OPTIONS + backoff + private)
+
+
+class RpcServer:
+    """A gRPC server with the standard health service.
+
+    Register servicers on `server`, then `start`, then `set_ready`. `close` refuses new calls and lets running
+    ones end.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        # so_reuseport off: a second start on a taken port must fail.
+        self.server = grpc.aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", 0)))
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self._host = host
+        self._port = port
+
+    async def start(self) -> int:
+        """Listens; returns the port."""
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        target = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        try:
+            port = self.server.add_insecure_port(target)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {target}: is the port taken? choose another with --port") from error
+        await self.server.start()
+        return port
+
+    async def set_ready(self, ready: bool) -> None:
+        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set("", serving if ready else not_serving)
+
+    async def close(self, grace_seconds: float) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_seconds)
+
+
+async def is_serving(channel: grpc.aio.Channel, timeout: float = 1.0) -> bool:
+    """Asks the standard health service."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    try:
+        reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+@contextlib.asynccontextmanager
+async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:  # type: ignore[type-arg]
+    """Inside a servicer: our errors become status codes; unexpected ones are logged and become INTERNAL."""
+    try:
+        yield
+    except PacelineError as error:
+        code = next(code for kind, code in _CODES if isinstance(error, kind))
+        await context.abort(code, str(error))
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        log.exception("unexpected error in a call")
+        await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
+    """On the caller's side: a status code becomes one of our errors again. `who` names the other side."""
+    details = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequestError(details)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return BusyError(details)
+    if error.code() is grpc.StatusCode.ABORTED:
+        return StaleError(details)
+    return UnavailableError(f"{who}: {details}")

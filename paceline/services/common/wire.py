@@ -1,0 +1,81 @@
+"""Between the words of core and the messages of the wire."""
+
+from __future__ import annotations
+
+from paceline.core.types import FinishReason, Key, Logprob, SamplingParams, Token
+from paceline.proto import common_pb2 as pb
+
+_REASONS = {
+    None: pb.FINISH_REASON_NONE,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def key_to_pb(key: Key) -> pb.Key:
+    return pb.Key(request_id=key.request_id, attempt=key.attempt, generation=key.generation)
+
+
+def key_from_pb(message: pb.Key) -> Key:
+    return Key(message.request_id, message.attempt, message.generation)
+
+
+def reason_to_pb(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    return _REASONS[reason]
+
+
+def reason_from_pb(reason: pb.FinishReason.ValueType) -> FinishReason | None:
+    return next(ours for ours, theirs in _REASONS.items() if theirs == reason)
+
+
+def token_to_pb(token: Token) -> pb.Token:
+    return pb.Token(
+        id=token.id,
+        logprobs=[
+            pb.Logprob(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank) for entry in token.logprobs
+        ],
+    )
+
+
+def token_from_pb(message: pb.Token) -> Token:
+    return Token(message.id, tuple(Logprob(entry.token_id, entry.logprob, entry.rank) for entry in message.logprobs))
+
+
+def sampling_to_pb(params: SamplingParams) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        stop_token_ids=sorted(params.stop_token_ids),
+        min_tokens=params.min_tokens,
+        max_tokens=params.max_tokens,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        min_tokens=message.min_tokens,
+        max_tokens=message.max_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+    )
