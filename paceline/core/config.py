@@ -46,6 +46,7 @@ class ServiceConfig:
     log_level: str = option("info", "debug, info, warning or error", "logs")
     log_format: LogFormat = option("text", "text for people, json for machines", "logs")
     drain_seconds: float = option(30.0, "after SIGTERM, time for running requests to end", "limits")
+    ready_fd: int = option(-1, "open file descriptor that is told this service's address once it is ready", "network")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

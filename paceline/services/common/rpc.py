@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1 import _async as health_aio
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # missing in the stubs
 
 from paceline.core.errors import (
     BusyError,
