@@ -22,3 +22,8 @@ def api_keys() -> tuple[str, ...]:
 def exports_traces() -> bool:
     """Whether the standard OpenTelemetry variables name a collector."""
     return bool(os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """This process's environment with some variables set, for a child process."""
+    return {**os.environ, **variables}

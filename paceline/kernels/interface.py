@@ -69,7 +69,13 @@ class Kernels(Protocol):
         """Writes keys and values [tokens, kv_heads, head_dim] to their slots."""
 
     def attention(
-        self, queries: Tensor, cache: LayerCache, batch: AttentionBatch, group: GroupTables, scale: float, softcap: float
+        self,
+        queries: Tensor,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        group: GroupTables,
+        scale: float,
+        softcap: float,
     ) -> Tensor:
         """Causal attention of queries [tokens, heads, head_dim] over their paged contexts -> same shape.
 

@@ -1,0 +1,128 @@
+"""Plain torch, on any device: what the other backends are measured against, and what runs where none of them fits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache
+
+
+class ReferenceKernels:
+    """`Kernels` in plain torch. Row-wise operations and attention do not depend on batch-mates; `linear` is as exact
+    as the vendor's matrix product, whose summation order may change with the number of rows."""
+
+    name = "reference"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if unit_offset:
+            return (normed * (1.0 + weight.float())).to(x.dtype)
+        return normed.to(x.dtype) * weight
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        wide = x.float()
+        first, second = wide.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return (wide * cos.unsqueeze(1) + turned * sin.unsqueeze(1)).to(x.dtype)
+
+    def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
+        cache.keys[group.write_slots, :, group.write_offsets] = keys
+        cache.values[group.write_slots, :, group.write_offsets] = values
+
+    def attention(
+        self,
+        queries: Tensor,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        group: GroupTables,
+        scale: float,
+        softcap: float,
+    ) -> Tensor:
+        out = torch.empty_like(queries)
+        # One request at a time, so that its result cannot depend on the others of the batch.
+        for request, context_len in enumerate(batch.context_len):
+            start, end = batch.query_start[request], batch.query_start[request + 1]
+            if start == end:
+                continue
+            first_key = _first_visible_key(context_len - (end - start), group.window)
+            keys, values = _gather_context(cache, group, request, first_key, context_len)
+            out[start:end] = _attend(queries[start:end], keys, values, group.window, scale, softcap)
+        return out
+
+    def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh") * up
+
+
+def _first_visible_key(position: int, window: int) -> int:
+    """Position of the first key that a query at `position` sees."""
+    return max(0, position - window + 1) if window else 0
+
+
+def _gather_context(
+    cache: LayerCache, group: GroupTables, request: int, first_key: int, context_len: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of positions [first_key, context_len) -> [kv_heads, keys, head_dim] each.
+
+    Nothing outside that range is handed on: there a slot may hold anything, NaN included.
+    """
+    first_block = first_key // group.block_tokens
+    end_block = -(-context_len // group.block_tokens)
+    slots = group.tables[request, first_block:end_block]
+    base = first_block * group.block_tokens
+
+    def gather(plane: Tensor) -> Tensor:
+        # Heads first, so that one copy leaves the tokens of a head in a row.
+        blocks = plane.transpose(0, 1).index_select(1, slots)
+        return blocks.flatten(1, 2)[:, first_key - base : context_len - base]
+
+    return gather(cache.keys), gather(cache.values)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, window: int, scale: float, softcap: float) -> Tensor:
+    """Attention of the last `count` tokens of one context.
+
+    Args:
+        queries: [count, heads, head_dim].
+        keys, values: [kv_heads, visible, head_dim]; the last `count` are the queries' own.
+
+    Returns:
+        [count, heads, head_dim].
+    """
+    count, heads, head_dim = queries.shape
+    kv_heads, visible, _ = keys.shape
+    per_kv_head = heads // kv_heads
+    # The query heads that share a KV head become rows over the same keys: no key is copied for its sake.
+    rows = queries.view(count, kv_heads, per_kv_head, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+    mask = None if count == 1 else _causal_mask(count, visible, window, queries.device).repeat(per_kv_head, 1)
+    if softcap:
+        attended = _softcapped_attention(rows, keys, values, mask, scale, softcap)
+    else:
+        # The leading 1 is what torch's fused kernels ask for.
+        attended = F.scaled_dot_product_attention(rows[None], keys[None], values[None], mask, scale=scale)[0]
+    return attended.view(kv_heads, per_kv_head, count, head_dim).permute(2, 0, 1, 3).reshape(count, heads, head_dim)
+
+
+def _causal_mask(count: int, visible: int, window: int, device: torch.device) -> Tensor:
+    """bool [count, visible]: which keys the last `count` positions see."""
+    offset = visible - count
+    mask = torch.ones(count, visible, dtype=torch.bool, device=device).tril_(offset)
+    return mask.triu_(offset - window + 1) if window else mask
+
+
+def _softcapped_attention(
+    rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    scores = rows.float() @ keys.float().mT * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return (torch.softmax(scores, dim=-1) @ values.float()).to(rows.dtype)
