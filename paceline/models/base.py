@@ -1,0 +1,62 @@
+"""What the engine sees of a model, and what a model sees of its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.core.kv_layout import GroupShape
+from paceline.kernels.interface import AttentionBatch, LayerCache
+from paceline.models.config import ModelConfig
+
+
+class Weights(Protocol):
+    """The tensors of a checkpoint, each taken once by the block that owns it."""
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The tensor of this name, on the model's device and in its dtype. A tensor that is missing or has another
+        shape is reported when all have been taken."""
+
+
+class Model(Protocol):
+    """An architecture with its weights. Call it under `torch.inference_mode()`."""
+
+    config: ModelConfig
+    group_shapes: tuple[GroupShape, ...]
+    """The KV groups; index into `AttentionBatch.groups`."""
+    layer_groups: tuple[int, ...]
+    """Group of each layer."""
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, caches: Sequence[LayerCache], batch: AttentionBatch
+    ) -> Tensor:
+        """Computes the tokens of one step and stores their KV.
+
+        Args:
+            token_ids, positions: int64 [tokens].
+            caches: one a layer.
+
+        Returns:
+            hidden states behind the final norm, [tokens, hidden] in the model's dtype.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] -> fp32 [n, vocab]."""
+
+
+def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
+    """The groups of a model whose layers differ in their type alone, and each layer's group."""
+    kinds = sorted(set(config.layer_types), reverse=True)
+    shapes = tuple(
+        GroupShape(
+            name=kind,
+            layers=tuple(layer for layer, own in enumerate(config.layer_types) if own == kind),
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            window=config.sliding_window if kind == "sliding" else 0,
+        )
+        for kind in kinds
+    )
+    return shapes, tuple(kinds.index(kind) for kind in config.layer_types)

@@ -1,0 +1,282 @@
+"""The only file that reads Hugging Face's config.json and generation_config.json. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.core.errors import ModelError
+
+Json = Mapping[str, Any]
+LayerType = Literal["full", "sliding"]
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding of one kind of layer. What is behind `factor` concerns kind "llama3" alone."""
+
+    theta: float
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """All that a model file and the engine know of a checkpoint."""
+
+    architecture: str
+    """Class name in Hugging Face's `architectures`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: Activation
+    layer_types: tuple[LayerType, ...]
+    """One a layer."""
+    sliding_window: int
+    """Tokens that a query of a sliding layer sees, itself included; 0 where no layer slides."""
+    rope: Rope
+    """Of full layers."""
+    sliding_rope: Rope
+    """Of sliding layers."""
+    attention_scale: float
+    attention_softcap: float
+    """0 is off, as for `logit_softcap`."""
+    logit_softcap: float
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    max_position: int
+    """Tokens of the longest context."""
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    """Of the checkpoint, as torch spells it: "bfloat16", "float16" or "float32"."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Reads the configuration of a Hugging Face model folder.
+
+    Raises:
+        ModelError: the files cannot be read, or ask for something that no model file of ours computes.
+    """
+    raw = _read_json(folder / "config.json")
+    generation_path = folder / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    architectures = raw.get("architectures") or ["none"]
+    architecture = str(architectures[0])
+    reader = _READERS.get(architecture)
+    if reader is None:
+        known = ", ".join(_READERS)
+        raise ModelError(f"{folder}: architecture {architecture} is not supported; supported are: {known}")
+    try:
+        _refuse_unsupported(raw)
+        config = reader(_Fields(raw, architecture, _eos_token_ids(raw, generation)))
+        _check_shapes(config)
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{folder / 'config.json'}: a field has a value of the wrong kind: {error}") from error
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """config.json with what all readers take from it in the same way."""
+
+    raw: Json
+    architecture: str
+    eos_token_ids: tuple[int, ...]
+
+    def get(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if value is None:
+            raise ModelError(f"{name} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"{name} must be a positive whole number, not {value!r}")
+        return value
+
+    def common(self) -> dict[str, Any]:
+        """The arguments of ModelConfig that no architecture treats in its own way."""
+        dtype = str(self.get("dtype", self.get("torch_dtype", "float32")))
+        if dtype not in ("bfloat16", "float16", "float32"):
+            raise ModelError(f"dtype {dtype} is not supported; supported are: bfloat16, float16, float32")
+        return {
+            "architecture": self.architecture,
+            "vocab_size": self.size("vocab_size"),
+            "hidden_size": self.size("hidden_size"),
+            "intermediate_size": self.size("intermediate_size"),
+            "num_heads": self.size("num_attention_heads"),
+            "norm_eps": float(self.get("rms_norm_eps", 1e-6)),
+            "attention_bias": bool(self.get("attention_bias", False)),
+            "eos_token_ids": self.eos_token_ids,
+            "dtype": dtype,
+        }
+
+    def activation(self, name: str, default: str) -> Activation:
+        known: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+        value = self.get(name, default)
+        if value not in known:
+            raise ModelError(f"{name} {value!r} is not supported; supported are: {', '.join(known)}")
+        return known[value]
+
+
+def _llama(fields: _Fields) -> ModelConfig:
+    full: LayerType = "full"
+    heads = fields.size("num_attention_heads")
+    head_dim = fields.size("head_dim", fields.size("hidden_size") // heads)
+    max_position = fields.size("max_position_embeddings", 2048)
+    if any(kind != "full_attention" for kind in fields.get("layer_types", ())):
+        raise ModelError("layer_types other than full_attention are not supported for LlamaForCausalLM")
+    old_style = {"rope_theta": fields.raw.get("rope_theta"), **(fields.raw.get("rope_scaling") or {})}
+    rope = _rope(fields.get("rope_parameters", old_style), fields.get("rope_theta", 10_000.0), max_position)
+    return ModelConfig(
+        **fields.common(),
+        num_kv_heads=fields.size("num_key_value_heads", heads),
+        head_dim=head_dim,
+        activation=fields.activation("hidden_act", "silu"),
+        layer_types=(full,) * fields.size("num_hidden_layers"),
+        sliding_window=0,
+        rope=rope,
+        sliding_rope=rope,
+        attention_scale=head_dim**-0.5,
+        attention_softcap=0.0,
+        logit_softcap=0.0,
+        mlp_bias=bool(fields.get("mlp_bias", False)),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        max_position=max_position,
+    )
+
+
+def _gemma3(fields: _Fields) -> ModelConfig:
+    layer_types = _gemma3_layer_types(fields)
+    max_position = fields.size("max_position_embeddings", 131_072)
+    old_style = {
+        "full_attention": {"rope_theta": fields.raw.get("rope_theta"), **(fields.raw.get("rope_scaling") or {})},
+        "sliding_attention": {"rope_theta": fields.raw.get("rope_local_base_freq")},
+    }
+    ropes = fields.get("rope_parameters", old_style)
+    if not set(ropes) <= set(old_style):
+        raise ModelError(f"rope_parameters must name the layer types {', '.join(old_style)}, not {', '.join(ropes)}")
+    return ModelConfig(
+        **fields.common(),
+        num_kv_heads=fields.size("num_key_value_heads", 4),
+        head_dim=fields.size("head_dim", 256),
+        activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
+        layer_types=layer_types,
+        sliding_window=fields.size("sliding_window", 4096) if "sliding" in layer_types else 0,
+        rope=_rope(ropes.get("full_attention") or {}, 1_000_000.0, max_position),
+        sliding_rope=_rope(ropes.get("sliding_attention") or {}, 10_000.0, max_position),
+        attention_scale=float(fields.get("query_pre_attn_scalar", 256)) ** -0.5,
+        attention_softcap=float(fields.get("attn_logit_softcapping", 0.0)),
+        logit_softcap=float(fields.get("final_logit_softcapping", 0.0)),
+        mlp_bias=False,
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", True)),
+        max_position=max_position,
+    )
+
+
+# An architecture is one line here and one in registry.py.
+_READERS: Mapping[str, Callable[[_Fields], ModelConfig]] = {
+    "LlamaForCausalLM": _llama,
+    "Gemma3ForCausalLM": _gemma3,
+}
+
+
+def _gemma3_layer_types(fields: _Fields) -> tuple[LayerType, ...]:
+    layers = fields.size("num_hidden_layers")
+    names = fields.raw.get("layer_types")
+    if names is None:
+        # Before transformers 5: every so many layers one sees all.
+        pattern = fields.size("sliding_window_pattern", fields.size("_sliding_window_pattern", 6))
+        return tuple("sliding" if (layer + 1) % pattern else "full" for layer in range(layers))
+    known: dict[str, LayerType] = {"full_attention": "full", "sliding_attention": "sliding"}
+    unknown = sorted({str(name) for name in names} - set(known))
+    if unknown:
+        raise ModelError(f"layer type {unknown[0]} is not supported; supported are: {', '.join(known)}")
+    if len(names) != layers:
+        raise ModelError(f"layer_types names {len(names)} layers, num_hidden_layers {layers}")
+    return tuple(known[name] for name in names)
+
+
+def _rope(parameters: Json, default_theta: float, max_position: int) -> Rope:
+    """Reads `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of 4 put together."""
+    theta = float(parameters.get("rope_theta") or default_theta)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ModelError("a partial rotary embedding (partial_rotary_factor) is not supported")
+    if kind == "default":
+        return Rope(theta)
+    if kind not in ("linear", "llama3"):
+        raise ModelError(f"rope type {kind} is not supported; supported are: default, linear, llama3")
+    factor = _factor(parameters, "factor")
+    if kind == "linear":
+        return Rope(theta, "linear", factor)
+    low, high = _factor(parameters, "low_freq_factor"), _factor(parameters, "high_freq_factor")
+    if high <= low:
+        raise ModelError(f"rope's high_freq_factor ({high}) must be above its low_freq_factor ({low})")
+    original = int(parameters.get("original_max_position_embeddings") or max_position)
+    return Rope(theta, "llama3", factor, low, high, original)
+
+
+def _factor(parameters: Json, name: str) -> float:
+    value = float(parameters.get(name) or 0.0)
+    if value <= 0:
+        raise ModelError(f"rope's {name} must be given and above 0")
+    return value
+
+
+def _eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
+    ids = generation.get("eos_token_id")
+    if ids is None:
+        ids = raw.get("eos_token_id")
+    if ids is None:
+        return ()
+    return tuple(int(token) for token in (ids if isinstance(ids, list) else [ids]))
+
+
+def _refuse_unsupported(raw: Json) -> None:
+    if raw.get("quantization_config"):
+        raise ModelError("quantised checkpoints are not supported; use the bf16 one")
+    if raw.get("use_bidirectional_attention"):
+        raise ModelError("bidirectional attention is not supported")
+    if raw.get("rope_interleaved"):
+        raise ModelError("an interleaved rotary embedding is not supported")
+    if float(raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ModelError("a partial rotary embedding (partial_rotary_factor) is not supported")
+
+
+def _check_shapes(config: ModelConfig) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(f"{config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")
+    if config.head_dim % 2:
+        raise ModelError(f"head_dim must be even for the rotary embedding, not {config.head_dim}")
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return content

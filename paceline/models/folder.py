@@ -1,0 +1,59 @@
+"""What a Hugging Face model folder must hold. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from paceline.core.errors import ModelError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def check_folder(folder: Path) -> Path:
+    """Returns `folder` if it holds all that serving needs.
+
+    Raises:
+        ModelError: naming what is missing.
+    """
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{folder} lacks {' and '.join(missing)}; give a Hugging Face model folder")
+    weight_files(folder)
+    return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: one, or all that its index names.
+
+    Raises:
+        ModelError: none there, one of them missing, or only weights of another format.
+    """
+    if (folder / _INDEX).is_file():
+        files = _indexed_files(folder)
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise ModelError(f"{folder} lacks {', '.join(absent)}, which {_INDEX} names; download the model again")
+        return files
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise ModelError(
+            f"{folder} holds weights in a pickle format (.bin), which can run code and is never loaded; "
+            f"use the model's safetensors"
+        )
+    raise ModelError(f"{folder} has no weights: neither {_SINGLE} nor {_INDEX} is there")
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    try:
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        names = sorted({str(name) for name in weight_map.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder / _INDEX} cannot be read: {error}") from error
+    # A foreign index must not make us open files elsewhere.
+    outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if outside or not names:
+        raise ModelError(f"{folder / _INDEX} must name safetensors files of its own folder, not {outside or 'none'}")
+    return [folder / name for name in names]

@@ -1,0 +1,61 @@
+"""Gemma3ForCausalLM: the text model of Gemma 3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
+from paceline.models.base import Weights, kv_groups
+from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm, Rotary, Vocabulary
+from paceline.models.config import ModelConfig
+
+
+class Gemma3:
+    """Norms before and behind attention and MLP; most layers see a window, and rotate faster. See `Model`."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
+        self.config = config
+        self.group_shapes, self.layer_groups = kv_groups(config)
+        self._vocabulary = Vocabulary(config, weights, kernels)
+        self._layers = [_Layer(config, weights, f"model.layers.{layer}", kernels) for layer in range(config.num_layers)]
+        self._norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps, kernels, unit_offset=True)
+        ropes = {"full": config.rope, "sliding": config.sliding_rope}
+        self._rotaries = [
+            Rotary(ropes[shape.name], config.head_dim, self._vocabulary.device) for shape in self.group_shapes
+        ]
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, caches: Sequence[LayerCache], batch: AttentionBatch
+    ) -> Tensor:
+        steps = [
+            AttentionStep(rotary(positions), batch, group)
+            for rotary, group in zip(self._rotaries, batch.groups, strict=True)
+        ]
+        x = self._vocabulary.embed(token_ids)
+        # The checkpoint was trained with the factor rounded to the embedding's dtype.
+        x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
+        for layer, cache, group in zip(self._layers, caches, self.layer_groups, strict=True):
+            x = layer(x, cache, steps[group])
+        return self._norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._vocabulary.logits(hidden)
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> None:
+        norm = partial(RMSNorm, size=config.hidden_size, eps=config.norm_eps, kernels=kernels, unit_offset=True)
+        self._pre_attention = norm(weights, f"{place}.input_layernorm")
+        self._attention = Attention(config, weights, f"{place}.self_attn", kernels, qk_norm=True)
+        self._post_attention = norm(weights, f"{place}.post_attention_layernorm")
+        self._pre_mlp = norm(weights, f"{place}.pre_feedforward_layernorm")
+        self._mlp = GatedMLP(config, weights, f"{place}.mlp", kernels)
+        self._post_mlp = norm(weights, f"{place}.post_feedforward_layernorm")
+
+    def __call__(self, x: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
+        x = x + self._post_attention(self._attention(self._pre_attention(x), cache, step))
+        return x + self._post_mlp(self._mlp(self._pre_mlp(x)))

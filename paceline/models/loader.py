@@ -1,0 +1,98 @@
+"""Reads a checkpoint into a model, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+from paceline.kernels.interface import Kernels
+from paceline.models.base import Model
+from paceline.models.config import read_config
+from paceline.models.folder import weight_files
+from paceline.models.registry import MODELS
+
+_NAMED_AT_MOST = 5
+
+
+def load_model(path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device) -> Model:
+    """Loads a Hugging Face folder with safetensors.
+
+    On CPU, tensors that already have `dtype` stay memory-mapped, so that the workers of a host share one copy.
+
+    Raises:
+        ModelError: the folder cannot be read, or its tensors do not fit its config.json.
+    """
+    config = read_config(path)
+    checkpoint = Checkpoint(weight_files(path), dtype, device)
+    model = MODELS[config.architecture](config, checkpoint, kernels)
+    checkpoint.finish(may_remain=("lm_head.weight",) if config.tie_word_embeddings else ())
+    return model
+
+
+class Checkpoint:
+    """`Weights` from safetensors files."""
+
+    def __init__(self, files: Iterable[Path], dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._file_of: dict[str, tuple[Path, Any]] = {}
+        for file in files:
+            try:
+                handle: Any = safe_open(file, framework="pt", device="cpu")
+                self._file_of.update(dict.fromkeys(handle.keys(), (file, handle)))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file} is damaged or no safetensors file: {error}") from error
+        self._missing: list[str] = []
+        self._misshaped: list[str] = []
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        if name not in self._file_of:
+            self._missing.append(name)
+            return torch.empty(shape, device="meta")
+        file, handle = self._file_of.pop(name)
+        found = tuple(handle.get_slice(name).get_shape())
+        if found != shape:
+            self._misshaped.append(f"{name} is {list(found)} instead of {list(shape)}")
+            return torch.empty(shape, device="meta")
+        try:
+            tensor: Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is damaged: {error}") from error
+        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantised checkpoints are not supported")
+        return tensor.to(self._device, self._dtype)
+
+    def finish(self, may_remain: tuple[str, ...] = ()) -> None:
+        """Closes the files.
+
+        Raises:
+            ModelError: naming the tensors that are missing, have another shape, or that nobody took.
+        """
+        # Old checkpoints carry the rotary frequencies, which follow from the config.
+        surplus = [
+            name for name in self._file_of if name not in may_remain and not name.endswith("rotary_emb.inv_freq")
+        ]
+        self._file_of.clear()
+        complaints = [
+            f"{what}: {_enumerate(names)}"
+            for what, names in (
+                ("missing tensors", self._missing),
+                ("tensors of another shape", self._misshaped),
+                ("unexpected tensors", surplus),
+            )
+            if names
+        ]
+        if complaints:
+            raise ModelError(f"the weights do not fit config.json: {'; '.join(complaints)}")
+
+
+def _enumerate(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMED_AT_MOST])
+    more = len(names) - _NAMED_AT_MOST
+    return f"{shown} and {more} more" if more > 0 else shown

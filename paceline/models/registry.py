@@ -1,0 +1,16 @@
+"""Which class computes an architecture. One line each, beside its reader in config.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from paceline.kernels.interface import Kernels
+from paceline.models.base import Model, Weights
+from paceline.models.config import ModelConfig
+from paceline.models.gemma3 import Gemma3
+from paceline.models.llama import Llama
+
+MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Model]] = {
+    "LlamaForCausalLM": Llama,
+    "Gemma3ForCausalLM": Gemma3,
+}

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.kernels import select_kernels
+from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, LayerCache, view_pool
+
+SLOTS = 64
+
+
+@dataclass
+class PagedCase:
+    """Contexts in a pool whose every other byte is NaN, and whose table entries behind the window point nowhere."""
+
+    queries: Tensor
+    keys: list[Tensor]
+    """One [context, kv_heads, head_dim] a request, as are the values."""
+    values: list[Tensor]
+    cache: LayerCache
+    batch: AttentionBatch
+    window: int
+
+    @property
+    def group(self) -> GroupTables:
+        return self.batch.groups[0]
+
+    def only(self, request: int) -> tuple[Tensor, AttentionBatch, GroupTables]:
+        """The same request without its batch-mates."""
+        start, end = self.batch.query_start[request], self.batch.query_start[request + 1]
+        group = GroupTables(
+            self.group.block_tokens,
+            self.group.window,
+            self.group.tables[request : request + 1],
+            self.group.write_slots[start:end],
+            self.group.write_offsets[start:end],
+        )
+        context = self.batch.context_len[request]
+        return self.queries[start:end], AttentionBatch((0, end - start), (context,), (group,)), group
+
+
+def make_case(
+    kernels: Kernels,
+    lengths: list[tuple[int, int]],
+    *,
+    heads: int = 6,
+    kv_heads: int = 3,
+    head_dim: int = 20,
+    block_tokens: int = 16,
+    window: int = 0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> PagedCase:
+    """lengths: (query tokens, context length) of each request."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    slot_elements = 2 * kv_heads * block_tokens * head_dim + 24  # with padding behind the block
+    pool = torch.full((SLOTS * slot_elements,), float("nan"), dtype=dtype)
+    cache = view_pool(pool, slot_elements, 1, kv_heads, block_tokens, head_dim)[0]
+    free = iter(torch.randperm(SLOTS, generator=generator).tolist())
+    width = max(-(-context // block_tokens) for _, context in lengths)
+    tables = torch.full((len(lengths), width), 2**31 - 1, dtype=torch.int32)
+    keys, values, starts, slots, offsets = [], [], [0], [], []
+    for request, (count, context) in enumerate(lengths):
+        keys.append(random(context, kv_heads, head_dim))
+        values.append(random(context, kv_heads, head_dim))
+        first_key = max(0, context - count - window + 1) if window else 0
+        for block in range(first_key // block_tokens, -(-context // block_tokens)):
+            tables[request, block] = next(free)
+        positions = torch.arange(first_key, context)
+        group = GroupTables(
+            block_tokens,
+            window,
+            tables,
+            tables[request, positions // block_tokens].long(),
+            positions % block_tokens,
+        )
+        kernels.store_kv(keys[-1][first_key:], values[-1][first_key:], cache, group)
+        slots.append(group.write_slots[len(positions) - count :])
+        offsets.append(group.write_offsets[len(positions) - count :])
+        starts.append(starts[-1] + count)
+    group = GroupTables(block_tokens, window, tables, torch.cat(slots), torch.cat(offsets))
+    batch = AttentionBatch(tuple(starts), tuple(context for _, context in lengths), (group,))
+    return PagedCase(random(starts[-1], heads, head_dim), keys, values, cache, batch, window)
+
+
+@pytest.fixture(scope="session")
+def paged_case() -> Callable[..., PagedCase]:
+    return make_case
+
+
+@pytest.fixture(scope="session", params=["reference"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Every backend passes the same suite."""
+    return select_kernels(torch.device("cpu"), request.param)

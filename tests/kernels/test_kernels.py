@@ -1,0 +1,164 @@
+"""Every backend against the formulas of `Kernels`, written down naively in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.kernels.interface import GroupTables, Kernels, view_pool
+
+DTYPES = [torch.float32, torch.bfloat16]
+MIXED = [(1, 63), (7, 60), (33, 33), (1, 1), (16, 48), (5, 100)]
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = 2e-2 if actual.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def naive_attention(case: Any, scale: float, softcap: float) -> Tensor:
+    """One query, one head, one key at a time; sees positions (p - window, p]."""
+    out = torch.zeros_like(case.queries, dtype=torch.float64)
+    heads, kv_heads = case.queries.shape[1], case.keys[0].shape[1]
+    for request, context in enumerate(case.batch.context_len):
+        start, end = case.batch.query_start[request : request + 2]
+        keys, values = case.keys[request].double(), case.values[request].double()
+        for token in range(start, end):
+            position = context - (end - token)
+            first = max(0, position - case.window + 1) if case.window else 0
+            for head in range(heads):
+                seen = slice(first, position + 1)
+                shared = head // (heads // kv_heads)
+                scores = keys[seen, shared] @ case.queries[token, head].double() * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                out[token, head] = torch.softmax(scores, 0) @ values[seen, shared]
+    return out
+
+
+def run_attention(kernels: Kernels, case: Any, scale: float = 0.25, softcap: float = 0.0) -> Tensor:
+    return kernels.attention(case.queries, case.cache, case.batch, case.group, scale, softcap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("window", [0, 1, 16, 23])
+def test_attention_of_a_mixed_batch(
+    kernels: Kernels, paged_case: Callable[..., Any], window: int, softcap: float, dtype: torch.dtype
+) -> None:
+    case = paged_case(kernels, MIXED, window=window, dtype=dtype)
+    close(run_attention(kernels, case, softcap=softcap), naive_attention(case, 0.25, softcap))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_attention_of_any_shape(kernels: Kernels, paged_case: Callable[..., Any], data: st.DataObject) -> None:
+    contexts = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
+    lengths = [(data.draw(st.integers(1, context)), context) for context in contexts]
+    kv_heads = data.draw(st.integers(1, 3))
+    case = paged_case(
+        kernels,
+        lengths,
+        kv_heads=kv_heads,
+        heads=kv_heads * data.draw(st.integers(1, 4)),
+        head_dim=data.draw(st.sampled_from([8, 60, 64])),
+        block_tokens=data.draw(st.sampled_from([16, 32])),
+        window=data.draw(st.sampled_from([0, 1, 7, 16, 40])),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    close(run_attention(kernels, case), naive_attention(case, 0.25, 0.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [0, 23])
+def test_attention_of_a_request_does_not_depend_on_its_batch_mates(
+    kernels: Kernels, paged_case: Callable[..., Any], window: int, dtype: torch.dtype
+) -> None:
+    case = paged_case(kernels, MIXED, window=window, dtype=dtype)
+    together = run_attention(kernels, case)
+    for request in range(len(MIXED)):
+        queries, batch, group = case.only(request)
+        alone = kernels.attention(queries, case.cache, batch, group, 0.25, 0.0)
+        start, end = case.batch.query_start[request : request + 2]
+        assert torch.equal(alone, together[start:end])
+
+
+def test_attention_passes_over_a_request_without_queries(kernels: Kernels, paged_case: Callable[..., Any]) -> None:
+    case = paged_case(kernels, [(3, 20), (0, 17), (2, 9)])
+    close(run_attention(kernels, case), naive_attention(case, 0.25, 0.0))
+
+
+def test_store_kv_writes_the_named_places_and_nothing_else(kernels: Kernels) -> None:
+    keys, values = torch.randn(3, 2, 6), torch.randn(3, 2, 6)
+    pool = torch.full((5 * 800,), float("nan"))
+    caches = view_pool(pool, 800, 2, 2, 16, 6)
+    slots, offsets = torch.tensor([4, 0, 4]), torch.tensor([15, 3, 0])
+    group = GroupTables(16, 0, torch.zeros(1, 1, dtype=torch.int32), slots, offsets)
+    kernels.store_kv(keys, values, caches[1], group)
+    for token in range(3):
+        assert torch.equal(caches[1].keys[slots[token], :, offsets[token]], keys[token])
+        assert torch.equal(caches[1].values[slots[token], :, offsets[token]], values[token])
+    assert int(pool.isfinite().sum()) == keys.numel() + values.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("shape", [(1, 63), (5, 60), (3, 2, 20)])
+def test_rms_norm(kernels: Kernels, shape: tuple[int, ...], unit_offset: bool, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    wide = x.double()
+    factor = weight.double() + 1.0 if unit_offset else weight.double()
+    expected = wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + 1e-5) * factor
+    actual = kernels.rms_norm(x, weight, 1e-5, unit_offset)
+    assert actual.dtype == dtype
+    close(actual, expected)
+    assert torch.equal(kernels.rms_norm(x[:1], weight, 1e-5, unit_offset), actual[:1])
+
+
+def test_rms_norm_squares_in_fp32(kernels: Kernels) -> None:
+    x = torch.full((1, 64), 1000.0, dtype=torch.float16)  # whose square no fp16 holds
+    assert torch.equal(kernels.rms_norm(x, torch.ones(64, dtype=torch.float16), 1e-5), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotate_turns_pairs_of_the_two_halves(kernels: Kernels, dtype: torch.dtype) -> None:
+    tokens, heads, head_dim = 5, 3, 20
+    x = torch.randn(tokens, heads, head_dim).to(dtype)
+    angles = torch.randn(tokens, head_dim // 2).double()
+    expected = torch.zeros(tokens, heads, head_dim, dtype=torch.float64)
+    for token in range(tokens):
+        for pair in range(head_dim // 2):
+            angle = float(angles[token, pair])
+            first, second = x[token, :, pair].double(), x[token, :, pair + head_dim // 2].double()
+            expected[token, :, pair] = first * math.cos(angle) - second * math.sin(angle)
+            expected[token, :, pair + head_dim // 2] = second * math.cos(angle) + first * math.sin(angle)
+    twice = torch.cat((angles, angles), dim=-1).float()
+    actual = kernels.rotate(x, twice.cos(), twice.sin())
+    assert actual.dtype == dtype
+    close(actual, expected)
+    assert torch.equal(kernels.rotate(x[2:3], twice[2:3].cos(), twice[2:3].sin()), actual[2:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(kernels: Kernels, bias: bool, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(7, 63).to(dtype), (torch.randn(60, 63) / 8).to(dtype)
+    offset = torch.randn(60).to(dtype) if bias else None
+    expected = x.double() @ weight.double().T + (offset.double() if offset is not None else 0.0)
+    close(kernels.linear(x, weight, offset), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_activations(kernels: Kernels, dtype: torch.dtype) -> None:
+    gate, up = torch.randn(7, 63).to(dtype), torch.randn(7, 63).to(dtype)
+    g, u = gate.double(), up.double()
+    close(kernels.silu_and_mul(gate, up), g / (1 + torch.exp(-g)) * u)
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))
+    close(kernels.gelu_tanh_and_mul(gate, up), 0.5 * g * (1 + tanh) * u)

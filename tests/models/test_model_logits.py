@@ -1,0 +1,138 @@
+"""Our logits against those of transformers, in fp32, for tiny random checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.kernels import select_kernels
+from paceline.models.base import Model
+from paceline.models.loader import load_model
+
+CPU = torch.device("cpu")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMAS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "own-head-dim": {"head_dim": 20},
+    "no-gqa": {"num_key_value_heads": 6},
+    "llama3-rope": {"rope_parameters": LLAMA3_ROPE},
+    "linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}},
+    "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+}
+LINEAR_FULL = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+GEMMAS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "untied-softcap": {"tie_word_embeddings": False, "final_logit_softcapping": 2.0},
+    "linear-rope": {"rope_parameters": LINEAR_FULL},
+    "own-layer-types": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "only-sliding": {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2},
+    "biases": {"attention_bias": True},
+}
+
+
+def load(folder: Path) -> Model:
+    return load_model(folder, torch.float32, select_kernels(CPU), CPU)
+
+
+def random_tokens(vocab: int, *lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def reference_logits(reference: Any, tokens: list[int]) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = reference(torch.tensor([tokens])).logits[0].float()
+    return logits
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+def check_against_reference(reference: Any, model: Model, paged_contexts: Any) -> None:
+    """Three ragged requests: whole prompt at once, in chunks, and token by token, in mixed batches."""
+    whole, chunked, single = random_tokens(model.config.vocab_size, 75, 63, 20)
+    contexts = paged_contexts(model, 3, 128)
+    parts: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
+
+    def step(tokens: dict[int, list[int]]) -> None:
+        for request, logits in contexts.step(tokens).items():
+            parts[request].append(logits)
+
+    step({2: single[:1]})
+    step({0: whole[:60], 2: single[1:2], 1: chunked[:17]})
+    step({1: chunked[17:18]})
+    step({2: single[2:3], 1: chunked[18:50]})
+    step({1: chunked[50:], 0: whole[60:61]})
+    for position in range(61, 75):
+        step({0: whole[position : position + 1], 2: single[position - 58 : position - 57]})
+    step({2: single[17:]})
+    for request, tokens in enumerate((whole, chunked, single)):
+        same(torch.cat(parts[request]), reference_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("changes", LLAMAS.values(), ids=LLAMAS)
+def test_llama(tmp_path: Path, save_llama: Any, paged_contexts: Any, changes: dict[str, Any]) -> None:
+    check_against_reference(save_llama(**changes), load(tmp_path), paged_contexts)
+
+
+@pytest.mark.parametrize("changes", GEMMAS.values(), ids=GEMMAS)
+def test_gemma3(tmp_path: Path, save_gemma3: Any, paged_contexts: Any, changes: dict[str, Any]) -> None:
+    check_against_reference(save_gemma3(**changes), load(tmp_path), paged_contexts)
+
+
+def test_a_sharded_checkpoint_computes_the_same(tmp_path: Path, save_llama: Any, paged_contexts: Any) -> None:
+    reference = save_llama(max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    check_against_reference(reference, load(tmp_path), paged_contexts)
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": LLAMA3_ROPE}], ids=["default", "llama3"])
+def test_positions_up_to_the_last_one_work(tmp_path: Path, save_llama: Any, paged_contexts: Any, rope: Any) -> None:
+    reference = save_llama(max_position_embeddings=700, num_hidden_layers=1, **rope)
+    (tokens,) = random_tokens(101, 700)
+    contexts = paged_contexts(load(tmp_path), 1, 700)
+    parts = [contexts.step({0: tokens[start : start + 100]})[0] for start in range(0, 700, 100)]
+    same(torch.cat(parts), reference_logits(reference, tokens))
+
+
+def test_groups_of_llama(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    model = load(tmp_path)
+    assert [(shape.name, shape.layers, shape.window) for shape in model.group_shapes] == [("full", (0, 1, 2), 0)]
+    assert model.layer_groups == (0, 0, 0)
+
+
+def test_groups_of_gemma3(tmp_path: Path, save_gemma3: Any) -> None:
+    save_gemma3()
+    model = load(tmp_path)
+    assert [(shape.name, shape.layers, shape.window) for shape in model.group_shapes] == [
+        ("sliding", (0, 1, 2, 3, 4, 6), 20),
+        ("full", (5,), 0),
+    ]
+    assert model.layer_groups == (0, 0, 0, 0, 0, 1, 0)
+
+
+def test_logits_are_fp32_whatever_the_dtype(tmp_path: Path, save_llama: Any) -> None:
+    save_llama(dtype=torch.bfloat16)
+    model = load_model(tmp_path, torch.bfloat16, select_kernels(CPU), CPU)
+    assert model.logits(torch.zeros(2, 48, dtype=torch.bfloat16)).dtype == torch.float32
