@@ -85,6 +85,7 @@ class Registrar:
         self._client = connect(url)
         self._key_prefix = _prefix(cluster)
         self._describe = describe
+        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -99,16 +100,17 @@ class Registrar:
             await self._client.delete(self._key_prefix + self._describe().worker_id)
         await self._client.aclose()
 
-    async def announce(self) -> None:
-        """Writes the member now, for instance because it begins to drain."""
-        member = self._describe()
-        await self._client.set(self._key_prefix + member.worker_id, member.to_json(), px=int(TTL_SECONDS * 1000))
+    def announce(self) -> None:
+        """Writes the member now rather than with the next heartbeat, for instance because it begins to drain."""
+        self._wake.set()
 
     async def _beat(self) -> None:
         reachable = True
         while True:
             try:
-                await self.announce()
+                member = self._describe()
+                key = self._key_prefix + member.worker_id
+                await self._client.set(key, member.to_json(), px=int(TTL_SECONDS * 1000))
                 if not reachable:
                     log.info("Redis answers again")
                 reachable = True
@@ -116,4 +118,7 @@ class Registrar:
                 if reachable:
                     log.warning("Redis does not answer (%s); going on without it", error)
                 reachable = False
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await self._wake.wait()
+            self._wake.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.core.types import FinishReason, Key, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
 
@@ -79,3 +81,7 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
+
+
+def scores_to_pb(first: int, tokens: Sequence[Token]) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(first=first, tokens=[token_to_pb(token) for token in tokens])

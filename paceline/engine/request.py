@@ -1,0 +1,80 @@
+"""One request as the engine sees it: its tokens, its blocks, how far it has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
+from paceline.core.types import FinishReason, Key, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A context that grows by sampling.
+
+    Its KV is in blocks for tokens [0, computed_len); the tokens behind are computed next. A decoding request has
+    one such token, the one sampled last.
+    """
+
+    key: Key
+    token_ids: list[int]
+    """The whole context: prompt, then output."""
+    prompt_len: int
+    sampling: SamplingParams
+    layout: KVLayout
+    chain: HashChain
+    tables: list[list[int]]
+    """One a group; entry i is the slot of tokens [i * block_tokens, (i + 1) * block_tokens), or NO_SLOT."""
+    computed_len: int = 0
+    only_first_token: bool = False
+    """The request leaves after its first token, and its blocks stay: somebody else decodes it."""
+    sealed_blocks: list[int] = field(init=False)
+    """One a group: blocks before this one are sealed."""
+    growing: bool = field(default=False, init=False)
+    """Whether more blocks were asked for and no answer has come."""
+
+    def __post_init__(self) -> None:
+        self.sealed_blocks = [self.computed_len // group.block_tokens for group in self.layout.groups]
+
+    @property
+    def output_len(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def uncomputed_len(self) -> int:
+        return len(self.token_ids) - self.computed_len
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into the blocks at hand."""
+        tables = zip(self.tables, self.layout.groups)
+        return min(len(table) * group.block_tokens for table, group in tables)
+
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Whether the token sampled last ends the request."""
+        if self.token_ids[-1] in self.sampling.stop_token_ids and self.output_len >= self.sampling.min_tokens:
+            return FinishReason.STOP
+        if self.output_len >= self.sampling.max_tokens or len(self.token_ids) >= max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def seal_full_blocks(self, group_index: int) -> tuple[int, list[bytes]]:
+        """Marks blocks that became full as sealed; returns the first of them and the hashes of all."""
+        block_tokens = self.layout.groups[group_index].block_tokens
+        first, end = self.sealed_blocks[group_index], self.computed_len // block_tokens
+        if first == end:
+            return first, []
+        self.chain.extend(self.token_ids)
+        self.sealed_blocks[group_index] = end
+        links = block_tokens // BASE_TOKENS
+        return first, [self.chain.hashes[(index + 1) * links - 1] for index in range(first, end)]
+
+    def trim_behind_window(self, group_index: int) -> int:
+        """Forgets blocks that no later query reads; returns how many entries at the front are empty, 0 if no new."""
+        first_needed = self.layout.groups[group_index].first_needed_block(self.computed_len)
+        table = self.tables[group_index]
+        if first_needed == 0 or table[first_needed - 1] == NO_SLOT:
+            return 0
+        table[:first_needed] = [NO_SLOT] * first_needed
+        return first_needed

@@ -1,0 +1,39 @@
+"""A worker's view of its host's arena."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from pathlib import Path
+
+from paceline.core.errors import ConfigError
+
+
+def map_arena(path: Path, size: int) -> mmap.mmap:
+    """Maps the arena that the kvtransfer service made, shared and writable.
+
+    The caller closes it. It stays readable after the service has gone.
+
+    Args:
+        size: bytes that the service announced.
+
+    Raises:
+        ConfigError: there is no such file, or it is not the private arena of this user.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot open the arena {path} ({error.strerror}); worker and kvtransfer must run as the same user "
+            "and see the same --arena-dir"
+        ) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ConfigError(f"{path} is not an arena that only this user can open; refusing to use it")
+        if status.st_size != size:
+            raise ConfigError(f"the arena {path} has {status.st_size} bytes where its service announced {size}")
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)

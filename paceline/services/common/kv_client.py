@@ -1,0 +1,235 @@
+"""A worker's side of kvtransfer: blocks for its requests, in order and in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError, UnavailableError
+from paceline.core.kv_layout import BASE_TOKENS, KVLayout
+from paceline.core.types import Key
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.proto import kvtransfer_pb2_grpc
+from paceline.services.common.rpc import open_channel, unmapped_error
+from paceline.services.common.wire import key_from_pb, key_to_pb
+
+ATTACH_SECONDS = 60.0
+"""kvtransfer may start after its workers."""
+CALL_SECONDS = 5.0
+MAX_OPERATIONS = 512
+"""In one batch, so that no message grows without bound."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """The shared memory to map, and this worker's place in it."""
+
+    host_id: str
+    path: Path
+    size: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Blocks that belong to `key` until they are released or their lease ends."""
+
+    key: Key
+    filled_tokens: int
+    """Tokens at the front whose KV is in the blocks."""
+    tables: list[list[int]]
+
+
+class KVClient:
+    """One worker's session with its host's kvtransfer service.
+
+    Operations are applied in the order of the calls. Holds are renewed until they are released.
+
+    Args:
+        on_lost: called once when the session breaks: every hold is void from then on.
+    """
+
+    def __init__(self, address: str, worker_id: str, role: str, on_lost: Callable[[], None]) -> None:
+        self._address = address
+        self._worker_id = worker_id
+        self._role = role
+        self._on_lost = on_lost
+        self._channel = open_channel(address)
+        self._stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
+        self._session = 0
+        self._lease_seconds = 10.0
+        self._queue: asyncio.Queue[tuple[pb.Operation, asyncio.Future[Hold | None]]] = asyncio.Queue()
+        self._held: dict[tuple[str, int], Key] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def attach(self, layout: KVLayout) -> Arena:
+        """Joins the arena; waits a while for the service to come up. Raises PacelineError."""
+        request = pb.AttachRequest(worker_id=self._worker_id, role=self._role, layout=_layout_to_pb(layout))
+        call = self._stub.Attach(request, wait_for_ready=True)
+        try:
+            async with asyncio.timeout(ATTACH_SECONDS):
+                event = await call.read()
+        except TimeoutError:
+            call.cancel()
+            raise UnavailableError(f"kvtransfer at {self._address} does not answer; is it running?") from None
+        except grpc.aio.AioRpcError as error:
+            raise unmapped_error(error, f"kvtransfer at {self._address}") from error
+        if not isinstance(event, pb.AttachEvent):
+            raise UnavailableError(f"kvtransfer at {self._address} ended the session at once")
+        self._session = event.session
+        self._lease_seconds = event.lease_ms / 1000
+        self._tasks = [
+            asyncio.create_task(self._watch(call), name="kv-session"),
+            asyncio.create_task(self._send_batches(), name="kv-batches"),
+            asyncio.create_task(self._renew(), name="kv-renewal"),
+        ]
+        return Arena(event.host_id, Path(event.arena_path), event.arena_bytes, event.slots)
+
+    async def close(self) -> None:
+        """Ends the session, after what was submitted has been sent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CALL_SECONDS):
+                await self._queue.join()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close(None)
+
+    async def reserve(self, key: Key, hashes: Sequence[bytes], token_count: int, max_cached_tokens: int) -> Hold:
+        """Blocks for token_count tokens, the longest cached prefix among them. Raises BusyError if there are none."""
+        operation = pb.Reserve(
+            key=key_to_pb(key), hashes=hashes, token_count=token_count, max_cached_tokens=max_cached_tokens
+        )
+        return await self._obtain(pb.Operation(reserve=operation))
+
+    async def open(self, key: Key) -> Hold:
+        """Becomes the writer of what another worker reserved."""
+        return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))))
+
+    async def fill(self, key: Key, filled_tokens: int) -> Hold:
+        """Ends writing; the blocks may be adopted with the returned key."""
+        hold = await self._obtain(pb.Operation(fill=pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens)))
+        self._held.pop(key[:2], None)
+        return hold
+
+    async def adopt(self, key: Key) -> Hold:
+        """Takes over filled blocks."""
+        return await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))))
+
+    def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | None], None]) -> None:
+        """Grows a hold; the answer is None where that cannot be."""
+        future = self._submit(pb.Operation(extend=pb.Extend(key=key_to_pb(key), token_count=token_count)))
+
+        def answer(done: asyncio.Future[Hold | None]) -> None:
+            failed = done.cancelled() or done.exception() is not None
+            on_answer(None if failed else done.result())
+
+        future.add_done_callback(answer)
+
+    def seal(self, key: Key, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
+        self._tell(pb.Operation(seal=pb.Seal(key=key_to_pb(key), group=group, first_block=first_block, hashes=hashes)))
+
+    def trim(self, key: Key, group: int, first_kept_block: int) -> None:
+        self._tell(pb.Operation(trim=pb.Trim(key=key_to_pb(key), group=group, first_kept_block=first_kept_block)))
+
+    def release(self, key: Key) -> None:
+        """Ends a hold; harmless where it has ended already."""
+        self._held.pop(key[:2], None)
+        self._tell(pb.Operation(release=pb.Release(key=key_to_pb(key))))
+
+    def _submit(self, operation: pb.Operation) -> asyncio.Future[Hold | None]:
+        future: asyncio.Future[Hold | None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait((operation, future))
+        return future
+
+    def _tell(self, operation: pb.Operation) -> None:
+        """Submits what needs no answer; a failure is logged."""
+
+        def note(done: asyncio.Future[Hold | None]) -> None:
+            if not done.cancelled() and (error := done.exception()):
+                log.warning("kvtransfer refused %s: %s", operation.WhichOneof("op"), error)
+
+        self._submit(operation).add_done_callback(note)
+
+    async def _obtain(self, operation: pb.Operation) -> Hold:
+        """Submits what yields a hold. Where the caller is cancelled meanwhile, the hold is given back when it comes."""
+        future = self._submit(operation)
+
+        def give_back(done: asyncio.Future[Hold | None]) -> None:
+            if not done.cancelled() and done.exception() is None and (hold := done.result()):
+                self.release(hold.key)
+
+        try:
+            hold = await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(give_back)
+            raise
+        assert hold is not None
+        self._held[hold.key[:2]] = hold.key
+        return hold
+
+    async def _send_batches(self) -> None:
+        while True:
+            batch = [await self._queue.get()]
+            while not self._queue.empty() and len(batch) < MAX_OPERATIONS:
+                batch.append(self._queue.get_nowait())
+            request = pb.BatchRequest(session=self._session, operations=[operation for operation, _ in batch])
+            try:
+                reply = await self._stub.Batch(request, timeout=CALL_SECONDS)
+                outcomes: list[Hold | PacelineError | None] = [_outcome(result) for result in reply.results]
+            except grpc.aio.AioRpcError as error:
+                outcomes = [unmapped_error(error, "kvtransfer")] * len(batch)
+            for (_, future), outcome in zip(batch, outcomes):
+                if isinstance(outcome, PacelineError):
+                    future.set_exception(outcome)
+                else:
+                    future.set_result(outcome)
+                self._queue.task_done()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_seconds / 3)
+            if self._held:
+                self._tell(pb.Operation(renew=pb.Renew(keys=[key_to_pb(key) for key in self._held.values()])))
+
+    async def _watch(self, call: grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]) -> None:
+        try:
+            async for _ in call:
+                pass
+        except grpc.aio.AioRpcError as error:
+            log.info("the session with kvtransfer ended: %s", error.details())
+        finally:
+            call.cancel()
+        self._on_lost()
+
+
+def _outcome(result: pb.Result) -> Hold | PacelineError | None:
+    if result.code == pb.CODE_OK:
+        return _hold_from_pb(result.hold) if result.HasField("hold") else None
+    if result.code == pb.CODE_EXHAUSTED:
+        return BusyError(result.message)
+    if result.code == pb.CODE_INVALID:
+        return InvalidRequestError(result.message)
+    return StaleError(result.message)
+
+
+def _hold_from_pb(hold: pb.Hold) -> Hold:
+    return Hold(key_from_pb(hold.key), hold.filled_tokens, [list(table.slots) for table in hold.tables])
+
+
+def _layout_to_pb(layout: KVLayout) -> pb.KVLayout:
+    groups = [
+        pb.KVGroup(name=group.shape.name, block_tokens=group.block_tokens, window=group.shape.window)
+        for group in layout.groups
+    ]
+    return pb.KVLayout(
+        fingerprint=layout.fingerprint, slot_bytes=layout.slot_bytes, base_tokens=BASE_TOKENS, groups=groups
+    )

@@ -1,0 +1,176 @@
+"""What prefill and decode workers share: an engine over the arena, admission, and the way events reach a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
+from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import KVLayout
+from paceline.core.types import Key
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
+from paceline.engine.runner import ModelRunner
+from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.step import Event, NeedsBlocks, Preempted, Removed, Sampled, Scored, Sealed, Trimmed
+from paceline.models.base import Model
+from paceline.proto import common_pb2 as pb
+from paceline.services.common.kv_client import Hold, KVClient
+from paceline.services.common.wire import sampling_from_pb
+
+Argument = TypeVar("Argument")
+
+RequestEvent = Sampled | Scored | Preempted
+"""What the handler of a request gets to see."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    max_model_len: int
+    max_batched_tokens: int
+    max_seqs: int
+
+
+class Worker:
+    """Runs requests of one model.
+
+    `failed` gets an exception when the engine broke.
+
+    Args:
+        pool: the arena as a flat tensor of the cache's dtype.
+    """
+
+    def __init__(self, model: Model, layout: KVLayout, pool: torch.Tensor, kv: KVClient, limits: WorkerLimits) -> None:
+        self.kv = kv
+        self.layout = layout
+        self.limits = limits
+        self.active = 0
+        """Requests that were admitted and have not ended."""
+        self.draining = False
+        """Whether new requests are refused."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._vocab_size = model.config.vocab_size
+        self._streams: dict[Key, asyncio.Queue[RequestEvent]] = {}
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self.engine = Engine(
+            Scheduler(Limits(limits.max_batched_tokens, limits.max_model_len)),
+            ModelRunner(model, layout, pool),
+            on_events=self._on_loop(self._dispatch),
+            on_failure=self._on_loop(self._fail),
+        )
+
+    def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:
+        """The same function, to be called from the engine's thread and run on the event loop."""
+
+        def call(argument: Argument) -> None:
+            self._loop.call_soon_threadsafe(function, argument)
+
+        return call
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
+
+    @contextlib.contextmanager
+    def admission(self) -> Iterator[None]:
+        """A place for one request. Raises BusyError or UnavailableError."""
+        if self.draining:
+            raise UnavailableError("this worker is draining")
+        if self.active >= self.limits.max_seqs:
+            raise BusyError(f"this worker runs {self.active} requests, as many as it may")
+        self.active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.active -= 1
+            if self.active == 0:
+                self._idle.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Waits so long at most for what runs. Set `draining` before."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+
+    def check(self, work: pb.Work) -> None:
+        """Refuses what this worker can never do. Raises InvalidRequestError."""
+        length, sampling = len(work.token_ids), work.sampling
+        if not work.key.request_id:
+            raise InvalidRequestError("a request needs an id", "request_id")
+        if not 0 < work.prompt_tokens <= length:
+            raise InvalidRequestError("a request needs at least one prompt token", "prompt")
+        if length >= self.limits.max_model_len:
+            raise InvalidRequestError(
+                f"the context has {length} tokens; this worker takes at most {self.limits.max_model_len - 1}", "prompt"
+            )
+        if sampling.max_tokens < 1:
+            raise InvalidRequestError("max_tokens must be at least 1", "max_tokens")
+        named = (work.token_ids, sampling.stop_token_ids, sampling.allowed_token_ids, sampling.logit_bias)
+        if any(token >= self._vocab_size for tokens in named for token in tokens):
+            raise InvalidRequestError(f"token ids must be below the vocabulary's size, {self._vocab_size}")
+
+    def hash_chain(self, work: pb.Work) -> HashChain:
+        return HashChain(self.layout.fingerprint, work.cache_salt)
+
+    def make_request(self, work: pb.Work, hold: Hold, token_ids: list[int], only_first_token: bool = False) -> Request:
+        """The engine's view of `work` in the blocks of `hold`; token_ids is the context as it is now."""
+        return Request(
+            key=hold.key,
+            token_ids=token_ids,
+            prompt_len=work.prompt_tokens,
+            sampling=sampling_from_pb(work.sampling),
+            layout=self.layout,
+            chain=self.hash_chain(work),
+            tables=hold.tables,
+            computed_len=hold.filled_tokens,
+            only_first_token=only_first_token,
+        )
+
+    def submit(self, request: Request) -> asyncio.Queue[RequestEvent]:
+        """Runs a request; its events come through the queue."""
+        events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        self._streams[request.key] = events
+        self.engine.add(request)
+        return events
+
+    def retire(self, key: Key) -> None:
+        """Stops a request, wherever it is, and gives back its blocks as soon as no step can write to them any more."""
+        self._streams.pop(key, None)
+        self.engine.remove(key)
+
+    def _dispatch(self, events: list[Event]) -> None:
+        """Carries out what concerns blocks, in the engine's order; hands the rest to the requests' handlers."""
+        for event in events:
+            match event:
+                case Sealed(key, group, first_block, hashes):
+                    self.kv.seal(key, group, first_block, hashes)
+                case Trimmed(key, group, first_kept_block):
+                    self.kv.trim(key, group, first_kept_block)
+                case NeedsBlocks(key, token_count):
+                    self._extend(key, token_count)
+                case Removed(key):
+                    self.kv.release(key)
+                case Sampled(key) | Scored(key) | Preempted(key):
+                    if isinstance(event, Preempted):
+                        # At once, so that the request that was short of blocks finds them when it asks next.
+                        self.kv.release(key)
+                    if stream := self._streams.get(key):
+                        stream.put_nowait(event)
+
+    def _extend(self, key: Key, token_count: int) -> None:
+        def answer(hold: Hold | None) -> None:
+            if hold is None:
+                self.engine.starve(key)
+            else:
+                self.engine.grow(key, hold.tables)
+
+        self.kv.extend(key, token_count, answer)

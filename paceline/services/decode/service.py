@@ -1,0 +1,139 @@
+"""The decode service: reserves what a request needs, adopts its prompt's KV blocks and turns them into tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from paceline.core.errors import BusyError, InvalidRequestError
+from paceline.core.telemetry import carrier_of, request_span
+from paceline.core.types import FinishReason, Key
+from paceline.engine.scheduler import GROWTH_TOKENS
+from paceline.engine.step import Preempted, Sampled, Scored
+from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.kv_client import Hold
+from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
+from paceline.services.common.worker import RequestEvent, Worker
+
+FIRST_COMMAND_SECONDS = 10.0
+
+Context = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
+Commands = AsyncIterator[worker_pb2.DecodeCommand]
+
+
+class DecodeService(worker_pb2_grpc.DecodeServicer):
+    """Serves `Decode` with one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Generate(self, commands: Commands, context: Context) -> None:  # type: ignore[override]
+        # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
+        async with mapped_errors(context):
+            try:
+                async with asyncio.timeout(FIRST_COMMAND_SECONDS):
+                    work = (await _next(commands, "admit")).admit
+            except TimeoutError:
+                raise InvalidRequestError("no admit command came") from None
+            carrier = carrier_of(context.invocation_metadata())
+            with request_span("decode", work.key.request_id, carrier), self._worker.admission():
+                self._worker.check(work)
+                await _Attempt(self._worker, work, context).run(commands)
+
+
+class _Attempt:
+    """One attempt at one request on this worker, from reservation to release."""
+
+    def __init__(self, worker: Worker, work: common_pb2.Work, context: Context) -> None:
+        self._worker = worker
+        self._work = work
+        self._context = context
+        self._key = key_from_pb(work.key)
+        self._token_ids = list(work.token_ids)
+        self._chain = worker.hash_chain(work)
+
+    async def run(self, commands: Commands) -> None:
+        hold = await self._reserve()
+        try:
+            admitted = worker_pb2.Admitted(key=key_to_pb(hold.key), cached_tokens=hold.filled_tokens)
+            await self._write(worker_pb2.DecodeEvent(admitted=admitted))
+            # The gateway's silence needs no deadline: when it goes, the call is cancelled.
+            command = await _next(commands, "handoff", "prefill_here")
+            if command.HasField("handoff"):
+                hold = await self._worker.kv.adopt(key_from_pb(command.handoff.key))
+                self._key = hold.key
+                self._token_ids.append(command.handoff.first_token_id)
+            reason = await self._generate(hold)
+            await self._write(worker_pb2.DecodeEvent(finished=worker_pb2.Finished(reason=reason_to_pb(reason))))
+        finally:
+            self._worker.retire(self._key)
+
+    async def _reserve(self) -> Hold:
+        """Blocks for the context and the first tokens to come. Raises BusyError where there are none."""
+        context = len(self._token_ids)
+        output_left = self._work.sampling.max_tokens - (context - self._work.prompt_tokens)
+        token_count = min(context + min(output_left, GROWTH_TOKENS), self._worker.limits.max_model_len)
+        # The last token is always computed, because its logits are needed; scores need those of the whole prompt.
+        reusable = 0 if self._work.sampling.HasField("prompt_logprobs") else context - 1
+        self._chain.extend(self._token_ids)
+        hold = await self._worker.kv.reserve(self._key, self._chain.hashes, token_count, reusable)
+        self._key = hold.key
+        return hold
+
+    async def _generate(self, hold: Hold) -> FinishReason:
+        """Runs the request in the engine and streams its tokens, over preemptions, until it ends."""
+        while True:
+            events = self._worker.submit(self._worker.make_request(self._work, hold, list(self._token_ids)))
+            async for batch in _batches(events):
+                await self._report(batch)
+                last = batch[-1]
+                if isinstance(last, Sampled) and last.reason is not None:
+                    return last.reason
+                if isinstance(last, Preempted):
+                    self._token_ids = last.request.token_ids
+                    break
+            hold = await self._reserve_again()
+
+    async def _report(self, batch: list[RequestEvent]) -> None:
+        """Writes what happened; tokens that are there at the same time travel together."""
+        for event in batch:
+            if isinstance(event, Scored):
+                scores = scores_to_pb(event.first, event.tokens)
+                await self._write(worker_pb2.DecodeEvent(prompt_logprobs=scores))
+        if tokens := [token_to_pb(event.token) for event in batch if isinstance(event, Sampled)]:
+            await self._write(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=tokens)))
+
+    async def _reserve_again(self) -> Hold:
+        """After a preemption: waits until blocks are free. What is still cached need not be computed again."""
+        self._key = Key(self._key.request_id, self._key.attempt, self._key.generation + 1)
+        while True:
+            try:
+                return await self._reserve()
+            except BusyError:
+                await asyncio.sleep(random.uniform(0.01, 0.05))
+
+    async def _write(self, event: worker_pb2.DecodeEvent) -> None:
+        await self._context.write(event)
+
+
+async def _batches(events: asyncio.Queue[RequestEvent]) -> AsyncIterator[list[RequestEvent]]:
+    """Everything that is in the queue, whenever there is something."""
+    while True:
+        batch = [await events.get()]
+        while not events.empty():
+            batch.append(events.get_nowait())
+        yield batch
+
+
+async def _next(commands: Commands, *expected: str) -> worker_pb2.DecodeCommand:
+    """The next command, which must be one of the expected. Raises InvalidRequestError."""
+    command = await anext(commands, None)
+    if command is None:
+        raise InvalidRequestError(f"the stream of commands ended before {' or '.join(expected)}")
+    if command.WhichOneof("command") not in expected:
+        raise InvalidRequestError(f"expected {' or '.join(expected)}, got {command.WhichOneof('command')}")
+    return command

@@ -1,0 +1,51 @@
+"""The prefill service: turns a prompt into KV blocks that a decode worker has reserved, and samples the first token."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from paceline.core.telemetry import carrier_of, request_span
+from paceline.core.types import Key
+from paceline.engine.step import Sampled, Scored
+from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
+from paceline.services.common.worker import Worker
+
+Context = grpc.aio.ServicerContext[worker_pb2.PrefillRequest, worker_pb2.PrefillEvent]
+
+
+class PrefillService(worker_pb2_grpc.PrefillServicer):
+    """Serves `Prefill` with one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Run(self, request: worker_pb2.PrefillRequest, context: Context) -> None:  # type: ignore[override]
+        # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
+        work = request.work
+        carrier = carrier_of(context.invocation_metadata())
+        async with mapped_errors(context):
+            with request_span("prefill", work.key.request_id, carrier), self._worker.admission():
+                self._worker.check(work)
+                key = await self._fill(work, context)
+                await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(key))))
+
+    async def _fill(self, work: common_pb2.Work, context: Context) -> Key:
+        """Computes the context and reports on the way; returns the key under which the blocks can be adopted."""
+        worker = self._worker
+        hold = await worker.kv.open(key_from_pb(work.key))
+        try:
+            events = worker.submit(worker.make_request(work, hold, list(work.token_ids), only_first_token=True))
+            while not isinstance(event := await events.get(), Sampled):
+                if isinstance(event, Scored):
+                    await context.write(
+                        worker_pb2.PrefillEvent(prompt_logprobs=scores_to_pb(event.first, event.tokens))
+                    )
+            # The client gets its first token now; the handoff follows behind it.
+            first = worker_pb2.FirstToken(token=token_to_pb(event.token), finish_reason=reason_to_pb(event.reason))
+            await context.write(worker_pb2.PrefillEvent(first_token=first))
+            return (await worker.kv.fill(hold.key, len(work.token_ids))).key
+        except BaseException:
+            worker.retire(hold.key)
+            raise
