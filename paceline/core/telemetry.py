@@ -7,7 +7,7 @@ import datetime
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Literal
 
@@ -64,7 +64,7 @@ def trace_headers() -> tuple[tuple[str, str], ...]:
     return tuple(carrier.items())
 
 
-def carrier_of(metadata: Sequence[tuple[str, str | bytes]] | None) -> dict[str, str]:
+def carrier_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
     """gRPC metadata as a carrier for `request_span`."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}
 

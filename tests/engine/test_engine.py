@@ -1,0 +1,63 @@
+"""The engine's thread: commands in, events out, failure told."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+
+from paceline.core.types import Key
+from paceline.engine.engine import Engine
+from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.step import ChunkResult, Event, Removed, Sampled, Step
+from tests.engine.test_scheduler import compute, make_request
+
+WAIT = 10.0
+
+
+class ToyRunner:
+    def execute(self, step: Step) -> list[ChunkResult]:
+        return compute(step)
+
+
+class BrokenRunner:
+    def execute(self, step: Step) -> list[ChunkResult]:
+        raise RuntimeError("no such instruction")
+
+
+def start(runner: ToyRunner | BrokenRunner) -> tuple[Engine, queue.Queue[Event], queue.Queue[BaseException]]:
+    events: queue.Queue[Event] = queue.Queue()
+    failures: queue.Queue[BaseException] = queue.Queue()
+    engine = Engine(
+        Scheduler(Limits(16, 4096)), runner, lambda batch: [events.put(event) for event in batch] and None, failures.put
+    )
+    engine.start()
+    return engine, events, failures
+
+
+def test_requests_run_to_their_end_side_by_side() -> None:
+    engine, events, _ = start(ToyRunner())
+    for name in ("a", "b"):
+        engine.add(make_request(name, list(range(40)), 12))
+    ended = set()
+    while ended != {"a", "b"}:
+        event = events.get(timeout=WAIT)
+        if isinstance(event, Sampled) and event.reason is not None:
+            ended.add(event.key.request_id)
+    engine.stop()
+    assert engine.stats.sampled_tokens == 24
+
+
+def test_an_idle_engine_obeys_commands() -> None:
+    engine, events, _ = start(ToyRunner())
+    engine.remove(Key("nobody", 1, 1))
+    assert events.get(timeout=WAIT) == Removed(Key("nobody", 1, 1))
+    engine.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_is_told() -> None:
+    engine, _, failures = start(BrokenRunner())
+    engine.add(make_request("a", list(range(4)), 4))
+    assert "no such instruction" in str(failures.get(timeout=WAIT))
+    engine.stop()

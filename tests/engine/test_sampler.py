@@ -1,0 +1,125 @@
+"""Sampling against naive formulas and against expected frequencies."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.types import SamplingParams
+from paceline.engine.sampler import SamplingRow, sample, score, uniform
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, 0.5])
+
+
+def draw(params: SamplingParams, context: list[int] | None = None, logits: torch.Tensor = LOGITS, **row: int) -> int:
+    context = [0] if context is None else context
+    rows = [SamplingRow(params, context, row.get("prompt_len", 1))]
+    return sample(logits.clone().unsqueeze(0), rows)[0].id
+
+
+def frequencies(params: SamplingParams, n: int = 4000) -> list[float]:
+    rows = [SamplingRow(params, range(position), 1) for position in range(1, n + 1)]  # type: ignore[arg-type]
+    tokens = Counter(token.id for token in sample(LOGITS.repeat(n, 1), rows))
+    return [tokens[index] / n for index in range(len(LOGITS))]
+
+
+def test_greedy_takes_the_first_of_the_best() -> None:
+    assert draw(SamplingParams()) == 0
+    assert draw(SamplingParams(), logits=torch.tensor([1.0, 3.0, 3.0])) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_softmax(temperature: float) -> None:
+    expected = torch.softmax(LOGITS / temperature, -1).tolist()
+    assert frequencies(SamplingParams(temperature=temperature, seed=7)) == pytest.approx(expected, abs=0.025)
+
+
+def test_top_k_top_p_and_min_p_cut_the_right_tokens() -> None:
+    def support(**cut: float) -> set[int]:
+        shares = frequencies(SamplingParams(temperature=1.0, seed=3, **cut), 2000)  # type: ignore[arg-type]
+        return {token for token, share in enumerate(shares) if share > 0}
+
+    # probabilities: 0 .56, 1 .20, 5 .12, 2 .075, 3 .028, 4 .010
+    assert support(top_k=2) == {0, 1}
+    assert support(top_p=0.5) == {0}
+    assert support(top_p=0.8) == {0, 1, 5}
+    assert support(min_p=0.2) == {0, 1, 5}
+    assert support(top_k=3, top_p=0.7) == {0, 1}
+    assert support(top_k=100) == {0, 1, 2, 3, 4, 5}
+
+
+def test_a_nucleus_wider_than_the_candidates_is_sorted_whole() -> None:
+    flat = torch.zeros(5000)
+    rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9, seed=seed), [0], 1) for seed in range(300)]
+    tokens = {token.id for token in sample(flat.repeat(300, 1), rows)}
+    assert len(tokens) > 250
+    assert max(tokens) > 1024
+
+
+def test_the_same_seed_and_position_give_the_same_token_in_any_batch() -> None:
+    params = SamplingParams(temperature=1.5, seed=11)
+    alone = draw(params, [5, 5, 5])
+    rows = [SamplingRow(SamplingParams(temperature=1.0, seed=s), [5] * s, 1) for s in range(1, 9)]
+    rows[4] = SamplingRow(params, [5, 5, 5], 1)
+    assert sample(LOGITS.repeat(8, 1), rows)[4].id == alone
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))
+def test_uniform_is_in_its_interval_and_fixed(seed: int, position: int) -> None:
+    u = uniform(seed, position)
+    assert 0 <= u < 1
+    assert u == uniform(seed, position)
+
+
+def test_uniform_keeps_the_tail() -> None:
+    hits = sum(uniform(seed, position) < 2**-12 for seed in range(200) for position in range(1000))
+    assert 25 < hits < 80  # 48.8 expected
+    assert any(uniform(seed, 0) * 2**32 % 1 != 0 for seed in range(4))  # finer than fp32
+
+
+def test_penalties_match_the_formulas() -> None:
+    context, prompt_len = [0, 1, 5, 5, 2], 2  # output: 5, 5, 2
+    params = SamplingParams(
+        repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5, logprobs=6, max_tokens=9
+    )
+    # expected logits: 0: 2/2, 1: 1/2, 2: 0/2-.25-.5, 5: .5/2-.25-1.0
+    assert draw(params, context, prompt_len=prompt_len) == 0
+    forbid_zero = SamplingParams(**{**_fields(params), "logit_bias": {0: -0.6}})
+    # bias comes before the penalties: (2 - 0.6) / 2 = 0.7 still beats 0.5
+    assert draw(forbid_zero, context, prompt_len=prompt_len) == 0
+    forbid_more = SamplingParams(**{**_fields(params), "logit_bias": {0: -1.1}})
+    assert draw(forbid_more, context, prompt_len=prompt_len) == 1
+
+
+def test_bias_allowed_tokens_and_min_tokens_shape_the_choice() -> None:
+    assert draw(SamplingParams(logit_bias={4: 100.0})) == 4
+    assert draw(SamplingParams(allowed_token_ids=(3, 4))) == 3
+    stops = SamplingParams(stop_token_ids=frozenset({0, 1}), min_tokens=2)
+    assert draw(stops, [9, 9], prompt_len=1) == 5
+    assert draw(stops, [9, 9, 9], prompt_len=1) == 0
+    noisy = SamplingParams(temperature=2.0, allowed_token_ids=(3, 4), seed=1)
+    assert {draw(noisy, [0] * n) for n in range(1, 60)} == {3, 4}
+
+
+def test_logprobs_are_raw_and_ranked() -> None:
+    params = SamplingParams(logprobs=2, logit_bias={4: 100.0}, temperature=0.0)
+    token = sample(LOGITS.clone().unsqueeze(0), [SamplingRow(params, [0], 1)])[0]
+    expected = torch.log_softmax(LOGITS, -1)
+    assert [(entry.token_id, entry.rank) for entry in token.logprobs] == [(4, 6), (0, 1), (1, 2)]
+    assert [entry.logprob for entry in token.logprobs] == pytest.approx(expected[[4, 0, 1]].tolist())
+
+
+def test_score_reports_given_tokens() -> None:
+    tokens = score(LOGITS.repeat(2, 1), [3, 0], top=1)
+    assert [token.id for token in tokens] == [3, 0]
+    assert tokens[0].logprobs[0].rank == 5
+    assert tokens[1].logprobs[0].rank == 1
+    assert len(tokens[0].logprobs) == 2
+
+
+def _fields(params: SamplingParams) -> dict[str, object]:
+    return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}

@@ -1,0 +1,224 @@
+"""The scheduler against a toy model and a toy block pool: whatever happens, each request gets exactly its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import NO_SLOT, GroupShape, KVLayout, make_layout
+from paceline.core.types import FinishReason, Key, SamplingParams, Token
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.step import ChunkResult, NeedsBlocks, Preempted, Removed, Sampled, Sealed, Step, Trimmed
+
+FULL = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
+MIXED = make_layout(
+    (GroupShape("sliding", tuple(range(4)), 1, 8, window=40), GroupShape("full", (4,), 1, 8)), 4, "test"
+)
+
+
+def next_token(context: list[int]) -> int:
+    """A toy model: any function of the whole context."""
+    return (sum(context) * 31 + len(context)) % 1000
+
+
+def make_request(
+    name: str, prompt: list[int], max_tokens: int, layout: KVLayout = FULL, capacity: int = 1024, **more: object
+) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    tables = [list(range(group.blocks_for(capacity))) for group in layout.groups]
+    chain = HashChain("x")
+    return Request(Key(name, 1, 1), prompt, len(prompt), params, layout, chain, tables, **more)  # type: ignore[arg-type]
+
+
+def compute(step: Step) -> list[ChunkResult]:
+    return [ChunkResult(Token(next_token(chunk.request.token_ids)) if chunk.samples else None) for chunk in step.chunks]
+
+
+def run(scheduler: Scheduler) -> list[object]:
+    events: list[object] = []
+    while step := scheduler.plan():
+        scheduler.apply(step, compute(step))
+        events += scheduler.take_events()
+    return events
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096))
+    scheduler.add(make_request("a", list(range(80)), 1))
+    lengths = []
+    while step := scheduler.plan():
+        lengths.append(step.chunks[0].length)
+        scheduler.apply(step, compute(step))
+    assert lengths == [32, 32, 16]
+
+
+def test_decoding_comes_before_prompts() -> None:
+    scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096))
+    scheduler.add(make_request("prompt", list(range(100)), 1))
+    scheduler.add(make_request("decoding", list(range(20)), 10, computed_len=19))
+    step = scheduler.plan()
+    assert step is not None
+    assert [(chunk.request.key.request_id, chunk.length) for chunk in step.chunks] == [("decoding", 1), ("prompt", 31)]
+
+
+def test_output_ends_at_max_tokens_and_at_the_context_limit() -> None:
+    for max_tokens, limit, expected in ((5, 4096, 5), (50, 24, 4)):
+        scheduler = Scheduler(Limits(32, limit))
+        scheduler.add(make_request("a", list(range(20)), max_tokens))
+        sampled = [event for event in run(scheduler) if isinstance(event, Sampled)]
+        assert len(sampled) == expected
+        assert sampled[-1].reason is FinishReason.LENGTH
+
+
+def test_a_stop_token_ends_the_request_unless_it_comes_too_early() -> None:
+    prompt = list(range(20))
+    stop = next_token([*prompt, next_token(prompt)])
+    for min_tokens, expected in ((0, 2), (2, 2), (3, 10)):
+        request = make_request("a", list(prompt), 10)
+        request.sampling = SamplingParams(max_tokens=10, min_tokens=min_tokens, stop_token_ids=frozenset({stop}))
+        scheduler = Scheduler(Limits(32, 4096))
+        scheduler.add(request)
+        sampled = [event for event in run(scheduler) if isinstance(event, Sampled)]
+        assert len(sampled) == expected
+
+
+def test_only_first_token_leaves_the_engine_without_a_reason() -> None:
+    scheduler = Scheduler(Limits(32, 4096))
+    scheduler.add(make_request("a", list(range(20)), 10, only_first_token=True))
+    sampled = [event for event in run(scheduler) if isinstance(event, Sampled)]
+    assert [event.reason for event in sampled] == [None]
+    assert len(scheduler) == 0
+
+
+def test_full_blocks_are_sealed_once_with_the_hashes_of_the_chain() -> None:
+    prompt = list(range(50))
+    scheduler = Scheduler(Limits(20, 4096))
+    scheduler.add(make_request("a", list(prompt), 20))
+    sealed = [event for event in run(scheduler) if isinstance(event, Sealed)]
+    context = list(prompt)
+    while len(context) < 69:  # the last sampled token is never computed
+        context.append(next_token(context))
+    chain = HashChain("x")
+    chain.extend(context)
+    assert [event.first_block for event in sealed] == [0, 1, 2, 3]
+    assert [hash_ for event in sealed for hash_ in event.hashes] == chain.hashes
+
+
+def test_blocks_behind_a_window_are_trimmed_and_the_others_kept() -> None:
+    scheduler = Scheduler(Limits(16, 4096))
+    request = make_request("a", list(range(100)), 30, MIXED)
+    scheduler.add(request)
+    trims = [event for event in run(scheduler) if isinstance(event, Trimmed)]
+    assert {event.group for event in trims} == {0}
+    # 129 tokens computed; the next query, at 129, sees keys from 90 on, in block 5
+    assert trims[-1].first_kept_block == 5
+    assert request.tables[0][:5] == [NO_SLOT] * 5
+    assert NO_SLOT not in request.tables[0][5:]
+    assert NO_SLOT not in request.tables[1]
+
+
+def test_remove_is_confirmed_even_for_strangers() -> None:
+    scheduler = Scheduler(Limits(16, 4096))
+    request = make_request("a", list(range(4)), 30)
+    scheduler.add(request)
+    scheduler.remove(request.key)
+    scheduler.remove(Key("nobody", 1, 1))
+    assert scheduler.take_events() == [Removed(request.key), Removed(Key("nobody", 1, 1))]
+    assert scheduler.plan() is None
+
+
+def test_a_request_asks_for_blocks_ahead_of_need_and_only_once() -> None:
+    scheduler = Scheduler(Limits(64, 4096))
+    scheduler.add(make_request("a", list(range(30)), 200, capacity=64))
+    asked = [event for event in run(scheduler) if isinstance(event, NeedsBlocks)]
+    assert len(asked) == 1
+    assert asked[0].token_count > 64
+
+
+def test_starving_preempts_the_newest_and_room_is_made_once_a_plan() -> None:
+    scheduler = Scheduler(Limits(64, 4096))
+    for name in ("old", "middle", "new"):
+        scheduler.add(make_request(name, list(range(30)), 200, capacity=32))
+    scheduler.plan()
+    scheduler.starve(Key("old", 1, 1))
+    scheduler.starve(Key("middle", 1, 1))
+    preempted = [event.key.request_id for event in scheduler.take_events() if isinstance(event, Preempted)]
+    assert preempted == ["new"]
+
+
+@dataclass
+class ToyPool:
+    """Counts blocks; a request's blocks are those of its tables."""
+
+    free: int
+    used: dict[Key, int] = field(default_factory=dict)
+
+    def take(self, key: Key, blocks: int) -> bool:
+        more = blocks - self.used.get(key, 0)
+        if more > self.free:
+            return False
+        self.free -= more
+        self.used[key] = blocks
+        return True
+
+    def release(self, key: Key) -> None:
+        self.free += self.used.pop(key)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 120)), min_size=1, max_size=8),
+    pool_blocks=st.integers(14, 40),
+    budget=st.integers(1, 64),
+    data=st.data(),
+)
+def test_every_request_gets_its_tokens_on_a_small_pool(
+    prompts: list[tuple[int, int]], pool_blocks: int, budget: int, data: st.DataObject
+) -> None:
+    pool = ToyPool(pool_blocks)
+    scheduler = Scheduler(Limits(budget, 4096))
+    waiting = [make_request(str(index), [index] * length, tokens) for index, (length, tokens) in enumerate(prompts)]
+    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    answers: list[NeedsBlocks] = []
+    for _ in range(20_000):
+        while waiting and pool.take(waiting[0].key, FULL.groups[0].blocks_for(len(waiting[0].token_ids) + 1)):
+            request = waiting.pop(0)
+            request.tables = [list(range(pool.used[request.key]))]
+            scheduler.add(request)
+        # answers arrive late and in their own time
+        while answers and data.draw(st.booleans()):
+            ask = answers.pop(0)
+            if ask.key in pool.used and pool.take(ask.key, FULL.groups[0].blocks_for(ask.token_count)):
+                scheduler.grow(ask.key, [list(range(pool.used[ask.key]))])
+            else:
+                scheduler.starve(ask.key)
+        if step := scheduler.plan():
+            assert sum(chunk.length for chunk in step.chunks) <= budget
+            for chunk in step.chunks:
+                assert chunk.end <= pool.used[chunk.request.key] * 16
+            scheduler.apply(step, compute(step))
+        for event in scheduler.take_events():
+            match event:
+                case Sampled(key, token, reason):
+                    outputs[key.request_id].append(token.id)
+                    if reason is not None:
+                        pool.release(key)
+                case NeedsBlocks():
+                    answers.append(event)
+                case Preempted(key, request):
+                    pool.release(key)
+                    again = make_request(key.request_id, request.token_ids, request.sampling.max_tokens)
+                    again.key, again.prompt_len = Key(key.request_id, 1, key.generation + 1), request.prompt_len
+                    waiting.append(again)
+        if not waiting and len(scheduler) == 0:
+            break
+    assert pool.free == pool_blocks
+    for index, (length, tokens) in enumerate(prompts):
+        context = [index] * length
+        for _ in range(tokens):
+            context.append(next_token(context))
+        assert outputs[str(index)] == context[length:]
