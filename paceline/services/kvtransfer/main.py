@@ -1,0 +1,86 @@
+"""The kvtransfer service as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from pathlib import Path
+
+from paceline.core.config import GIB, KVTransferConfig, parse_bytes
+from paceline.core.machine import available_memory
+from paceline.proto import kvtransfer_pb2_grpc
+from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
+from paceline.services.common.registry import Member, Registrar
+from paceline.services.common.rpc import RpcServer
+from paceline.services.kvtransfer.events import BlockEventPublisher
+from paceline.services.kvtransfer.service import KVTransferService
+
+_AUTO_MOST = 2 * GIB
+_WATCH_SECONDS = 0.5
+
+log = logging.getLogger(__name__)
+
+
+async def run(config: KVTransferConfig) -> None:
+    """Serves until SIGTERM; workers must have gone by then. Raises PacelineError."""
+    stop = stop_on_signals()
+    host_id = config.host_id or unique_name("host")
+    arena_dir = Path(config.arena_dir)
+    service = KVTransferService(host_id, _kv_memory(config), arena_dir, config.lease_seconds)
+    server = RpcServer(config.host, config.port)
+    kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
+    address = reachable_address(config, await server.start())
+    await service.start()
+    epoch = time.time_ns()
+    registrar = Registrar(config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address))
+    publisher = BlockEventPublisher(config.redis, config.cluster, host_id, service.take_events)
+    await registrar.start()
+    await publisher.start()
+    await server.set_ready(True)
+    announce_ready(config, address)
+    log.info("kvtransfer %s serves at %s", host_id, address)
+    try:
+        while not stop.is_set():
+            await server.set_ready(service.healthy)
+            try:
+                async with asyncio.timeout(_WATCH_SECONDS):
+                    await stop.wait()
+            except TimeoutError:
+                continue
+    finally:
+        await registrar.stop()
+        await publisher.stop()
+        await service.close()
+        await server.close(0)
+
+
+def _kv_memory(config: KVTransferConfig) -> int:
+    """Bytes of the arena; "auto" leaves most of the machine to weights and to others."""
+    if config.kv_memory != "auto":
+        return parse_bytes(config.kv_memory)
+    folder = os.statvfs(config.arena_dir)
+    room = min(available_memory() or _AUTO_MOST, folder.f_bavail * folder.f_frsize)
+    return min(_AUTO_MOST, room // 4)
+
+
+def _describe(service: KVTransferService, host_id: str, epoch: int, address: str) -> Member:
+    snapshot = service.snapshot()
+    return Member(
+        worker_id=host_id,
+        role="kvtransfer",
+        epoch=epoch,
+        address=address,
+        host_id=host_id,
+        model=snapshot.fingerprint,
+        stats={
+            **{f"blocks_{name}": count for name, count in snapshot.counts._asdict().items()},
+            "slot_bytes": snapshot.slot_bytes,
+            "holds": snapshot.holds,
+            "expired_holds": snapshot.expired_holds,
+            "evicted_blocks": snapshot.evicted_blocks,
+            "prefix_queries_tokens": snapshot.prefix_queries_tokens,
+            "prefix_hits_tokens": snapshot.prefix_hits_tokens,
+        },
+    )
