@@ -201,13 +201,9 @@ class KVClient:
                 self._tell(pb.Operation(renew=pb.Renew(keys=[key_to_pb(key) for key in self._held.values()])))
 
     async def _watch(self, call: grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]) -> None:
-        try:
-            async for _ in call:
-                pass
-        except grpc.aio.AioRpcError as error:
-            log.info("the session with kvtransfer ended: %s", error.details())
-        finally:
-            call.cancel()
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await call.read()  # nothing more is ever said; this ends with the session
+        log.info("the session with kvtransfer ended")
         self._on_lost()
 
 
