@@ -1,0 +1,67 @@
+# `make` without a target tells what there is. Needs Python 3.11 or newer, make and a C++ compiler; makes .venv by itself.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+EXTRAS := gateway,worker,convert,local,otlp,dev
+# The lock is resolved around this release, so that a new one is a decision.
+TORCH := torch==2.13.0
+
+# Prints the first Python that is new enough.
+FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 python3.14; do \
+	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit; fi; done; \
+	echo "Paceline needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1
+
+.PHONY: help serve test lint unit proto lock test-compose bench clean
+
+help: ## show this
+	@echo "make TARGET [ARGS='...']"; echo
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+serve: $(READY) ## start a stack on this machine, e.g. make serve ARGS='--port 9000'
+	@$(BIN)/paceline serve $(ARGS)
+
+test: lint ## everything that runs without docker: lint, unit, real models, real stacks
+	$(BIN)/pytest -m "not compose" $(ARGS)
+
+unit: $(READY) ## the quick tests only
+	$(BIN)/pytest -m "not model and not stack and not compose" $(ARGS)
+
+lint: $(READY) ## style, types, import contracts, generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p paceline
+	$(BIN)/lint-imports
+	$(BIN)/python -m paceline.proto.generate --check
+
+test-compose: $(READY) ## the compose stack on a real docker engine
+	bash compose/test.sh $(ARGS)
+
+bench: $(READY) ## load a running server, e.g. make bench ARGS='--help'
+	$(BIN)/python -m bench.load $(ARGS)
+
+proto: $(READY) ## regenerate the Python of paceline/proto/*.proto
+	$(BIN)/python -m paceline.proto.generate
+
+lock: ## resolve all extras afresh into requirements.lock
+	rm -rf build/lock
+	python=$$($(FIND_PYTHON)); "$$python" -m venv build/lock
+	build/lock/bin/python -m pip install --quiet '$(TORCH)' -e '.[$(EXTRAS)]'
+	build/lock/bin/python -m pip freeze --exclude-editable > build/lock/freeze
+	@# torch pins the CUDA packages that fit its build, so the lock also fits a machine without a GPU.
+	{ echo "# Made by 'make lock'."; sed -E -e '/^(nvidia-|cuda-|triton==)/d' -e 's/\+[A-Za-z0-9.]+$$//' build/lock/freeze; } > requirements.lock
+	rm -rf build/lock
+
+clean: ## remove what make and the tools have made
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): requirements.lock pyproject.toml
+	test -x $(BIN)/python || { python=$$($(FIND_PYTHON)); "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+	touch $@

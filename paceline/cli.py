@@ -1,0 +1,240 @@
+"""The command line. Every field of a config in `paceline.core.config` is a flag; nothing is declared twice.
+
+Exit codes: 0 done, 1 something failed while running, 2 the input or the machine does not fit, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib
+import shutil
+import signal
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from paceline import __version__
+from paceline.core import telemetry
+from paceline.core.config import (
+    GatewayConfig,
+    KVTransferConfig,
+    ServeConfig,
+    ServiceConfig,
+    WorkerConfig,
+    load_config,
+)
+from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
+
+OVERVIEW = """\
+usage: paceline COMMAND [options]
+
+LLM serving with prefill and decode as separately scaled fleets.
+
+on one machine
+  serve [MODEL]       start a whole stack and print a request to try
+
+one service each, for containers and clusters
+  gateway MODEL       the HTTP API
+  prefill MODEL       a worker that turns prompts into KV blocks
+  decode MODEL        a worker that turns KV blocks into tokens
+  kvtransfer          the owner of a host's KV memory
+
+tools
+  prepare MODEL       fetch or convert a model and print its folder
+  version             print the version
+
+examples
+  paceline serve
+  paceline serve gemma-3-270m --prefill 2 --decode 2 --port 9000
+  paceline decode /models/llama --redis redis://redis:6379/0 --config paceline.toml
+
+Options: paceline COMMAND --help. Without a MODEL, serve takes a small bundled one.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """A command that runs `paceline.services.<name>.main.run` with a config until it is told to stop."""
+
+    config: type[ServiceConfig | ServeConfig]
+    arguments: str
+    summary: str
+    extra: str
+    """The pip extra that holds what it imports."""
+
+
+SERVICES = {
+    "serve": Service(ServeConfig, "[MODEL]", "Start a whole stack on this machine; Ctrl-C stops it.", "serve"),
+    "gateway": Service(GatewayConfig, "MODEL", "The HTTP API.", "gateway"),
+    "prefill": Service(WorkerConfig, "MODEL", "A worker that turns prompts into KV blocks.", "worker"),
+    "decode": Service(WorkerConfig, "MODEL", "A worker that turns KV blocks into tokens.", "worker"),
+    "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
+}
+_GROUPS = ("model", "fleet", "compute", "memory", "limits", "network", "cluster", "logs")
+_METAVARS = {"advertise": "HOST", "chat_template": "FILE", "kvtransfer": "ADDRESS", "port": "PORT", "redis": "URL"}
+_HIDDEN = {"ready_fd"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    arguments = vars(build_parser().parse_args(argv))
+    name = arguments.pop("command")
+    try:
+        _run(name, arguments)
+    except ModuleNotFoundError as error:
+        if (error.name or "paceline").split(".")[0] == "paceline":
+            raise
+        extra = SERVICES[name].extra if name in SERVICES else "convert"
+        return _fail(f"{name} needs {error.name}, which is not installed: pip install 'paceline[{extra}]'", 2)
+    except (ConfigError, ModelError, InvalidRequestError) as error:
+        return _fail(str(error), 2)
+    except PacelineError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="paceline", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action=_Overview, nargs=0, default=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for name, service in SERVICES.items():
+        command = _add_command(commands, name, f"{service.arguments} [options]".strip(), service.summary)
+        command.add_argument(
+            "--config", type=Path, metavar="FILE", help=f"TOML file: keys at its top and in [{name}]; flags win"
+        )
+        _add_fields(command, service.config, dataclasses.fields(service.config))
+    prepare = _add_command(commands, "prepare", "MODEL [options]", "Fetch or convert a model and print its folder.")
+    prepare.add_argument("model", metavar="MODEL", help="bundled name, Hugging Face folder or GGUF file")
+    fields = [field for field in dataclasses.fields(ServeConfig) if field.name == "cache_dir"]
+    _add_fields(prepare, ServeConfig, fields)
+    _add_command(commands, "version", "", "Print the version.")
+    return parser
+
+
+def _run(name: str, arguments: dict[str, Any]) -> None:
+    if name == "version":
+        print(f"paceline {__version__}")
+    elif name == "prepare":
+        _prepare(arguments["model"], Path(arguments.get("cache_dir", ServeConfig().cache_dir)))
+    else:
+        config = _load(name, arguments.pop("config"), arguments)
+        run = importlib.import_module(f"paceline.services.{name}.main").run
+        # A worker's name in its logs and traces is its name in the cluster.
+        _setup_telemetry(getattr(config, "worker_id", "") or name, config)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(run(config))
+
+
+def _prepare(model: str, cache_dir: Path) -> None:
+    from paceline.models.assets import resolve_model
+
+    # As an exception, so that a half-made folder is removed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    print(resolve_model(model, cache_dir, lambda line: print(line, file=sys.stderr, flush=True)))
+
+
+def _load(name: str, file: Path | None, flags: dict[str, Any]) -> ServiceConfig | ServeConfig:
+    config = load_config(SERVICES[name].config, name, file, flags)
+    if not getattr(config, "model", True):
+        raise ConfigError(f"{name} needs a model: paceline {name} MODEL")
+    for field, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, field)
+        if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
+            raise ConfigError(f"{field.replace('_', '-')} must be {_alternatives(hint)}, not {value!r}")
+    return config
+
+
+def _setup_telemetry(service: str, config: ServiceConfig | ServeConfig) -> None:
+    try:
+        telemetry.setup(service, config.log_level, config.log_format)
+    except ValueError as error:
+        raise ConfigError(f"log-level must be debug, info, warning or error, not {config.log_level!r}") from error
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"paceline: {sentence}", file=sys.stderr)
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"paceline: {message}; see {self.prog} --help\n")
+
+
+class _Overview(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        print(OVERVIEW, end="")
+        parser.exit()
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(100, shutil.get_terminal_size().columns))
+
+
+def _add_command(commands: Any, name: str, arguments: str, description: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        description=description,
+        usage=f"paceline {name} {arguments}".rstrip(),
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    return parser
+
+
+def _add_fields(parser: argparse.ArgumentParser, config: type, fields: Sequence[dataclasses.Field[Any]]) -> None:
+    hints = typing.get_type_hints(config)
+    groups: dict[str, Any] = {}
+    for field in sorted(fields, key=_place):
+        title = field.metadata["group"]
+        if field.name == "model":
+            groups["model"] = parser.add_argument_group("model")
+            text = _help(field)
+            groups["model"].add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+            continue
+        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+        # Only given flags may override the file, so that a default must not look like one.
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS if field.name in _HIDDEN else _help(field),
+            **_kind(field.name, hints[field.name]),
+        )
+
+
+def _place(field: dataclasses.Field[Any]) -> int:
+    group = field.metadata["group"]
+    return _GROUPS.index(group) if group in _GROUPS else len(_GROUPS)
+
+
+def _kind(name: str, hint: Any) -> dict[str, Any]:
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    fallback = "N" if hint is int else name.split("_")[-1].upper()
+    return {"type": hint, "metavar": _METAVARS.get(name, fallback)}
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    text = str(field.metadata["help"]).replace("%", "%%")
+    return text if field.default in ("", 0, "auto") else f"{text} [{field.default}]"
+
+
+def _alternatives(hint: Any) -> str:
+    return " or ".join(map(str, typing.get_args(hint)))

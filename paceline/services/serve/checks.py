@@ -1,0 +1,97 @@
+"""What can be known to go wrong before anything is started."""
+
+from __future__ import annotations
+
+import errno
+import math
+import re
+import socket
+from pathlib import Path
+
+from paceline.core.config import GIB, ServeConfig, parse_bytes
+from paceline.core.errors import ConfigError
+from paceline.models.config import read_config
+from paceline.models.folder import weight_files
+
+PROCESS_BYTES = 400 << 20
+"""Resident memory of one worker without weights and KV cache: Python, torch, scratch space of a step."""
+LEAST_KV_BYTES = 256 << 20
+"""What has to be left for the KV cache where its size is "auto"."""
+
+_ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def check_config(config: ServeConfig) -> None:
+    """Raises ConfigError for numbers that make no stack."""
+    if config.decode < 1:
+        raise ConfigError("a stack needs a decode worker: --decode 1 or more; --prefill may be 0")
+    if config.dtype not in ("auto", "bfloat16", "float32"):
+        raise ConfigError(f"--dtype must be auto, bfloat16 or float32, not {config.dtype!r}")
+    if config.prefill < 0:
+        raise ConfigError("--prefill is a number of workers, 0 or more")
+    for name in ("max_seqs", "max_batched_tokens"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more")
+    for name in ("max_model_len", "threads"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more")
+    if not 0 <= config.port <= 65535:
+        raise ConfigError("--port must be 0 to 65535")
+    if not 0 <= config.drain_seconds < math.inf:
+        raise ConfigError("--drain-seconds must be 0 or more")
+    if config.kv_memory != "auto":
+        parse_bytes(config.kv_memory)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError if nobody could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error})"
+        raise ConfigError(f"port {port} of {host} {reason}; choose another with --port or --host") from error
+
+
+def check_memory(config: ServeConfig, folder: Path, available: int | None) -> None:
+    """Raises ConfigError if the weights, the processes and the KV cache do not fit into `available` bytes.
+
+    Args:
+        folder: the model.
+        available: what can be taken without swapping; None where the system does not tell.
+    """
+    if available is None:
+        return
+    workers = config.prefill + config.decode
+    weights = _weight_bytes(folder, config.dtype, workers) if config.device == "cpu" else 0
+    kv_bytes = LEAST_KV_BYTES if config.kv_memory == "auto" else parse_bytes(config.kv_memory)
+    needed = weights + workers * PROCESS_BYTES + kv_bytes
+    if needed > available:
+        lower = "--prefill or --decode" if config.kv_memory == "auto" else "--kv-memory, --prefill or --decode"
+        raise ConfigError(
+            f"this stack needs {_gib(needed)} of memory (weights {_gib(weights)}, {workers} workers "
+            f"{_gib(workers * PROCESS_BYTES)}, KV cache {_gib(kv_bytes)}) and {_gib(available)} are free; "
+            f"lower {lower}, or take a smaller model"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that can be taken without swapping; None where the system does not tell."""
+    try:
+        match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) * 1024 if match else None
+
+
+def _weight_bytes(folder: Path, dtype: str, workers: int) -> int:
+    """Workers share the mapped file; weights that have to be converted are a copy in each."""
+    stored_bytes = sum(file.stat().st_size for file in weight_files(folder))
+    stored = read_config(folder).dtype
+    if dtype in ("auto", stored):
+        return stored_bytes
+    return workers * stored_bytes * _ITEMSIZES[dtype] // _ITEMSIZES[stored]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,164 @@
+"""One child process: started, listened to, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from paceline.core.errors import ConfigError, PacelineError, UnavailableError
+
+LAST_WORDS = "paceline: "
+"""How the line begins with which a command of ours tells why it gave up."""
+
+_PR_SET_PDEATHSIG = 1
+_LINE_BYTES = 1 << 20
+_KILL_SECONDS = 5.0
+
+
+class Child:
+    """A process in a session of its own, so that Ctrl-C in the terminal reaches only its parent.
+
+    What it writes is passed on line by line, except for its last words, which its failure repeats.
+    """
+
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, answer: asyncio.StreamReader, echo: Callable[[str], None]
+    ) -> None:
+        self.name = name
+        self.pid = process.pid
+        self.is_ready = False
+        self._process = process
+        self._answer = answer
+        self._tail: collections.deque[str] = collections.deque(maxlen=20)
+        self._listener = asyncio.create_task(self._listen(echo))
+        self.exited = asyncio.create_task(self._wait())
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        command: Sequence[str],
+        answers_on: Literal["ready-fd", "stdout", "nothing"],
+        echo: Callable[[str], None],
+    ) -> Child:
+        """Starts `command`; one that answers on "ready-fd" gets this as a flag.
+
+        Raises:
+            ConfigError: it cannot be executed.
+        """
+        readable, writable = os.pipe()
+        answer = await _reader(readable)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                *([f"--ready-fd={writable}"] if answers_on == "ready-fd" else []),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=writable if answers_on == "stdout" else asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE if answers_on == "stdout" else asyncio.subprocess.STDOUT,
+                limit=_LINE_BYTES,
+                pass_fds=[writable],
+                start_new_session=True,
+                preexec_fn=_end_with_parent(),
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot start {name}: {error}") from error
+        finally:
+            os.close(writable)
+        return cls(name, process, answer, echo)
+
+    async def answer(self, timeout: float) -> str:
+        """The line with which it tells that it is ready.
+
+        Raises:
+            PacelineError: it ended instead, or `timeout` seconds are over.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                line = await self._answer.readline()
+                if not line:
+                    await asyncio.shield(self.exited)
+        except TimeoutError:
+            raise UnavailableError(f"{self.name} was not ready after {timeout:g} s{self._last_line()}") from None
+        if not line:
+            raise self.failure()
+        self.is_ready = True
+        return line.decode().strip()
+
+    def failure(self) -> PacelineError:
+        """Why a process that ended should not have."""
+        code = self._process.returncode or 0
+        line = self._last_line()
+        if code < 0:
+            line = f" by {signal.Signals(-code).name}"
+            line += ", as when memory runs out" if code == -signal.SIGKILL else ""
+        sentence = f"{self.name} {'ended' if self.is_ready else 'failed'}{line or f' with exit code {code}'}"
+        return ConfigError(sentence) if code == 2 else UnavailableError(sentence)
+
+    async def stop(self, grace: float, hurry: asyncio.Event) -> None:
+        """SIGTERM; after `grace` seconds, or in a hurry at once, SIGKILL to the whole session."""
+        if not self.exited.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+        hurried = asyncio.create_task(hurry.wait())
+        await asyncio.wait({self.exited, hurried}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not self.exited.done():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            await asyncio.wait({self.exited}, timeout=_KILL_SECONDS)
+
+    async def _wait(self) -> int:
+        code = await self._process.wait()
+        # A grandchild may hold stderr open for longer.
+        await asyncio.wait({self._listener}, timeout=1.0)
+        self._listener.cancel()
+        return code
+
+    async def _listen(self, echo: Callable[[str], None]) -> None:
+        output = self._process.stderr or self._process.stdout
+        assert output is not None
+        while True:
+            try:
+                line = await output.readline()
+            except ValueError:  # longer than _LINE_BYTES
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            if text:
+                self._tail.append(text)
+            if not text.startswith(LAST_WORDS):
+                echo(text)
+
+    def _last_line(self) -> str:
+        return f": {self._tail[-1].removeprefix(LAST_WORDS)}" if self._tail else ""
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(descriptor, "rb", buffering=0))
+    return reader
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """Run in the child before its program: it gets SIGTERM when this process ends, even by SIGKILL."""
+    if sys.platform != "linux":
+        return None
+    # Looked up before the fork: afterwards as little as possible may happen.
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getpid()
+
+    def set_signal() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(0)
+
+    return set_signal

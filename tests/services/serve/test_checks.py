@@ -1,0 +1,87 @@
+"""What cannot work is told before anything starts, with the flag that helps."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.config import ServeConfig
+from paceline.core.errors import ConfigError
+from paceline.services.serve.checks import (
+    LEAST_KV_BYTES,
+    PROCESS_BYTES,
+    available_memory,
+    check_config,
+    check_memory,
+    check_port,
+)
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"decode": 0}, "--decode"),
+        ({"prefill": -1}, "--prefill"),
+        ({"max_seqs": 0}, "--max-seqs"),
+        ({"max_batched_tokens": 0}, "--max-batched-tokens"),
+        ({"max_model_len": -1}, "--max-model-len"),
+        ({"port": 65536}, "--port"),
+        ({"threads": -1}, "--threads"),
+        ({"drain_seconds": float("nan")}, "--drain-seconds"),
+        ({"drain_seconds": -1.0}, "--drain-seconds"),
+        ({"dtype": "int3"}, "--dtype"),
+        ({"kv_memory": "lots"}, "'lots' is not an amount of memory"),
+    ],
+)
+def test_numbers_that_make_no_stack_are_refused(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        check_config(ServeConfig(**options))
+
+
+def test_decode_workers_alone_make_a_stack() -> None:
+    check_config(ServeConfig(prefill=0, decode=3))
+
+
+def test_a_free_port_passes_and_a_taken_one_does_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} .* is taken.*--port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(("host", "port"), [("203.0.113.1", 80), ("no such host", 80)])
+def test_an_address_that_is_not_ours_is_refused(host: str, port: int) -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        check_port(host, port)
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        # Weights that stay as they are stored are one mapped file for all workers.
+        ({}, 1 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
+        ({"dtype": "bfloat16", "prefill": 2}, 1 * MIB + 3 * PROCESS_BYTES + LEAST_KV_BYTES),
+        # Converted weights are a copy in each worker.
+        ({"dtype": "float32"}, 2 * 2 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
+        ({"prefill": 0, "kv_memory": "1GiB"}, 1 * MIB + PROCESS_BYTES + 1024 * MIB),
+        ({"prefill": 0, "device": "cuda"}, PROCESS_BYTES + LEAST_KV_BYTES),
+    ],
+)
+def test_memory_is_weights_processes_and_kv(model_folder: Path, options: dict[str, Any], needed: int) -> None:
+    check_memory(ServeConfig(**options), model_folder, needed)
+    with pytest.raises(ConfigError, match=r"needs .* GiB .* are free; lower .*--prefill or --decode"):
+        check_memory(ServeConfig(**options), model_folder, needed - 1)
+
+
+def test_nothing_is_refused_where_the_system_does_not_tell(model_folder: Path) -> None:
+    check_memory(ServeConfig(kv_memory="900TiB"), model_folder, None)
+
+
+def test_this_machine_has_memory() -> None:
+    assert (available_memory() or 0) > MIB

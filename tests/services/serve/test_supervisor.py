@@ -1,0 +1,204 @@
+"""A stack starts whole or not at all, and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+
+STACK = Path(__file__).with_name("toy_stack.py")
+ROOT = Path(__file__).parents[3]
+WAIT = 60.0
+
+
+class Stack:
+    """The supervisor as a process, with all that it prints."""
+
+    def __init__(self, config: dict[str, object], actions: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(STACK), json.dumps(config), json.dumps(actions)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.lines: list[str] = []
+        self._arriving: queue.Queue[str | None] = queue.Queue()
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
+        self._reader.start()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def read_until(self, wanted: str) -> None:
+        while not self.lines or wanted not in self.lines[-1]:
+            line = self._arriving.get(timeout=WAIT)
+            assert line is not None, f"{wanted!r} never came:\n{self.text}"
+            self.lines.append(line)
+
+    def pids(self) -> dict[str, int]:
+        return {match[1]: int(match[2]) for match in re.finditer(r"^  (\S+) +pid (\d+)", self.text, re.MULTILINE)}
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> int:
+        """Waits for the end; returns the exit code."""
+        code = self.process.wait(WAIT)
+        self._reader.join(WAIT)
+        while (line := self._arriving.get(timeout=WAIT)) is not None:
+            self.lines.append(line)
+        return code
+
+    def leftovers(self) -> list[str]:
+        """Processes that live on, sockets and shared memory: of all that it named."""
+        alive = [f"{name} {pid}" for name, pid in self.pids().items() if psutil.pid_exists(pid)]
+        paths = [Path(path) for path in re.findall(r"(?:arena=|unix://)(\S+)", self.text)]
+        folders = [path.parent for path in paths if path.suffix == ".sock"]
+        assert len(paths) == 2
+        assert len(folders) == 1
+        return alive + [str(path) for path in paths + folders if path.exists()]
+
+    def _read(self, output: IO[str]) -> None:
+        with output:
+            for line in output:
+                self._arriving.put(line.rstrip("\n"))
+        self._arriving.put(None)
+
+
+Start = Callable[..., Stack]
+
+
+@pytest.fixture
+def start(model_folder: Path) -> Iterator[Start]:
+    stacks: list[Stack] = []
+
+    def start(actions: dict[str, str] | None = None, **options: object) -> Stack:
+        config = {"model": str(model_folder), "port": 0, "kv_memory": "1MiB", "drain_seconds": 0.5, **options}
+        stacks.append(Stack(config, actions or {}))
+        return stacks[-1]
+
+    yield start
+    for stack in stacks:
+        if stack.process.poll() is None:
+            stack.signal(signal.SIGINT)
+            stack.end()
+
+
+def test_starts_all_and_leaves_nothing_after_ctrl_c(start: Start) -> None:
+    stack = start(prefill=2, decode=1)
+    stack.read_until("Ctrl-C stops")
+    assert set(stack.pids()) == {"redis", "kvtransfer", "prefill-0", "prefill-1", "decode-0", "gateway"}
+    assert "preparing" in stack.text
+    assert '"model": "tiny-llama"' in stack.text
+    stack.signal(signal.SIGINT)
+    assert stack.end() == 0
+    assert stack.leftovers() == []
+
+
+def test_stops_the_gateway_first_and_kvtransfer_after_the_workers(start: Start) -> None:
+    stack = start()
+    stack.read_until("Ctrl-C stops")
+    stack.signal(signal.SIGTERM)
+    assert stack.end() == 0
+    ends = [line.removesuffix(" stopped") for line in stack.lines if line.endswith(" stopped")]
+    assert ends[0] == "gateway"
+    assert set(ends[1:3]) == {"prefill", "decode"}
+    assert ends[3] == "kvtransfer"
+
+
+def test_without_prefill_workers_only_decode_runs(start: Start) -> None:
+    stack = start(prefill=0)
+    stack.read_until("Ctrl-C stops")
+    assert set(stack.pids()) == {"redis", "kvtransfer", "decode-0", "gateway"}
+    stack.signal(signal.SIGINT)
+    assert stack.end() == 0
+
+
+def test_children_are_not_in_the_terminal_s_group(start: Start) -> None:
+    stack = start()
+    stack.read_until("Ctrl-C stops")
+    ours = os.getpgid(stack.process.pid)
+    assert all(os.getpgid(pid) != ours for pid in stack.pids().values())
+
+
+def test_a_process_that_fails_to_start_is_told_with_its_last_line(start: Start) -> None:
+    stack = start({"decode": "fail"})
+    assert stack.end() == 1
+    assert stack.lines[-1] == "decode-0 failed: there is no room"
+    assert stack.leftovers() == []
+
+
+def test_a_model_that_cannot_be_prepared_starts_nothing(start: Start) -> None:
+    stack = start({"prepare": "fail"})
+    assert stack.end() == 1
+    assert stack.lines == ["prepare failed: there is no room"]
+
+
+def test_a_process_that_dies_takes_the_stack_down(start: Start) -> None:
+    stack = start()
+    stack.read_until("Ctrl-C stops")
+    os.kill(stack.pids()["decode-0"], signal.SIGKILL)
+    assert stack.end() == 1
+    assert "decode-0 ended by SIGKILL" in stack.lines[-1]
+    assert stack.leftovers() == []
+
+
+def test_ctrl_c_stops_a_stack_that_is_still_starting(start: Start) -> None:
+    stack = start({"prefill": "hang"})
+    stack.read_until("prefill hangs")
+    stack.signal(signal.SIGINT)
+    assert stack.end() == 0
+    assert "Ctrl-C stops" not in stack.text
+    assert stack.leftovers() == []
+
+
+@pytest.mark.parametrize("second", [True, False], ids=["at once after a second Ctrl-C", "after its time is over"])
+def test_a_process_that_ignores_its_end_is_killed(start: Start, second: bool) -> None:
+    stack = start({"kvtransfer": "stubborn", "decode": "stubborn"}, drain_seconds=100.0 if second else 0.0)
+    stack.read_until("Ctrl-C stops")
+    stack.signal(signal.SIGINT)
+    if second:
+        stack.read_until("Stopping")
+        stack.signal(signal.SIGINT)
+    assert stack.end() == 0
+    assert stack.leftovers() == []
+
+
+def test_children_end_when_the_supervisor_is_killed(start: Start) -> None:
+    stack = start()
+    stack.read_until("Ctrl-C stops")
+    children = [psutil.Process(pid) for pid in stack.pids().values()]
+    stack.signal(signal.SIGKILL)
+    assert stack.end() == -signal.SIGKILL
+    _, alive = psutil.wait_procs(children, timeout=WAIT)
+    assert alive == []
+    # The next stack clears away what the first could not.
+    (folder,) = (Path(path).parent for path in re.findall(r"unix://(\S+)", stack.text))
+    os.utime(folder, (0, 0))
+    successor = start()
+    successor.read_until("Ctrl-C stops")
+    assert not folder.exists()
+
+
+def test_a_taken_port_is_told_before_anything_starts(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        stack = start(port=port)
+        assert stack.end() == 1
+    assert stack.lines == [f"port {port} of 127.0.0.1 is taken; choose another with --port or --host"]

@@ -1,0 +1,60 @@
+"""The request to paste."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from paceline.core.config import ServeConfig
+from paceline.services.serve.welcome import first_request
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_API_KEY", raising=False)
+
+
+def curl_of(config: ServeConfig, model: Path) -> list[str]:
+    text = first_request(config, model, port=1234)
+    return shlex.split(text[text.index("curl") : text.index("Ctrl-C")])
+
+
+def test_a_base_model_completes(model_folder: Path) -> None:
+    command = curl_of(ServeConfig(model="tiny"), model_folder)
+    assert command[1] == "http://127.0.0.1:1234/v1/completions"
+    body = json.loads(command[command.index("-d") + 1])
+    assert body["model"] == "tiny"
+    assert isinstance(body["prompt"], str)
+    assert not any("Authorization" in word for word in command)
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "--chat-template"])
+def test_a_model_with_a_chat_template_chats(model_folder: Path, place: str) -> None:
+    if place == "--chat-template":
+        config = ServeConfig(chat_template="own.jinja")
+    else:
+        config = ServeConfig()
+        (model_folder / place).write_text('{"chat_template": "{{ messages }}"}')
+    command = curl_of(config, model_folder)
+    assert command[1] == "http://127.0.0.1:1234/v1/chat/completions"
+    assert json.loads(command[-1])["messages"][0]["role"] == "user"
+
+
+def test_the_first_key_is_sent(model_folder: Path) -> None:
+    command = curl_of(ServeConfig(api_key="it's one, two"), model_folder)
+    assert "Authorization: Bearer it's one" in command
+
+
+def test_a_key_of_the_environment_is_not_printed(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "secret")
+    text = first_request(ServeConfig(), model_folder, port=1)
+    assert "secret" not in text
+    assert "Authorization: Bearer ${PACELINE_API_KEY%%,*}" in text
+
+
+@pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:1234/"), ("::", "http://[::1]:1234/")])
+def test_an_address_for_all_interfaces_is_reached_locally(model_folder: Path, host: str, url: str) -> None:
+    assert curl_of(ServeConfig(host=host), model_folder)[1].startswith(url)

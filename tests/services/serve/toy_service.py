@@ -1,0 +1,77 @@
+"""Any process of a stack without its work: toy_service.py ACTION ROLE [arguments that the real one gets]."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+from paceline.core.config import GatewayConfig, KVTransferConfig, ServiceConfig, WorkerConfig, load_config
+from paceline.services.common.lifecycle import announce_ready, stop_on_signals
+from paceline.services.kvtransfer.arena import Arena
+
+CONFIGS: dict[str, type[ServiceConfig]] = {
+    "gateway": GatewayConfig,
+    "prefill": WorkerConfig,
+    "decode": WorkerConfig,
+    "kvtransfer": KVTransferConfig,
+}
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    writer.close()
+
+
+async def run(action: str, role: str, config: ServiceConfig) -> None:
+    stop = stop_on_signals()
+    if action == "stubborn":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+    arena = Arena(Path(KVTransferConfig().arena_dir), 4096) if role == "kvtransfer" else None
+    if arena is not None:
+        tell(f"arena={arena.path}")
+    if action == "hang":
+        tell(f"{role} hangs")
+        await stop.wait()
+        return
+    server = await asyncio.start_server(answer, config.host, config.port)
+    host, port = server.sockets[0].getsockname()[:2]
+    announce_ready(config, f"{host}:{port}")
+    await stop.wait()
+    server.close()
+    if arena is not None:
+        arena.close()
+    tell(f"{role} stopped")
+
+
+def main() -> None:
+    action, role, *arguments = sys.argv[1:]
+    if action == "fail":
+        tell("paceline: there is no room")
+        sys.exit(2)
+    if role == "prepare":
+        tell("preparing")
+        print(arguments[0], flush=True)
+        return
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--ready-fd", type=int)
+    parser.add_argument("--kvtransfer", default=argparse.SUPPRESS)
+    parser.add_argument("--worker-id", default=argparse.SUPPRESS)
+    flags = vars(parser.parse_args(arguments))
+    asyncio.run(run(action, role, load_config(CONFIGS[role], role, flags.pop("config"), flags)))
+
+
+if __name__ == "__main__":
+    # Long enough for whoever waits for this process to have failed otherwise.
+    signal.alarm(120)
+    main()

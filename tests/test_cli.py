@@ -1,0 +1,152 @@
+"""The command line: flags are the fields of the configs, and every mistake is one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline import __version__
+from paceline.cli import SERVICES, main
+
+ROOT = Path(__file__).parents[1]
+
+
+def paceline(*arguments: str, program: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a process of its own; `program` is Python that comes before it."""
+    code = f"{program}\nimport sys\nfrom paceline.cli import main\nsys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_python_m_paceline_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "paceline", "version"], cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout.decode()) == (0, f"paceline {__version__}\n")
+
+
+def test_the_overview_names_every_command_and_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert all(f"\n  {name} " in text for name in (*SERVICES, "prepare", "version"))
+    assert len(text.splitlines()) <= 30
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_help_shows_every_field_but_the_hidden_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    names = {field.name for field in dataclasses.fields(SERVICES[name].config)} - {"ready_fd", "model"}
+    assert all(f"  --{field.replace('_', '-')} " in text for field in names)
+    assert "ready-fd" not in text
+
+
+def test_help_tells_a_default_where_it_tells_something(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("--port") and line.endswith("[8000]") for line in lines)
+    assert not any(line.endswith("[]") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "paceline: the following arguments are required: COMMAND; see paceline --help"),
+        (["serve", "--port", "x"], "paceline: argument --port: invalid int value: 'x'; see paceline serve --help"),
+        (["serve", "--prot", "1"], "paceline: unrecognized arguments: --prot; see paceline --help"),
+        (["serve", "--log-format", "xml"], "paceline: argument --log-format: invalid choice: 'xml'"),
+        (["prepare"], "paceline: the following arguments are required: MODEL"),
+        (["serve", "--decode", "0"], "paceline: a stack needs a decode worker: --decode 1 or more"),
+        (["decode"], "paceline: decode needs a model: paceline decode MODEL"),
+        (["decode", "m", "--log-level", "loud"], "paceline: log-level must be debug, info, warning or error"),
+        (["serve", "--config", "/no/such.toml"], "paceline: cannot read /no/such.toml"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = paceline(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(sentence)
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("toml", "sentence"),
+    [
+        ('log-format = "xml"', "log-format must be text or json, not 'xml'"),
+        ("[serve]\ndecode = 'two'", "decode must be of type int, not str"),
+        ("[serve]\ndecoders = 2", "[serve] has no option 'decoders'"),
+        ("[serve]\ndecode = 0", "--decode 1 or more"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_sentence(tmp_path: Path, toml: str, sentence: str) -> None:
+    file = tmp_path / "stack.toml"
+    file.write_text(toml)
+    done = paceline("serve", "--config", str(file))
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_flag_wins_over_the_file_even_with_its_default(tmp_path: Path) -> None:
+    file = tmp_path / "stack.toml"
+    # Were the flag not to win, the sentence would be about decode workers.
+    file.write_text("[serve]\ndecode = 0\nprefill = -1")
+    done = paceline("serve", "--config", str(file), "--decode", "1")
+    assert "--prefill is a number of workers" in done.stderr
+
+
+def test_a_missing_package_is_told_with_its_extra() -> None:
+    hide_torch = "import sys; sys.modules['torch'] = None"
+    done = paceline("decode", "some-folder", program=hide_torch)
+    assert done.returncode == 2
+    assert done.stderr == "paceline: decode needs torch, which is not installed: pip install 'paceline[worker]'\n"
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    break_it = "import paceline.services.serve.main as m\nasync def run(config): 1 / 0\nm.run = run"
+    done = paceline("serve", program=break_it)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_a_failure_while_running_is_one_sentence_and_exit_code_1() -> None:
+    fail = (
+        "import paceline.services.serve.main as m\nfrom paceline.core.errors import UnavailableError\n"
+        "async def run(config): raise UnavailableError('it went away')\nm.run = run"
+    )
+    done = paceline("serve", program=fail)
+    assert (done.returncode, done.stderr) == (1, "paceline: it went away\n")
+
+
+def test_the_command_line_itself_loads_nothing_heavy() -> None:
+    look = "import atexit, sys; atexit.register(lambda: print({'torch', 'grpc', 'transformers'} & set(sys.modules)))"
+    assert paceline("version", program=look).stdout.splitlines()[-1] == "set()"
+
+
+def test_prepare_prints_the_folder_alone(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    done = paceline("prepare", str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}\n")
+
+
+def test_prepare_tells_what_a_folder_lacks(tmp_path: Path) -> None:
+    done = paceline("prepare", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"paceline: {tmp_path} lacks config.json")
