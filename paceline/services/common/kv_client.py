@@ -53,15 +53,14 @@ class KVClient:
 
     Operations are applied in the order of the calls. Holds are renewed until they are released.
 
-    Args:
-        on_lost: called once when the session breaks: every hold is void from then on.
+    `lost` is done when the session has broken: every hold is void from then on.
     """
 
-    def __init__(self, address: str, worker_id: str, role: str, on_lost: Callable[[], None]) -> None:
+    def __init__(self, address: str, worker_id: str, role: str) -> None:
         self._address = address
         self._worker_id = worker_id
         self._role = role
-        self._on_lost = on_lost
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._channel = open_channel(address)
         self._stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
         self._session = 0
@@ -204,7 +203,7 @@ class KVClient:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await call.read()  # nothing more is ever said; this ends with the session
         log.info("the session with kvtransfer ended")
-        self._on_lost()
+        self.lost.set_result(None)
 
 
 def _outcome(result: pb.Result) -> Hold | PacelineError | None:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,62 +34,96 @@ log = logging.getLogger(__name__)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-async def run_worker(config: WorkerConfig, role: Role, add_service: Callable[[grpc.aio.Server, Worker], None]) -> None:
+AddService = Callable[[grpc.aio.Server, Worker], None]
+
+
+async def run_worker(config: WorkerConfig, role: Role, add_service: AddService) -> None:
     """Serves until SIGTERM, then drains. Raises PacelineError where the worker cannot start or go on."""
     stop = stop_on_signals()
-    worker_id = config.worker_id or unique_name(role)
-    server = RpcServer(config.host, config.port)
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    model, layout = await asyncio.to_thread(_load, config)
-    lost = asyncio.Event()
-    kv = KVClient(config.kvtransfer, worker_id, role, on_lost=lost.set)
-    arena = await kv.attach(layout)
-    pool = torch.frombuffer(map_arena(arena.path, arena.size), dtype=_dtype(config))
-    limits = WorkerLimits(_max_model_len(config, model, layout, arena), config.max_batched_tokens, config.max_seqs)
-    worker = Worker(model, layout, pool, kv, limits)
-    worker.engine.start()
-    add_service(server.server, worker)
-    address = reachable_address(config, await server.start())
-    epoch = time.time_ns()
-    registrar = Registrar(
-        config.redis, config.cluster, lambda: _describe(worker, worker_id, role, epoch, address, arena.host_id)
-    )
-    await registrar.start()
-    await server.set_ready(True)
-    announce_ready(config, address)
-    log.info("%s %s serves at %s", role, worker_id, address)
+    process = await WorkerProcess.start(config, role, add_service)
+    announce_ready(config, process.address)
+    log.info("%s %s serves at %s", role, process.worker_id, process.address)
     try:
-        await _until(stop, lost, worker.failed)
-        await _drain(worker, server, registrar, config.drain_seconds)
+        await process.wait(stop)
+        await process.drain(config.drain_seconds)
     finally:
-        await registrar.stop()
-        await server.close(0)
-        await asyncio.to_thread(worker.engine.stop)
-        await kv.close()
+        await process.close()
 
 
-async def _until(stop: asyncio.Event, lost: asyncio.Event, failed: asyncio.Future[None]) -> None:
-    """Returns when the process shall stop; raises when it cannot go on."""
-    waits = [asyncio.create_task(event.wait()) for event in (stop, lost)]
-    ends: list[asyncio.Future[Any]] = [*waits, failed]
-    try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            failed.result()
-        if lost.is_set() and not stop.is_set():
-            # The blocks are gone with their owner. A fresh process is the simplest way back to a clean state.
-            raise UnavailableError("the kvtransfer service of this host went away")
-    finally:
-        for wait in waits:
-            wait.cancel()
+class WorkerProcess:
+    """A worker and all that ties it to the world: its server, its session with kvtransfer, its membership."""
 
+    def __init__(self, config: WorkerConfig, role: Role, worker: Worker, kv: KVClient, host_id: str) -> None:
+        self.worker = worker
+        self.worker_id = config.worker_id
+        self.address = ""
+        self._config = config
+        self._role = role
+        self._kv = kv
+        self._host_id = host_id
+        self._epoch = time.time_ns()
+        self._server = RpcServer(config.host, config.port)
+        self._registrar = Registrar(config.redis, config.cluster, self._describe)
 
-async def _drain(worker: Worker, server: RpcServer, registrar: Registrar, seconds: float) -> None:
-    """No new work; time for what runs."""
-    worker.draining = True
-    await server.set_ready(False)
-    registrar.announce()
-    await worker.drain(seconds)
+    @classmethod
+    async def start(cls, config: WorkerConfig, role: Role, add_service: AddService) -> WorkerProcess:
+        """Loads the model, joins the arena, serves. Raises PacelineError."""
+        config = replace(config, worker_id=config.worker_id or unique_name(role))
+        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        model, layout = await asyncio.to_thread(_load, config)
+        kv = KVClient(config.kvtransfer, config.worker_id, role)
+        arena = await kv.attach(layout)
+        pool = torch.frombuffer(map_arena(arena.path, arena.size), dtype=_dtype(config))
+        limits = WorkerLimits(_max_model_len(config, model, layout, arena), config.max_batched_tokens, config.max_seqs)
+        process = cls(config, role, Worker(model, layout, pool, kv, limits), kv, arena.host_id)
+        add_service(process._server.server, process.worker)
+        process.address = reachable_address(config, await process._server.start())
+        process.worker.engine.start()
+        await process._registrar.start()
+        await process._server.set_ready(True)
+        return process
+
+    async def wait(self, stop: asyncio.Event) -> None:
+        """Returns when `stop` is set. Raises UnavailableError when the worker cannot go on."""
+        ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), self._kv.lost, self.worker.failed]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self.worker.failed.done():
+                self.worker.failed.result()
+            if self._kv.lost.done() and not stop.is_set():
+                # The blocks are gone with their owner. A fresh process is the simplest way back to a clean state.
+                raise UnavailableError("the kvtransfer service of this host went away")
+        finally:
+            ends[0].cancel()
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no new work; gives what runs so much time."""
+        self.worker.draining = True
+        await self._server.set_ready(False)
+        self._registrar.announce()
+        await self.worker.drain(seconds)
+
+    async def close(self) -> None:
+        await self._registrar.stop()
+        await self._server.close(0)
+        await asyncio.to_thread(self.worker.engine.stop)
+        await self._kv.close()
+
+    def _describe(self) -> Member:
+        worker, stats = self.worker, self.worker.engine.stats
+        return Member(
+            worker_id=self.worker_id,
+            role=self._role,
+            epoch=self._epoch,
+            address=self.address,
+            host_id=self._host_id,
+            state="draining" if worker.draining else "ready",
+            model=worker.layout.fingerprint,
+            max_model_len=worker.limits.max_model_len,
+            max_seqs=worker.limits.max_seqs,
+            running=worker.active,
+            stats={**asdict(stats), "busy_seconds": worker.engine.busy_seconds},
+        )
 
 
 def _load(config: WorkerConfig) -> tuple[Model, KVLayout]:
@@ -122,26 +157,3 @@ def _max_model_len(config: WorkerConfig, model: Model, layout: KVLayout, arena: 
             "raise --kv-memory or lower --max-model-len"
         )
     return fitting
-
-
-def _describe(worker: Worker, worker_id: str, role: Role, epoch: int, address: str, host_id: str) -> Member:
-    stats = worker.engine.stats
-    return Member(
-        worker_id=worker_id,
-        role=role,
-        epoch=epoch,
-        address=address,
-        host_id=host_id,
-        state="draining" if worker.draining else "ready",
-        model=worker.layout.fingerprint,
-        max_model_len=worker.limits.max_model_len,
-        max_seqs=worker.limits.max_seqs,
-        running=worker.active,
-        stats={
-            "steps": stats.steps,
-            "computed_tokens": stats.computed_tokens,
-            "sampled_tokens": stats.sampled_tokens,
-            "preemptions": stats.preemptions,
-            "busy_seconds": worker.engine.busy_seconds,
-        },
-    )
