@@ -1,0 +1,82 @@
+"""What is asked of a server: requests of exact lengths, in token ids, made from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FIRST_ID = 1000
+"""Below this, tokenizers keep special tokens and single bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt: tuple[int, ...]
+    """Token ids."""
+    max_tokens: int
+    group: str = "all"
+    """Figures are reported for each group apart."""
+    at: float = 0.0
+    """Seconds after the start before which it is not sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    requests: tuple[Request, ...]
+    concurrency: int
+    """Requests that run at the same time; the next is sent when one ends."""
+
+
+Prompt = Callable[[int], tuple[int, ...]]
+
+
+def make_workload(name: str, seed: int, vocab: int = 32_000) -> Workload:
+    """The workload `name` of WORKLOADS.
+
+    Args:
+        seed: equal seeds make equal prompts; take a new one for each run, or the server's prefix cache answers.
+        vocab: prompts hold ids below this.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"no workload {name!r}; choose from {', '.join(WORKLOADS)}")
+    if vocab <= FIRST_ID:
+        raise ValueError(f"the vocabulary must be larger than {FIRST_ID}")
+    source = random.Random(f"{name}/{seed}")
+
+    def prompt(tokens: int) -> tuple[int, ...]:
+        return tuple(source.choices(range(FIRST_ID, vocab), k=tokens))
+
+    return WORKLOADS[name](name, prompt)
+
+
+def _uniform(count: int, concurrency: int, tokens_in: int, tokens_out: int) -> Callable[[str, Prompt], Workload]:
+    def make(name: str, prompt: Prompt) -> Workload:
+        return Workload(name, tuple(Request(prompt(tokens_in), tokens_out) for _ in range(count)), concurrency)
+
+    return make
+
+
+def _interference(name: str, prompt: Prompt) -> Workload:
+    """Four steady streams; every two seconds three long prompts burst in. The steady streams' gaps are the point."""
+    steady = [Request(prompt(128), 256, "steady") for _ in range(4)]
+    bursts = [Request(prompt(1024), 8, "burst", at=2.0 * burst) for burst in range(1, 4) for _ in range(3)]
+    return Workload(name, (*steady, *bursts), concurrency=len(steady) + len(bursts))
+
+
+def _shared_prefix(name: str, prompt: Prompt) -> Workload:
+    """A long system prompt that all share. `first` pays for it, `later` should not."""
+    system = prompt(768)
+    first = Request(system + prompt(64), 32, "first")
+    later = [Request(system + prompt(64), 32, "later") for _ in range(12)]
+    return Workload(name, (first, *later), concurrency=1)
+
+
+WORKLOADS: dict[str, Callable[[str, Prompt], Workload]] = {
+    "one": _uniform(count=4, concurrency=1, tokens_in=128, tokens_out=128),
+    "eight": _uniform(count=16, concurrency=8, tokens_in=128, tokens_out=128),
+    "prompt-heavy": _uniform(count=16, concurrency=16, tokens_in=512, tokens_out=64),
+    "interference": _interference,
+    "shared-prefix": _shared_prefix,
+}
