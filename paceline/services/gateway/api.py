@@ -1,0 +1,132 @@
+"""The OpenAI endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.generation import Generation
+from paceline.services.gateway.middleware import is_valid_id
+from paceline.services.gateway.plan import Plan, encode_chat, plan_chat, plan_completion
+from paceline.services.gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
+from paceline.services.gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    StreamOptions,
+    TokenizeChatRequest,
+    TokenizePromptRequest,
+)
+from paceline.services.gateway.streaming import EventStreamResponse, event_stream, until_disconnect
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def make_api(gateway: Gateway) -> APIRouter:
+    """The routes under which requests are served."""
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(gateway)]}
+
+    @router.get("/v1/models/{model:path}")
+    async def get_model(model: str) -> dict[str, Any]:
+        gateway.check_request(model)
+        return _model_card(gateway)
+
+    @router.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        gateway.check_request(body.model)
+        plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, gateway.fleet.max_model_len())
+        response_id = _response_id(body, request)
+        response_format = CompletionFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
+        return await _respond(gateway, body, plan, response_format, request)
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        gateway.check_request(body.model)
+        plan = await asyncio.to_thread(plan_chat, body, gateway.tokenizer, gateway.fleet.max_model_len())
+        response_id = _response_id(body, request)
+        response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
+        return await _respond(gateway, body, plan, response_format, request)
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizePromptRequest | TokenizeChatRequest) -> dict[str, Any]:
+        gateway.check_request(body.model)
+        tokenizer = gateway.tokenizer
+        if isinstance(body, TokenizeChatRequest):
+            _, tokens = await asyncio.to_thread(encode_chat, body, tokenizer, body.add_special_tokens)
+        else:
+            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
+        return {
+            "count": len(tokens),
+            "max_model_len": gateway.fleet.max_model_len(),
+            "tokens": tokens,
+            "token_strs": [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None,
+        }
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        gateway.check_request(body.model)
+        if body.tokens and max(body.tokens) >= gateway.tokenizer.vocab_size:
+            message = f"tokens: ids must be below the vocabulary's size, {gateway.tokenizer.vocab_size}"
+            raise ApiError(400, message, param="tokens")
+        return {"prompt": await asyncio.to_thread(gateway.tokenizer.decode, body.tokens)}
+
+    return router
+
+
+async def _respond(
+    gateway: Gateway, body: GenerationRequest, plan: Plan, response_format: ResponseFormat, request: Request
+) -> Response:
+    request_id: str = request.state.request_id
+    if request.state.client_chose_id:
+        # Clients repeat ids, above all when they retry; workers need one that nobody else uses.
+        request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
+    generation = Generation(
+        plan,
+        request_id,
+        gateway.model,
+        runner=gateway.runner,
+        tokenizer=gateway.tokenizer,
+        metrics=gateway.metrics,
+        carrier=dict(request.headers),
+    )
+    if body.stream:
+        return EventStreamResponse(event_stream(generation, response_format, body.stream_options or StreamOptions()))
+    choices = await until_disconnect(request.receive, generation.whole())
+    if choices is None:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return JSONResponse(response_format.whole(choices, generation.usage()))
+
+
+def _response_id(body: GenerationRequest, request: Request) -> str:
+    """The request's id: that of the header, else that of the body, else ours."""
+    if body.request_id is not None and not request.state.client_chose_id:
+        if not is_valid_id(body.request_id):
+            message = "request_id must be 1 to 128 visible ASCII characters"
+            raise ApiError(400, message, param="request_id")
+        request.state.request_id = body.request_id
+        request.state.client_chose_id = True
+    return str(request.state.request_id)
+
+
+def _model_card(gateway: Gateway) -> dict[str, Any]:
+    return {
+        "id": gateway.model,
+        "object": "model",
+        "created": gateway.started,
+        "owned_by": "paceline",
+        "root": gateway.model,
+        "parent": None,
+        "max_model_len": gateway.fleet.max_model_len(),
+        "permission": [],
+    }

@@ -1,0 +1,237 @@
+"""One attempt at one request: the two calls that make it up, and what comes out of them in order.
+
+    decode:   Admit ─▶ Admitted ───────────────(Handoff | PrefillHere)─▶ Tokens… ─▶ Finished
+    prefill:                    Run ─▶ PromptLogprobs… ─▶ FirstToken ─▶ Filled
+
+Both calls are linked: when one fails, the other is cancelled at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
+from paceline.core.telemetry import trace_headers
+from paceline.core.types import FinishReason, Token
+from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.rpc import unmapped_error
+from paceline.services.common.wire import reason_from_pb, token_from_pb
+from paceline.services.gateway.fleet import Fleet, Worker
+
+ADMIT_SECONDS = 10.0
+"""A worker answers an admission without computing anything, so a longer silence is a failure."""
+
+FAREWELL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Logprobs of prompt tokens [first, first + len(tokens))."""
+
+    first: int
+    tokens: list[Token]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Tokens that arrived together; at least one."""
+
+    tokens: list[Token]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The prefill worker is done and the decode worker knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    reason: FinishReason
+
+
+Event = PromptScores | Generated | HandedOver | Ended
+
+
+class WorkerFailedError(UnavailableError):
+    """An attempt ended without a result; another one may succeed.
+
+    `unreachable` says that the worker itself seems to be gone, rather than to have failed at this request.
+    """
+
+    def __init__(self, message: str, worker: Worker, unreachable: bool) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.unreachable = unreachable
+
+
+class WorkerBusyError(BusyError):
+    """A worker has no room for this request now."""
+
+    def __init__(self, message: str, worker: Worker) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
+class Attempt:
+    """One attempt, from `admit` to `close`, which must always be called.
+
+    Args:
+        work: what to admit.
+        seconds: longest life of the calls.
+        stall_seconds: longest silence before a worker counts as failed.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        decode: Worker,
+        prefill: Worker | None,
+        work: common_pb2.Work,
+        *,
+        seconds: float,
+        stall_seconds: float,
+    ) -> None:
+        self.decode = decode
+        self.prefill = prefill
+        self.cached_tokens = 0
+        self._work = work
+        self._seconds = seconds
+        self._stall_seconds = stall_seconds
+        self._resources = contextlib.ExitStack()
+        self._decode_call: Any = None
+        self._prefill_call: Any = None
+        """Set until the handoff."""
+        self._first: worker_pb2.FirstToken | None = None
+        self._finished = False
+        for worker in (decode, prefill):
+            if worker is not None:
+                self._resources.enter_context(fleet.call(worker))
+
+    async def admit(self) -> None:
+        """Reserves room on the decode worker and starts the prefill.
+
+        Raises:
+            WorkerBusyError: there is no room.
+            WorkerFailedError: the worker failed.
+            InvalidRequestError: the worker can never serve this.
+        """
+        self._decode_call = worker_pb2_grpc.DecodeStub(self.decode.channel).Generate(  # type: ignore[call-arg]  # a wrong stub
+            timeout=self._seconds, metadata=trace_headers()
+        )
+        self._resources.callback(self._decode_call.cancel)
+        await self._command(worker_pb2.DecodeCommand(admit=self._work))
+        event = await self._read(self._decode_call, self.decode, min(ADMIT_SECONDS, self._stall_seconds))
+        if not event.HasField("admitted"):
+            raise self._out_of_turn(self.decode)
+        self.cached_tokens = event.admitted.cached_tokens
+        if self.prefill is None:
+            await self._command(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
+            return
+        work = common_pb2.Work()
+        work.CopyFrom(self._work)
+        work.key.CopyFrom(event.admitted.key)
+        self._prefill_call = worker_pb2_grpc.PrefillStub(self.prefill.channel).Run(
+            worker_pb2.PrefillRequest(work=work), timeout=self._seconds, metadata=trace_headers()
+        )
+        self._resources.callback(self._prefill_call.cancel)
+        prefill_call = self._prefill_call
+        self._decode_call.add_done_callback(lambda _: prefill_call.cancel())
+
+    async def next(self) -> Event:
+        """What happens next. Raises what `admit` does. Behind Ended comes nothing."""
+        return await (self._next_of_decode() if self._prefill_call is None else self._next_of_prefill())
+
+    async def farewell(self) -> None:
+        """After Ended: lets a decode worker that has finished end its call itself; `close` would make it an abort."""
+        if self._finished:
+            with contextlib.suppress(WorkerFailedError, WorkerBusyError, InvalidRequestError):
+                await self._read(self._decode_call, self.decode, FAREWELL_SECONDS)
+
+    def close(self) -> None:
+        """Ends whatever still runs."""
+        self._resources.close()
+
+    async def _next_of_prefill(self) -> Event:
+        assert self.prefill is not None
+        if self._first is not None and (reason := reason_from_pb(self._first.finish_reason)):
+            return Ended(reason)
+        try:
+            event = await self._read(self._prefill_call, self.prefill, self._stall_seconds)
+        except WorkerFailedError:
+            if self._decode_call.done():
+                # That is why the prefill was cancelled; reading the decode call tells what happened.
+                await self._read(self._decode_call, self.decode, self._stall_seconds)
+                raise self._out_of_turn(self.decode) from None
+            raise
+        match event.WhichOneof("event"):
+            case "prompt_logprobs":
+                return _scores(event.prompt_logprobs)
+            case "first_token" if self._first is None:
+                self._first = event.first_token
+                return Generated([token_from_pb(event.first_token.token)])
+            case "filled" if self._first is not None:
+                handoff = worker_pb2.Handoff(key=event.filled.key, first_token_id=self._first.token.id)
+                await self._command(worker_pb2.DecodeCommand(handoff=handoff))
+                self._prefill_call = None
+                return HandedOver()
+        raise self._out_of_turn(self.prefill)
+
+    async def _next_of_decode(self) -> Event:
+        event = await self._read(self._decode_call, self.decode, self._stall_seconds)
+        match event.WhichOneof("event"):
+            case "tokens" if event.tokens.tokens:
+                return Generated([token_from_pb(token) for token in event.tokens.tokens])
+            case "prompt_logprobs":
+                return _scores(event.prompt_logprobs)
+            case "finished" if reason := reason_from_pb(event.finished.reason):
+                self._finished = True
+                return Ended(reason)
+        raise self._out_of_turn(self.decode)
+
+    async def _command(self, command: worker_pb2.DecodeCommand) -> None:
+        # A call that has failed already says so better when it is read.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+            async with asyncio.timeout(ADMIT_SECONDS):
+                await self._decode_call.write(command)
+
+    async def _read(self, call: Any, worker: Worker, seconds: float) -> Any:
+        name = f"{worker.member.role} worker {worker.member.worker_id}"
+        try:
+            async with asyncio.timeout(seconds):
+                message = await call.read()
+        except TimeoutError:
+            raise WorkerFailedError(f"{name} was silent for {seconds:g} seconds", worker, True) from None
+        except grpc.aio.AioRpcError as error:
+            raise _error_of(error, worker, name) from error
+        except asyncio.CancelledError:
+            # gRPC raises this also where the other side cancelled; ours is to pass on, theirs is a failure.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise WorkerFailedError(f"{name} cancelled the call", worker, True) from None
+        if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
+            raise WorkerFailedError(f"{name} ended the call early", worker, True)
+        return message
+
+    @staticmethod
+    def _out_of_turn(worker: Worker) -> WorkerFailedError:
+        name = f"{worker.member.role} worker {worker.member.worker_id}"
+        return WorkerFailedError(f"{name} said something that was not its turn to say", worker, False)
+
+
+def _error_of(error: grpc.aio.AioRpcError, worker: Worker, name: str) -> PacelineError:
+    mapped = unmapped_error(error, name)
+    if isinstance(mapped, InvalidRequestError):
+        return mapped
+    if isinstance(mapped, BusyError):
+        return WorkerBusyError(str(mapped), worker)
+    return WorkerFailedError(str(mapped), worker, error.code() is grpc.StatusCode.UNAVAILABLE)
+
+
+def _scores(message: common_pb2.PromptLogprobs) -> PromptScores:
+    return PromptScores(message.first, [token_from_pb(token) for token in message.tokens])

@@ -1,0 +1,154 @@
+"""Chat templates, rendered as transformers renders them: same sandbox, same options, same names in scope."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from paceline.core.errors import InvalidRequestError, ModelError
+
+Message = Mapping[str, Any]
+
+_OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: Jinja text.
+        special_tokens: names such as `bos_token` and their text, in scope of the template.
+
+    Raises:
+        ModelError: the template is not valid Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the chat template is not valid Jinja (line {error.lineno}): {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Args:
+            messages: role, content (text) and whatever else the template knows.
+            continue_final_message: the prompt ends inside the last message, for the model to go on.
+            template_kwargs: further names in scope.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, or the arguments contradict each other.
+        """
+        if not messages:
+            raise InvalidRequestError("messages must hold at least one message", "messages")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other; set the latter to false",
+                "continue_final_message",
+            )
+        if taken := sorted(_OWN_NAMES & set(template_kwargs or ())):
+            raise InvalidRequestError(
+                f"chat_template_kwargs may not set {', '.join(taken)}; use the request's own fields",
+                "chat_template_kwargs",
+            )
+        conversation = [_plain(message) for message in messages]
+        if not continue_final_message:
+            return self._render(conversation, add_generation_prompt, template_kwargs)
+        return self._render_open_end(conversation, template_kwargs)
+
+    def _render(
+        self, conversation: list[dict[str, Any]], generation_prompt: bool, template_kwargs: Mapping[str, Any] | None
+    ) -> str:
+        names = {
+            **self._special_tokens,
+            **(template_kwargs or {}),
+            "messages": conversation,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": generation_prompt,
+        }
+        try:
+            return self._template.render(names)
+        except Exception as error:  # a template is a program of its own: whatever it raises, these messages caused it
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", "messages"
+            ) from error
+
+    def _render_open_end(self, conversation: list[dict[str, Any]], template_kwargs: Mapping[str, Any] | None) -> str:
+        content = conversation[-1].get("content")
+        if not isinstance(content, str):
+            raise InvalidRequestError("continue_final_message needs a last message with text content", "messages")
+        conversation[-1]["content"] = content + _END_MARK
+        rendered = self._render(conversation, False, template_kwargs)
+        mark = _END_MARK.strip()
+        if mark not in rendered or content.strip() not in rendered:
+            raise InvalidRequestError(
+                "the model's chat template changes the last message, so that it cannot be continued",
+                "continue_final_message",
+            )
+        end = rendered.rindex(mark)
+        # A template that trims content has taken the space behind the mark: then space before it is to go as well.
+        return rendered[:end] if rendered.startswith(_END_MARK, end) else rendered[:end].rstrip()
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what the model wrote, for training; rendering ignores it."""
+
+    tags = {"generation"}  # noqa: RUF012  # the base class declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    # Templates test for presence: many print "None" where a key is there without a value.
+    present = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((present[name] for name in _REASONING_NAMES if name in present), None)
+    if reasoning is None:
+        return present
+    return {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which a prompt must not.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

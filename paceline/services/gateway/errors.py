@@ -1,0 +1,99 @@
+"""Errors as the OpenAI API spells them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError
+
+RETRY_AFTER_SECONDS = 1
+
+log = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """An answer that is an error: HTTP status and the body's fields."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code or None}}
+
+    def response(self) -> JSONResponse:
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer do not fit into the context of any worker."""
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The answer to any error. What nobody foresaw is logged here, and the client learns no details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, str(error), param=error.param)
+    if isinstance(error, BusyError):
+        return ApiError(429, str(error), type="rate_limit_exceeded", code="rate_limit_exceeded")
+    if isinstance(error, PacelineError):
+        return ApiError(503, str(error), type="service_unavailable", code="service_unavailable")
+    log.error("unexpected error in a request", exc_info=error)
+    return ApiError(500, "internal error of the gateway; its log says more", type="server_error")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every error of `app` becomes an OpenAI error body."""
+    app.add_exception_handler(Exception, _respond)
+    app.add_exception_handler(ApiError, _respond)
+    app.add_exception_handler(PacelineError, _respond)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+
+
+def _respond(request: Request, error: Exception) -> JSONResponse:
+    return to_api_error(error).response()
+
+
+def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"no such path: {request.method} {request.url.path}",
+        405: f"{request.url.path} does not take {request.method}",
+    }
+    response = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _validation_error(request: Request, error: Exception) -> JSONResponse:
+    """The first complaint, with the path of the field; OpenAI answers 400 where FastAPI would say 422."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}").response()
+    location = first["loc"][1:]
+    if not location:
+        message = "the body must be a JSON object, sent with the header Content-Type: application/json"
+        return ApiError(400, message).response()
+    # Behind the field, the path names alternatives of the schema, which mean nothing to a client.
+    param = str(location[0]) + "".join(f"[{part}]" for part in location[1:2] if isinstance(part, int))
+    return ApiError(400, f"{param}: {first['msg']}", param=param).response()

@@ -1,0 +1,173 @@
+"""The gateway's picture of the fleet: read from Redis, checked by gRPC health where Redis leaves doubt.
+
+Redis says who has come. Only a worker's own silence says who has gone: a flushed, failing or restarting Redis takes
+nobody away that still answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import grpc.aio
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paceline.services.common.registry import Member, read_members
+from paceline.services.common.rpc import is_serving, open_channel
+from paceline.services.gateway.router import Candidate
+
+REFRESH_SECONDS = 0.5
+ASIDE_SECONDS = (0.25, 0.75)
+FAILED_PROBES = 2
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """A member, the channel to it, and what this gateway has seen of it itself."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.channel: grpc.aio.Channel = open_channel(member.address)
+        self.in_flight = 0
+        self.listed = True
+        """Whether Redis names it."""
+        self.aside_until: float | None = None
+        """On time.monotonic(); set while it gets no new work after a failure."""
+        self.failed_probes = 0
+        self.probe: asyncio.Task[None] | None = None
+        self.gone = False
+
+    @property
+    def available(self) -> bool:
+        return self.aside_until is None
+
+    def set_aside(self) -> None:
+        """No new work until a health check succeeds, which is tried after a short, jittered time."""
+        self.aside_until = time.monotonic() + random.uniform(*ASIDE_SECONDS)
+
+
+class Fleet:
+    """Members of one cluster, from `start` to `close`."""
+
+    def __init__(self, redis: Redis, cluster: str) -> None:
+        self._redis = redis
+        self._cluster = cluster
+        self._workers: dict[str, Worker] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._redis_answers = True
+
+    async def start(self) -> None:
+        """Reads the fleet once, so that requests can be placed at once, and then all the time."""
+        await self._refresh()
+        _spawn(self._run(), self._tasks)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._closing, *(worker.channel.close(None) for worker in self._workers.values()))
+
+    def workers(self) -> list[Worker]:
+        """All members that are not known to be gone, by name."""
+        return [self._workers[name] for name in sorted(self._workers)]
+
+    def snapshot(self) -> list[Candidate]:
+        """What may get new work."""
+        return [Candidate(worker.member, worker.in_flight) for worker in self.workers() if worker.available]
+
+    def worker(self, worker_id: str) -> Worker:
+        return self._workers[worker_id]
+
+    def knows_room_for(self, context_tokens: int) -> bool:
+        """Whether any decode worker, even one that is set aside now, takes contexts of this length."""
+        members = (worker.member for worker in self._workers.values())
+        return any(m.role == "decode" and m.state == "ready" and m.max_model_len >= context_tokens for m in members)
+
+    def max_model_len(self) -> int:
+        """The longest context that a decode worker takes, in tokens; 0 where there is none."""
+        members = (worker.member for worker in self._workers.values())
+        return max((m.max_model_len for m in members if m.role == "decode" and m.state == "ready"), default=0)
+
+    @contextlib.contextmanager
+    def call(self, worker: Worker) -> Iterator[None]:
+        """Counts a call, and keeps the channel open for it even when the member goes meanwhile."""
+        worker.in_flight += 1
+        try:
+            yield
+        finally:
+            worker.in_flight -= 1
+            self._close_when_idle(worker)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS * random.uniform(0.8, 1.2))
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        try:
+            async with asyncio.timeout(1.0):
+                self._merge(await read_members(self._redis, self._cluster))
+            if not self._redis_answers:
+                log.info("Redis answers again")
+            self._redis_answers = True
+        except (RedisError, OSError, TimeoutError) as error:
+            if self._redis_answers:
+                log.warning("Redis does not answer (%s); routing goes on with what is known", error)
+            self._redis_answers = False
+        now = time.monotonic()
+        for worker in self.workers():
+            doubtful = not worker.listed if worker.available else now >= (worker.aside_until or 0.0)
+            if doubtful and worker.probe is None:
+                worker.probe = _spawn(self._probe(worker), self._tasks)
+
+    def _merge(self, members: list[Member]) -> None:
+        listed = {member.worker_id: member for member in members if member.role != "gateway"}
+        for name, member in listed.items():
+            worker = self._workers.get(name)
+            if worker is not None and (member.epoch, member.address) == (worker.member.epoch, worker.member.address):
+                worker.member = member
+            elif worker is None or member.epoch >= worker.member.epoch:
+                if worker is not None:
+                    self._drop(worker)
+                self._workers[name] = Worker(member)
+                log.info("%s %s joined at %s", member.role, name, member.address)
+        for name, worker in self._workers.items():
+            worker.listed = name in listed
+
+    async def _probe(self, worker: Worker) -> None:
+        """Half-open: one health check decides whether a doubtful worker is used again, stays aside, or is dropped."""
+        try:
+            if await is_serving(worker.channel):
+                worker.aside_until, worker.failed_probes = None, 0
+                return
+        finally:
+            worker.probe = None
+        worker.failed_probes += 1
+        worker.set_aside()
+        if worker.failed_probes >= FAILED_PROBES and not worker.listed and not worker.gone:
+            log.info("%s %s is gone", worker.member.role, worker.member.worker_id)
+            del self._workers[worker.member.worker_id]
+            self._drop(worker)
+
+    def _drop(self, worker: Worker) -> None:
+        worker.gone = True
+        self._close_when_idle(worker)
+
+    def _close_when_idle(self, worker: Worker) -> None:
+        if worker.gone and worker.in_flight == 0:
+            _spawn(worker.channel.close(None), self._closing)
+
+
+def _spawn(coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+    task = asyncio.create_task(coroutine)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task

@@ -1,0 +1,111 @@
+"""What one gateway owns, from start to close."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.services.common.lifecycle import unique_name
+from paceline.services.common.registry import Member, Registrar, connect
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.metrics import Metrics
+from paceline.services.gateway.placements import PlacementLog
+from paceline.services.gateway.request import RequestRunner
+from paceline.services.gateway.router import Need, place
+from paceline.services.gateway.tokenizer import Tokenizer
+
+
+class Gateway:
+    """The parts of a gateway.
+
+    Args:
+        tokenizer: that of the model which all workers serve.
+        address: host:port under which others reach the HTTP API; told to Redis.
+    """
+
+    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, address: str = "") -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.model = config.served_model_name or Path(config.model).name
+        self.started = int(time.time())
+        self.draining = False
+        """Whether new requests are refused."""
+        self._redis = connect(config.redis)
+        self.fleet = Fleet(self._redis, config.cluster)
+        self._placements = PlacementLog(self._redis, config.cluster)
+        self.runner = RequestRunner(config, self.fleet, self._placements)
+        self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
+        self._worker_id = unique_name("gateway")
+        self._epoch = time.time_ns()
+        self._address = address
+        self._registrar = Registrar(config.redis, config.cluster, self._describe)
+
+    async def start(self) -> None:
+        """Reads the fleet and joins it."""
+        await self.fleet.start()
+        self._placements.start()
+        await self._registrar.start()
+
+    async def close(self) -> None:
+        """Ends all requests and gives back everything."""
+        self.runner.abort()
+        await self._registrar.stop()
+        await self._placements.close()
+        await self.fleet.close()
+        await self._redis.aclose()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuses new requests and lets running ones end; after `seconds` those that are left fail."""
+        self.draining = True
+        self._registrar.announce()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.runner.idle.wait()
+        self.runner.abort()
+
+    def check_ready(self) -> None:
+        """Raises UnavailableError where a request could not be placed now."""
+        if self.draining:
+            raise UnavailableError("this gateway is shutting down; try another one")
+        if place(Need(1), self.fleet.snapshot()) is None:
+            raise UnavailableError("no decode worker is ready; try again later")
+
+    def check_request(self, model: str | None) -> None:
+        """Raises UnavailableError while draining, ApiError for a model that is not served here."""
+        if self.draining:
+            raise UnavailableError("this gateway is shutting down; try another one")
+        if model is not None and model != self.model:
+            raise ApiError(
+                404,
+                f"the model {model!r} is not served here; there is {self.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _describe(self) -> Member:
+        waiting = len(self.runner.line)
+        return Member(
+            worker_id=self._worker_id,
+            role="gateway",
+            epoch=self._epoch,
+            address=self._address,
+            host_id="",
+            state="draining" if self.draining else "ready",
+            running=self.runner.active - waiting,
+            waiting=waiting,
+        )
+
+
+def load_tokenizer(config: GatewayConfig) -> Tokenizer:
+    """Raises ConfigError or ModelError."""
+    if not config.model:
+        raise ConfigError("the gateway needs --model, the Hugging Face folder of the model")
+    folder = Path(config.model)
+    if not folder.is_dir():
+        raise ConfigError(f"--model {config.model} is not a folder")
+    return Tokenizer(folder, Path(config.chat_template) if config.chat_template else None)

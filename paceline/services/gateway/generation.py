@@ -1,0 +1,257 @@
+"""From events of workers to text of choices: n sequences for each prompt, merged into one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+
+from paceline.core.telemetry import request_span
+from paceline.core.types import Token
+from paceline.services.gateway.attempt import Ended, Event, Generated, PromptScores
+from paceline.services.gateway.detokenizer import Detokenizer
+from paceline.services.gateway.metrics import Metrics
+from paceline.services.gateway.plan import Plan, PromptPlan
+from paceline.services.gateway.request import GenerateRequest, RequestRecord, RequestRunner
+from paceline.services.gateway.tokenizer import Tokenizer
+
+BUFFERED = 256
+"""Deltas that may wait for a slow client; behind that the workers' streams wait too."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one choice has gained."""
+
+    index: int
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_scores: list[Token | None] | None = None
+    """With a choice's first delta, where asked for: one entry a prompt token, the first without a score."""
+
+    def add(self, later: Delta) -> None:
+        """Joins a later delta of the same choice to this one."""
+        self.text += later.text
+        self.tokens += later.tokens
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.prompt_scores = self.prompt_scores or later.prompt_scores
+
+
+class Generation:
+    """All choices of one request.
+
+    Args:
+        request_id: unique in the cluster; each of several choices adds its index.
+        carrier: headers that may hold a W3C `traceparent`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        request_id: str,
+        model: str,
+        *,
+        runner: RequestRunner,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        carrier: Mapping[str, str],
+    ) -> None:
+        self.plan = plan
+        self.completion_tokens = 0
+        self._request_id = request_id
+        self._model = model
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._carrier = carrier
+        self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(BUFFERED)
+        self._has_begun = [asyncio.Event() for _ in plan.prompts]
+        self._cached_tokens = [0] * len(plan.prompts)
+
+    def usage(self) -> dict[str, object]:
+        """The `usage` object of a response, as of now."""
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.plan.prompts)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+        }
+
+    async def batches(self) -> AsyncGenerator[list[Delta]]:
+        """Runs everything; yields what has come since the last time. Must be closed when left early.
+
+        Raises what RequestRunner.run raises; then all other choices are cancelled.
+        """
+        count = len(self.plan.prompts) * self.plan.n
+        tasks = [asyncio.create_task(self._run_choice(index)) for index in range(count)]
+        try:
+            while count:
+                batch: list[Delta] = []
+                item = await self._queue.get()
+                while True:
+                    if isinstance(item, Exception):
+                        raise item
+                    if item is None:
+                        count -= 1
+                    else:
+                        self.completion_tokens += len(item.tokens)
+                        batch.append(item)
+                    if self._queue.empty():
+                        break
+                    item = self._queue.get_nowait()
+                if batch:
+                    yield batch
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def whole(self) -> list[Delta]:
+        """Runs everything; returns each choice in full, by index."""
+        choices: dict[int, Delta] = {}
+        async with contextlib.aclosing(self.batches()) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    if delta.index in choices:
+                        choices[delta.index].add(delta)
+                    else:
+                        choices[delta.index] = delta
+        return [choices[index] for index in sorted(choices)]
+
+    async def _run_choice(self, index: int) -> None:
+        which, sibling = divmod(index, self.plan.n)
+        prompt = self.plan.prompts[which]
+        if sibling:
+            # By then the prompt's blocks are cached, so that only one choice computes it.
+            await self._has_begun[which].wait()
+        several = len(self._has_begun) * self.plan.n > 1
+        request = GenerateRequest(
+            request_id=f"{self._request_id}-{index}" if several else self._request_id,
+            model=self._model,
+            token_ids=prompt.token_ids,
+            sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + index) % 2**64),
+            cache_salt=self.plan.cache_salt,
+        )
+        choice = _Choice(index, prompt, self.plan, self._tokenizer)
+        record = RequestRecord()
+        with request_span("request", request.request_id, self._carrier) as span:
+            try:
+                async with contextlib.aclosing(self._runner.run(request, record)) as events:
+                    async for event in events:
+                        delta = choice.take(event)
+                        if sibling == 0:
+                            self._cached_tokens[which] = record.cached_tokens
+                        if delta is not None:
+                            await self._queue.put(delta)
+                            self._has_begun[which].set()
+                        if choice.ended_by_text:
+                            break
+                await self._queue.put(None)
+            except Exception as error:
+                choice.outcome = "error"
+                await self._queue.put(error)
+            finally:
+                self._metrics.observe(record, len(prompt.token_ids), choice.tokens, choice.outcome)
+                span.add_event("end", {"outcome": choice.outcome})
+                _log(record, len(prompt.token_ids), choice)
+
+
+class _Choice:
+    """The text of one choice."""
+
+    def __init__(self, index: int, prompt: PromptPlan, plan: Plan, tokenizer: Tokenizer) -> None:
+        self.outcome = "abort"
+        self.tokens = 0
+        self.ended_by_text = False
+        """Whether the text has ended without the worker knowing."""
+        self._index = index
+        self._prompt = prompt
+        self._prompt_only = plan.prompt_only
+        self._eos_token_ids = tokenizer.eos_token_ids
+        self._scores: dict[int, Token] = {}
+        self._wants_scores = prompt.sampling.prompt_logprobs is not None
+        self._detokenizer = Detokenizer(
+            tokenizer.vocabulary,
+            stop=plan.stop,
+            stop_token_ids=prompt.sampling.stop_token_ids,
+            include_stop=plan.include_stop,
+            skip_special_tokens=plan.skip_special_tokens,
+            min_tokens=prompt.sampling.min_tokens,
+        )
+
+    def take(self, event: Event) -> Delta | None:
+        """What the choice gains by an event."""
+        match event:
+            case PromptScores(first, tokens):
+                self._scores.update(enumerate(tokens, first))
+                return None
+            case Generated() if self._prompt_only:
+                self.ended_by_text = True
+                return self._end("length", self._take_scores(Delta(self._index)))
+            case Generated(tokens):
+                return self._grow(tokens)
+            case Ended(reason):
+                return self._end(reason.value, Delta(self._index, self._detokenizer.finish()))
+        return None
+
+    def _grow(self, tokens: list[Token]) -> Delta:
+        delta = self._take_scores(Delta(self._index))
+        pieces = []
+        for token in tokens:
+            pieces.append(self._detokenizer.push(token.id))
+            delta.tokens.append(token)
+            if self._detokenizer.stop_reason is not None:
+                break
+        self.tokens += len(delta.tokens)
+        delta.text = "".join(pieces)
+        if isinstance(self._detokenizer.stop_reason, str):
+            self.ended_by_text = True
+            return self._end("stop", delta)
+        return delta
+
+    def _end(self, reason: str, delta: Delta) -> Delta:
+        self.outcome = delta.finish_reason = reason
+        stop = self._detokenizer.stop_reason
+        delta.stop_reason = None if stop in self._eos_token_ids else stop
+        return delta
+
+    def _take_scores(self, delta: Delta) -> Delta:
+        if self._wants_scores:
+            self._wants_scores = False
+            later = (self._scores.get(position) for position in range(1, len(self._prompt.token_ids)))
+            delta.prompt_scores = [None, *later]
+        return delta
+
+
+def _log(record: RequestRecord, prompt_tokens: int, choice: _Choice) -> None:
+    seconds = time.monotonic() - record.arrived
+    first = record.token_times[0] - record.arrived if record.token_times else None
+    log.info(
+        "%s after %.3f s: %d prompt tokens (%d cached), %d generated",
+        choice.outcome,
+        seconds,
+        prompt_tokens,
+        record.cached_tokens,
+        choice.tokens,
+        extra={
+            "outcome": choice.outcome,
+            "seconds": round(seconds, 6),
+            "queue_seconds": None if record.admitted is None else round(record.admitted - record.arrived, 6),
+            "first_token_seconds": None if first is None else round(first, 6),
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "generated_tokens": choice.tokens,
+            "prefill_worker": record.prefill,
+            "decode_worker": record.decode,
+            "attempts": record.attempts,
+        },
+    )

@@ -1,0 +1,97 @@
+"""The gateway as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import ConfigError
+from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals
+from paceline.services.gateway.app import create_app
+from paceline.services.gateway.gateway import Gateway, load_tokenizer
+
+LAST_WORDS_SECONDS = 5
+"""After the drain, time for the last bytes to reach their clients."""
+
+log = logging.getLogger(__name__)
+
+
+async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
+    """Serves until `stop` is set, by default by SIGTERM or SIGINT; then drains and returns.
+
+    Raises:
+        ConfigError: the port is taken, or the configuration does not fit.
+        ModelError: the model's folder holds no usable tokenizer.
+    """
+    listener = _listen(config.host, config.port)
+    with contextlib.closing(listener):
+        address = reachable_address(config, listener.getsockname()[1])
+        gateway = Gateway(config, await asyncio.to_thread(load_tokenizer, config), address)
+        server = _Server(
+            uvicorn.Config(
+                create_app(gateway),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+            )
+        )
+        stop = stop or stop_on_signals()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        # Whatever keeps it from starting, the wait below ends.
+        serving.add_done_callback(lambda _: server.tried_to_start.set())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await server.tried_to_start.wait()
+            if not server.started:
+                raise ConfigError("the gateway could not start; its log says why")
+            log.info("serving %s at http://%s", gateway.model, address)
+            announce_ready(config, address)
+            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                log.info("draining for up to %g seconds", config.drain_seconds)
+                await gateway.drain(config.drain_seconds)
+        finally:
+            stopping.cancel()
+            server.should_exit = True
+            await serving
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone, because the drain comes before the end of the server; says when it has started."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.tried_to_start = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        finally:
+            self.tried_to_start.set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        # Binding alone does not claim the port: another socket that asked for reuse may bind it as well.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another port with --port"
+        ) from error
+    return listener

@@ -1,0 +1,119 @@
+"""Prometheus metrics, by the names that vLLM gave them, under `paceline:`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paceline.services.gateway.fleet import Worker
+from paceline.services.gateway.request import RequestRecord, RequestRunner
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+
+
+class Metrics:
+    """The metrics of one gateway, in a registry of their own."""
+
+    def __init__(self, model: str, workers: Callable[[], Iterable[Worker]], runner: RequestRunner) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+
+        def counter(name: str, help: str) -> Counter:
+            return Counter(f"paceline:{name}", help, ["model_name"], registry=self.registry)
+
+        def seconds(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            labels = ["model_name"]
+            return Histogram(f"paceline:{name}_seconds", help, labels, buckets=buckets, registry=self.registry).labels(
+                model
+            )
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"paceline:{name}", help, ["model_name"], registry=self.registry).labels(model)
+
+        running = gauge("num_requests_running", "Sequences that are being generated")
+        running.set_function(lambda: runner.active - len(runner.line))
+        gauge("num_requests_waiting", "Sequences that wait for a worker").set_function(lambda: len(runner.line))
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache").labels(
+            model
+        )
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache").labels(model)
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens").labels(model)
+        self._generation_tokens = counter("generation_tokens", "Generated tokens").labels(model)
+        self._attempts = counter("request_attempts", "Attempts that workers admitted").labels(model)
+        self._success = Counter(
+            "paceline:request_success", "Ended sequences", ["model_name", "finished_reason"], registry=self.registry
+        )
+        self._ttft = seconds("time_to_first_token", "From arrival to the first token", (*_SHORT, 20, 40, 80, 160))
+        self._itl = seconds("inter_token_latency", "Between messages with tokens", _SHORT)
+        self._e2e = seconds("e2e_request_latency", "From arrival to the end", _LONG)
+        self._queue = seconds("request_queue_time", "From arrival to admission by a worker", _LONG)
+        self._prefill = seconds("request_prefill_time", "From admission to the first token", _LONG)
+        self._decode = seconds("request_decode_time", "From the first token to the end", _LONG)
+        self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
+        self.registry.register(_FleetCollector(model, workers))
+
+    def observe(self, record: RequestRecord, prompt_tokens: int, generated_tokens: int, outcome: str) -> None:
+        """Counts a sequence that has ended. `outcome` is its finish reason, "abort" or "error"."""
+        now = time.monotonic()
+        self._success.labels(self._model, outcome).inc()
+        self._attempts.inc(record.attempts)
+        self._e2e.observe(now - record.arrived)
+        if record.admitted is None:
+            return
+        self._queue.observe(record.admitted - record.arrived)
+        self._prompt_tokens.inc(prompt_tokens)
+        self._prefix_queries.inc(prompt_tokens)
+        self._prefix_hits.inc(record.cached_tokens)
+        self._generation_tokens.inc(generated_tokens)
+        times = record.token_times
+        if not times:
+            return
+        self._ttft.observe(times[0] - record.arrived)
+        self._prefill.observe(times[0] - record.admitted)
+        self._decode.observe(now - times[0])
+        for earlier, later in itertools.pairwise(times):
+            self._itl.observe(later - earlier)
+        if record.handed_over and record.attempts == 1 and len(times) > 1:
+            self._handoff.observe(times[1] - times[0])
+
+    def render(self) -> bytes:
+        """The text format of Prometheus."""
+        return generate_latest(self.registry)
+
+
+class _FleetCollector(Collector):
+    """What the workers report of themselves, as of their last heartbeat."""
+
+    def __init__(self, model: str, workers: Callable[[], Iterable[Worker]]) -> None:
+        self._model = model
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name", "worker", "role"]
+        up = GaugeMetricFamily("paceline:worker_up", "Whether the worker gets new requests", labels=labels)
+        running = GaugeMetricFamily("paceline:worker_requests_running", "Requests on the worker", labels=labels)
+        waiting = GaugeMetricFamily("paceline:worker_requests_waiting", "Requests waiting in the worker", labels=labels)
+        usage = GaugeMetricFamily("paceline:kv_cache_usage_perc", "KV blocks in use, of 1", labels=labels)
+        preemptions = CounterMetricFamily("paceline:num_preemptions", "Requests that had to start again", labels=labels)
+        stats = GaugeMetricFamily("paceline:worker_stat", "Whatever else a worker reports", labels=[*labels, "name"])
+        for worker in self._workers():
+            member = worker.member
+            label = [self._model, member.worker_id, member.role]
+            up.add_metric(label, float(worker.available and member.state == "ready"))
+            for name, value in member.stats.items():
+                stats.add_metric([*label, name], value)
+            if member.role == "kvtransfer":
+                if total := member.stats.get("total", 0):
+                    used = member.stats.get("held", 0) + member.stats.get("in_flight", 0)
+                    usage.add_metric(label, used / total)
+                continue
+            running.add_metric(label, member.running)
+            waiting.add_metric(label, member.waiting)
+            preemptions.add_metric(label, member.stats.get("preemptions", 0))
+        yield from (up, running, waiting, usage, preemptions, stats)

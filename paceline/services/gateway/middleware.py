@@ -1,0 +1,104 @@
+"""What holds for every request, as plain ASGI: its id, the size of its body, and who may send it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.services.gateway.errors import ApiError
+
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/fleet")
+
+
+def is_valid_id(text: str) -> bool:
+    """Whether a client's request id is fit for logs, headers and keys: up to 128 visible ASCII characters."""
+    return _ID.fullmatch(text) is not None
+
+
+class RequestIdMiddleware:
+    """Takes the id from X-Request-Id or makes one, as `request.state.request_id`, and answers with it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        state = scope.setdefault("state", {})
+        state["client_chose_id"] = is_valid_id(given)
+        state["request_id"] = (
+            given if is_valid_id(given) else _ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
+        )
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies of more than `max_bytes`, announced or not, with 413."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        message = f"the body is larger than {self._max_bytes} bytes; see --max-body-bytes"
+        announced = Headers(scope=scope).get("content-length", "0")
+        if not announced.isdecimal() or int(announced) > self._max_bytes:
+            await ApiError(413, message).response()(scope, receive, send)
+            return
+        received = 0
+
+        async def limited_receive() -> Message:
+            nonlocal received
+            event = await receive()
+            received += len(event.get("body", b""))
+            if received > self._max_bytes:
+                raise HTTPException(413, message)
+            return event
+
+        await self._app(scope, limited_receive, send)
+
+
+class ApiKeyMiddleware:
+    """Asks for one of `keys` where the API is used; probes and metrics stay open."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(_PROTECTED):
+            await self._app(scope, receive, send)
+            return
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        # All keys are compared, and digests of equal length, so that the time taken tells nothing.
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if scheme.lower() == "bearer" and any(matches):
+            await self._app(scope, receive, send)
+            return
+        message = "a valid API key is needed: send the header Authorization: Bearer KEY"
+        await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

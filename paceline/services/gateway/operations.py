@@ -1,0 +1,102 @@
+"""The endpoints for people who run the stack: health, load, metrics and the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+from fastapi import APIRouter
+from fastapi.responses import Response
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+
+import paceline
+from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
+from paceline.services.gateway.fleet import Worker
+from paceline.services.gateway.gateway import Gateway
+
+LEDGER_SECONDS = 1.0
+
+
+def make_operations(gateway: Gateway) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        gateway.check_ready()
+        return Response()
+
+    @router.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        return Response()
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": paceline.__version__}
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": gateway.runner.active}
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @router.get("/fleet")
+    async def fleet() -> dict[str, Any]:
+        workers = gateway.fleet.workers()
+        hosts = [worker for worker in workers if worker.member.role == "kvtransfer"]
+        ledgers = await asyncio.gather(*(_ledger(host) for host in hosts))
+        return {
+            "workers": [_describe(worker) for worker in workers],
+            "hosts": [
+                {"worker_id": host.member.worker_id, "address": host.member.address, **ledger}
+                for host, ledger in zip(hosts, ledgers)
+            ],
+            "waiting": len(gateway.runner.line),
+        }
+
+    return router
+
+
+def _describe(worker: Worker) -> dict[str, Any]:
+    member = worker.member
+    return {
+        "worker_id": member.worker_id,
+        "role": member.role,
+        "epoch": member.epoch,
+        "address": member.address,
+        "host_id": member.host_id,
+        "state": member.state if worker.available else "unreachable",
+        "model": member.model,
+        "max_model_len": member.max_model_len,
+        "max_seqs": member.max_seqs,
+        "running": member.running,
+        "waiting": member.waiting,
+        "in_flight": worker.in_flight,
+        "stats": member.stats,
+    }
+
+
+async def _ledger(host: Worker) -> dict[str, Any]:
+    """A host's block ledger as it is at this moment, or why it is not to be had."""
+    stub = kvtransfer_pb2_grpc.KVTransferStub(host.channel)
+    try:
+        reply = await stub.Ledger(kvtransfer_pb2.LedgerRequest(with_holds=True), timeout=LEDGER_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        return {"host_id": host.member.host_id, "error": error.details() or error.code().name}
+    queries = reply.prefix_queries_tokens
+    return {
+        "host_id": reply.host_id,
+        "hit_rate": reply.prefix_hits_tokens / queries if queries else None,
+        **{field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if field.name != "holds"},
+        "holds": [_hold(hold) for hold in reply.holds],
+    }
+
+
+def _hold(hold: kvtransfer_pb2.HoldInfo) -> dict[str, Any]:
+    fields = MessageToDict(hold, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    # The JSON form of protobuf writes 64-bit numbers as text.
+    return {**fields, "age_ms": hold.age_ms, "expires_in_ms": hold.expires_in_ms}

@@ -1,0 +1,199 @@
+"""From what a client sent to what workers need: prompts as token ids, and every sampling parameter resolved. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.types import SamplingParams
+from paceline.services.gateway.errors import ContextLengthError
+from paceline.services.gateway.schemas import ChatFields, ChatRequest, CompletionRequest, GenerationRequest
+from paceline.services.gateway.tokenizer import Tokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """One prompt and how to go on from it."""
+
+    text: str | None
+    """None where the client sent token ids."""
+    token_ids: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A whole request: `n` choices for each prompt."""
+
+    prompts: list[PromptPlan]
+    n: int
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    cache_salt: str
+    prompt_only: bool = False
+    """Nothing is to be generated (max_tokens 0 with echo)."""
+
+
+def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
+    """The plan of POST /v1/completions.
+
+    Args:
+        max_model_len: longest context of any worker, in tokens; 0 where there is no worker.
+
+    Raises:
+        InvalidRequestError: what the schema alone could not know is wrong.
+        UnavailableError: there is no worker.
+    """
+    prompt_only = request.max_tokens == 0
+    scores = request.prompt_logprobs
+    if request.echo and request.logprobs is not None:
+        scores = max(request.logprobs, scores or 0)
+    prompts = []
+    for prompt in request.prompts:
+        text = prompt if isinstance(prompt, str) else None
+        ids = tokenizer.encode(prompt, request.add_special_tokens) if isinstance(prompt, str) else list(prompt)
+        wanted = 1 if prompt_only else request.max_tokens
+        prompts.append(
+            _plan_prompt(
+                request,
+                tokenizer,
+                text,
+                ids,
+                wanted,
+                DEFAULT_COMPLETION_TOKENS,
+                request.logprobs,
+                scores,
+                max_model_len,
+            )
+        )
+    return _plan(request, prompts, prompt_only)
+
+
+def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
+    """The plan of POST /v1/chat/completions; arguments and errors as of `plan_completion`."""
+    text, ids = encode_chat(request, tokenizer, request.add_special_tokens)
+    wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    prompt = _plan_prompt(
+        request, tokenizer, text, ids, wanted, max_model_len, logprobs, request.prompt_logprobs, max_model_len
+    )
+    return _plan(request, [prompt], prompt_only=False)
+
+
+def encode_chat(request: ChatFields, tokenizer: Tokenizer, add_special_tokens: bool) -> tuple[str, list[int]]:
+    """A conversation as the model sees it: text and token ids. Raises InvalidRequestError."""
+    text = tokenizer.render_chat(
+        [message.for_template() for message in request.messages],
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        template_kwargs=request.chat_template_kwargs,
+    )
+    return text, tokenizer.encode(text, add_special_tokens)
+
+
+def _plan(request: GenerationRequest, prompts: list[PromptPlan], prompt_only: bool) -> Plan:
+    return Plan(
+        prompts=prompts,
+        n=request.n or 1,
+        stop=tuple(request.stops),
+        include_stop=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        cache_salt=request.cache_salt or "",
+        prompt_only=prompt_only,
+    )
+
+
+def _plan_prompt(
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    text: str | None,
+    token_ids: list[int],
+    max_tokens: int | None,
+    default_max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    max_model_len: int,
+) -> PromptPlan:
+    if max_model_len == 0:
+        raise UnavailableError("no decode worker is ready; try again later")
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if (kept := request.truncate_prompt_tokens) is not None:
+        # The end of a prompt matters more than its beginning.
+        kept = kept if kept > 0 else max(1, max_model_len - (max_tokens or 1))
+        text = text if kept >= len(token_ids) else None
+        token_ids = token_ids[-kept:]
+    if not token_ids:
+        raise InvalidRequestError(f"{param} must not be empty: it holds no token", param)
+    _check_ids(token_ids, tokenizer.vocab_size, param)
+    left = max_model_len - len(token_ids)
+    if left < 1 or (max_tokens or 1) > left:
+        raise ContextLengthError(
+            f"this model takes at most {max_model_len} tokens; {param} has {len(token_ids)} and the answer may have "
+            f"{max_tokens or 1}: shorten {param} or lower max_tokens",
+            param,
+        )
+    if max_tokens is None:
+        max_tokens = min(default_max_tokens, left)
+    return PromptPlan(text, token_ids, _sampling(request, tokenizer, max_tokens, logprobs, prompt_logprobs))
+
+
+def _sampling(
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    if request.min_tokens > max_tokens:
+        raise InvalidRequestError(f"min_tokens must be at most max_tokens, which is {max_tokens}", "min_tokens")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        _check_ids(getattr(request, name) or [], tokenizer.vocab_size, name)
+    defaults = tokenizer.defaults
+    stop_token_ids = frozenset(request.stop_token_ids or ())
+    return SamplingParams(
+        temperature=_either(request.temperature, defaults.temperature),
+        # -1 is an older way to say all.
+        top_k=max(0, _either(request.top_k, defaults.top_k)),
+        top_p=_either(request.top_p, defaults.top_p),
+        min_p=_either(request.min_p, defaults.min_p),
+        # Drawn here, so that an attempt that starts again draws the same tokens.
+        seed=(random.getrandbits(64) if request.seed is None else request.seed) % 2**64,
+        repetition_penalty=_either(request.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(request, tokenizer.vocab_size),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
+        stop_token_ids=stop_token_ids if request.ignore_eos else stop_token_ids | tokenizer.eos_token_ids,
+        min_tokens=request.min_tokens,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _either(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _check_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidRequestError(f"{param}: token ids must be below the vocabulary's size, {vocab_size}", param)
+
+
+def _logit_bias(request: GenerationRequest, vocab_size: int) -> dict[int, float]:
+    bias = {}
+    for key, value in (request.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and int(key[:20]) < vocab_size):
+            raise InvalidRequestError(
+                f"logit_bias: keys must be token ids below the vocabulary's size, {vocab_size}, not {key[:40]!r}",
+                "logit_bias",
+            )
+        bias[int(key)] = value
+    return bias

@@ -1,0 +1,280 @@
+"""The life of one request: waiting, attempts, and going on where a worker failed.
+
+The gateway owns the request. A worker may die at any moment; then a new attempt starts from the tokens that have
+already come, and because sampling is a function of (seed, position) alone, the client cannot tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+
+from opentelemetry import trace
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import BusyError, UnavailableError
+from paceline.core.types import FinishReason, Key, SamplingParams
+from paceline.proto import common_pb2
+from paceline.services.common.wire import key_to_pb, sampling_to_pb
+from paceline.services.gateway.attempt import (
+    Attempt,
+    Ended,
+    Event,
+    Generated,
+    HandedOver,
+    PromptScores,
+    WorkerBusyError,
+    WorkerFailedError,
+)
+from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.placements import PlacementLog
+from paceline.services.gateway.router import Need, place
+from paceline.services.gateway.waiting import WaitingLine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One sequence to generate."""
+
+    request_id: str
+    """Unique among all requests that run in the cluster."""
+    model: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.token_ids) + self.sampling.max_tokens
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What happened to one request; instants are of time.monotonic(), in seconds."""
+
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    """When each message with tokens came."""
+    handed_over: bool = False
+    attempts: int = 0
+    """Those that a worker admitted."""
+    cached_tokens: int = 0
+    prefill: str = ""
+    decode: str = ""
+
+
+class _Progress:
+    """What an attempt leaves to the next one."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.generated: list[int] = []
+        self.tries = 0
+        self.scored = 0
+        """Prompt tokens whose logprobs have come."""
+        self.refused: frozenset[str] = frozenset()
+        self.failed: frozenset[str] = frozenset()
+
+    def work(self, attempt: int) -> common_pb2.Work:
+        request, sampling = self.request, self.request.sampling
+        if self.scored >= len(request.token_ids):
+            sampling = dataclasses.replace(sampling, prompt_logprobs=None)
+        return common_pb2.Work(
+            key=key_to_pb(Key(request.request_id, attempt, 1)),
+            model=request.model,
+            token_ids=[*request.token_ids, *self.generated],
+            prompt_tokens=len(request.token_ids),
+            sampling=sampling_to_pb(sampling),
+            cache_salt=request.cache_salt,
+        )
+
+    def end(self) -> FinishReason | None:
+        """The end that a worker may have reached without having been able to say so."""
+        sampling = self.request.sampling
+        if self.generated and self.generated[-1] in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.generated) >= sampling.max_tokens else None
+
+    def note(self, event: Event, record: RequestRecord) -> Event | None:
+        """Remembers what came; returns what of it the client has not seen yet."""
+        match event:
+            case Generated(tokens):
+                self.generated += [token.id for token in tokens]
+                if not record.token_times:
+                    trace.get_current_span().add_event("first token")
+                record.token_times.append(time.monotonic())
+            case HandedOver():
+                record.handed_over = True
+                trace.get_current_span().add_event("handoff")
+            case PromptScores():
+                return self._new_scores(event)
+        return event
+
+    def _new_scores(self, scores: PromptScores) -> PromptScores | None:
+        """The part that no earlier attempt has reported."""
+        fresh = scores.tokens[max(0, self.scored - scores.first) :]
+        if not fresh:
+            return None
+        first = scores.first + len(scores.tokens) - len(fresh)
+        self.scored = first + len(fresh)
+        return PromptScores(first, fresh)
+
+
+class RequestRunner:
+    """Runs requests on a fleet."""
+
+    def __init__(self, config: GatewayConfig, fleet: Fleet, placements: PlacementLog) -> None:
+        self.line = WaitingLine(config.max_waiting, config.queue_seconds)
+        self._config = config
+        self._fleet = fleet
+        self._placements = placements
+        self._running: set[Attempt] = set()
+        self._aborted = False
+        self.active = 0
+        """Requests that wait or run."""
+        self.idle = asyncio.Event()
+        """Set while there are none."""
+        self.idle.set()
+
+    def abort(self) -> None:
+        """Ends all attempts; each request fails with UnavailableError."""
+        self._aborted = True
+        for attempt in list(self._running):
+            attempt.close()
+        self.line.wake()
+
+    async def run(self, request: GenerateRequest, record: RequestRecord) -> AsyncGenerator[Event]:
+        """Yields what comes, and Ended last. Must be closed when left early; then its calls are cancelled.
+
+        Raises:
+            InvalidRequestError: no worker can ever serve this.
+            BusyError: there was no room in time.
+            UnavailableError: no worker, all attempts failed, or the longest life of a request is over.
+        """
+        progress = _Progress(request)
+        deadline = record.arrived + self._config.request_seconds
+        failures = 0
+        with self._counted():
+            while True:
+                attempt: Attempt | None = None
+                reason: Exception
+                try:
+                    attempt = await self._admit(progress, record, deadline)
+                    while True:
+                        if (event := progress.note(await attempt.next(), record)) is not None:
+                            yield event
+                        if isinstance(event, Ended):
+                            await attempt.farewell()
+                            return
+                except WorkerBusyError as error:
+                    # A full prefill worker is no failure: the next attempt does without it.
+                    progress.refused |= {error.worker.member.worker_id}
+                    failures += attempt is not None and error.worker is attempt.decode
+                    reason = error
+                except WorkerFailedError as error:
+                    self._note_failure(error, progress)
+                    failures += 1
+                    reason = error
+                finally:
+                    self._end(attempt)
+                if finish := progress.end():
+                    yield Ended(finish)
+                    return
+                self._check_can_go_on(failures, deadline, reason)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.active += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.active -= 1
+            if self.active == 0:
+                self.idle.set()
+
+    async def _admit(self, progress: _Progress, record: RequestRecord, deadline: float) -> Attempt:
+        """A reserved place, after waiting where there is none."""
+        span = trace.get_current_span()
+        span.add_event("queue")
+        try:
+            attempt = await self.line.admit(
+                lambda: self._try_to_admit(progress, record, deadline), first=record.attempts > 0
+            )
+        except BusyError as error:
+            if self._fleet.knows_room_for(progress.request.context_tokens):
+                raise
+            raise UnavailableError("no worker has come back in time; try again later") from error
+        span.add_event("admitted", {"decode": attempt.decode.member.worker_id, "attempt": progress.tries})
+        record.attempts += 1
+        if record.admitted is None:
+            record.admitted = time.monotonic()
+            record.cached_tokens = attempt.cached_tokens
+        record.decode = attempt.decode.member.worker_id
+        record.prefill = attempt.prefill.member.worker_id if attempt.prefill is not None else ""
+        self._placements.put(progress.request.request_id, record.prefill, record.decode, record.attempts)
+        return attempt
+
+    async def _try_to_admit(self, progress: _Progress, record: RequestRecord, deadline: float) -> Attempt | None:
+        """Asks the workers in the router's order, until one admits; None where all are full or none is there now."""
+        refused, context_tokens = progress.refused, progress.request.context_tokens
+        while True:
+            self._check_can_go_on(0, deadline, None)
+            placement = place(Need(context_tokens, refused, progress.failed), self._fleet.snapshot())
+            if placement is None:
+                progress.refused = frozenset()
+                if record.attempts == 0 and not self._fleet.knows_room_for(context_tokens):
+                    raise UnavailableError("no decode worker is ready; try again later")
+                return None
+            progress.tries += 1
+            attempt = Attempt(
+                self._fleet,
+                self._fleet.worker(placement.decode.worker_id),
+                self._fleet.worker(placement.prefill.worker_id) if placement.prefill is not None else None,
+                progress.work(progress.tries),
+                seconds=max(deadline - time.monotonic(), 0.1),
+                stall_seconds=self._config.stall_seconds,
+            )
+            self._running.add(attempt)
+            try:
+                await attempt.admit()
+                return attempt
+            except WorkerBusyError as error:
+                self._discard(attempt)
+                refused |= {error.worker.member.worker_id}
+            except BaseException:
+                self._discard(attempt)
+                raise
+
+    def _discard(self, attempt: Attempt) -> None:
+        self._running.discard(attempt)
+        attempt.close()
+
+    def _end(self, attempt: Attempt | None) -> None:
+        if attempt is not None:
+            self._discard(attempt)
+            self.line.wake()
+
+    def _note_failure(self, error: WorkerFailedError, progress: _Progress) -> None:
+        progress.failed |= {error.worker.member.worker_id}
+        if self._aborted:
+            return
+        log.warning("attempt %d failed after %d tokens: %s", progress.tries, len(progress.generated), error)
+        if error.unreachable:
+            error.worker.set_aside()
+
+    def _check_can_go_on(self, failures: int, deadline: float, reason: Exception | None) -> None:
+        if self._aborted:
+            raise UnavailableError("the gateway is shutting down; try again on another one")
+        if time.monotonic() >= deadline:
+            raise UnavailableError(f"the request took longer than {self._config.request_seconds:g} seconds") from reason
+        if failures >= self._config.max_attempts:
+            raise UnavailableError(f"all {failures} attempts failed; the last one: {reason}") from reason

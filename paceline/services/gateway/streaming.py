@@ -1,0 +1,96 @@
+"""Answers that live as long as their client: server-sent events, and cancelling when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paceline.services.gateway.errors import to_api_error
+from paceline.services.gateway.generation import Generation
+from paceline.services.gateway.responses import ResponseFormat
+from paceline.services.gateway.schemas import StreamOptions
+
+T = TypeVar("T")
+
+_DONE = b"data: [DONE]\n\n"
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None when the client went first; then `work` has been cancelled and has ended."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def event_stream(
+    generation: Generation, response_format: ResponseFormat, options: StreamOptions
+) -> AsyncGenerator[bytes]:
+    """The server-sent events of a generation, joined where they are ready together. Must be closed when left early."""
+    continuous = bool(options.continuous_usage_stats)
+    async with contextlib.aclosing(generation.batches()) as batches:
+        async for batch in batches:
+            chunks = [chunk for delta in batch for chunk in response_format.chunks(delta)]
+            for chunk in chunks:
+                if continuous:
+                    chunk["usage"] = generation.usage()
+                elif options.include_usage:
+                    chunk["usage"] = None
+            if chunks:
+                yield b"".join(map(_event, chunks))
+    if options.include_usage:
+        yield _event(response_format.usage_chunk(generation.usage()))
+    yield _DONE
+
+
+class EventStreamResponse(Response):
+    """Sends events. Headers wait for the first event, so that what fails before it gets a status of its own."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_disconnect(receive, self._send_all(scope, receive, send))
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                async for data in events:
+                    if not begun:
+                        begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as error:
+                answer = to_api_error(error)
+                if not begun:
+                    await answer.response()(scope, receive, send)
+                    return
+                await send({"type": "http.response.body", "body": _event(answer.body) + _DONE, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

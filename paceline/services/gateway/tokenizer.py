@@ -1,0 +1,160 @@
+"""The model's own tokenizer, chat template and default sampling, read from its Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
+from paceline.services.gateway.chat_template import ChatTemplate, Message
+from paceline.services.gateway.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request gets that does not say: the model's generation_config.json, else OpenAI's defaults."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @staticmethod
+    def from_generation_config(values: Mapping[str, Any]) -> SamplingDefaults:
+        known = {name: values[name] for name in SamplingDefaults.__slots__ if values.get(name) is not None}
+        return SamplingDefaults(**known)
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Args:
+        folder: holds tokenizer.json; tokenizer_config.json, generation_config.json and config.json where there.
+        chat_template: file that replaces the model's own template.
+
+    Raises:
+        ModelError: the folder does not hold a tokenizer that can be read.
+        ConfigError: `chat_template` cannot be read.
+    """
+
+    def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} holds no tokenizer.json; --model must name the model's Hugging Face folder")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"cannot read {path}: {error}") from error
+        # Such settings belong to training; a prompt is never cut or filled in silence.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _read_json(folder / "tokenizer_config.json")
+        generation = _read_json(folder / "generation_config.json")
+        model = _read_json(folder / "config.json")
+        special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **settings})
+
+        self.vocabulary = Vocabulary(self._tokenizer)
+        self.vocab_size: int = _text_value(model, "vocab_size") or self._tokenizer.get_vocab_size()
+        """Width of the logits: every token id is below it."""
+        self.eos_token_ids = self._eos_token_ids(generation, model, special_tokens)
+        self.defaults = SamplingDefaults.from_generation_config(generation)
+        source = _chat_template_source(folder, settings, chat_template)
+        self._chat_template = ChatTemplate(source, special_tokens) if source is not None else None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. Raises InvalidRequestError for text that is not valid Unicode."""
+        try:
+            # Unlike `encode`, the batch form lets other threads run meanwhile.
+            encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequestError("the text is not valid Unicode (it holds half of a surrogate pair)") from error
+        return list(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def token_string(self, token_id: int) -> str:
+        """The vocabulary's own spelling of a token."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        """See ChatTemplate.render. Raises InvalidRequestError where the model has no template."""
+        if self._chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template (it is a base model); use /v1/completions, "
+                "or start the gateway with --chat-template FILE",
+                "messages",
+            )
+        return self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+    def _eos_token_ids(
+        self, generation: Mapping[str, Any], model: Mapping[str, Any], special_tokens: Mapping[str, str]
+    ) -> frozenset[int]:
+        listed = generation.get("eos_token_id")
+        if listed is None:
+            listed = _text_value(model, "eos_token_id")
+        ids = {listed} if isinstance(listed, int) else set(listed or ())
+        # A chat model's tokenizer knows the end of a turn, where its config still has the base model's end of text.
+        own = self._tokenizer.token_to_id(special_tokens.get("eos_token", ""))
+        return frozenset(ids if own is None else ids | {own})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return values
+
+
+def _text_value(config: Mapping[str, Any], name: str) -> Any:
+    """A value of config.json; models of several modalities keep the language model's in a section of its own."""
+    value = config.get(name)
+    return value if value is not None else config.get("text_config", {}).get(name)
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _chat_template_source(folder: Path, settings: Mapping[str, Any], chosen: Path | None) -> str | None:
+    if chosen is not None:
+        try:
+            return chosen.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the chat template {chosen}: {error}") from error
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    listed = settings.get("chat_template")
+    if isinstance(listed, list):
+        listed = {entry["name"]: entry["template"] for entry in listed}.get("default")
+    return listed
