@@ -154,7 +154,9 @@ class KVClient:
 
         def note(done: asyncio.Future[Hold | None]) -> None:
             if not done.cancelled() and (error := done.exception()):
-                log.warning("kvtransfer refused %s: %s", operation.WhichOneof("op"), error)
+                # Stale is what a cancelled request becomes for the step that was under way.
+                level = logging.DEBUG if isinstance(error, StaleError) else logging.WARNING
+                log.log(level, "kvtransfer refused %s: %s", operation.WhichOneof("op"), error)
 
         self._submit(operation).add_done_callback(note)
 

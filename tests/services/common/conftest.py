@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from paceline.core.config import WorkerConfig
+from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.services.common.rpc import RpcServer, open_channel
+from paceline.services.common.worker_process import WorkerProcess
+from paceline.services.decode.service import DecodeService
+from paceline.services.kvtransfer.service import KVTransferService
+from paceline.services.prefill.service import PrefillService
+
+PROMPT_VOCABULARY = 100
+
+
+def add_prefill(server: grpc.aio.Server, worker: object) -> None:
+    worker_pb2_grpc.add_PrefillServicer_to_server(PrefillService(worker), server)  # type: ignore[arg-type]
+
+
+def add_decode(server: grpc.aio.Server, worker: object) -> None:
+    worker_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), server)  # type: ignore[arg-type]
+
+
+@dataclass
+class Outcome:
+    tokens: list[int]
+    cached_tokens: int
+    scores: list[common_pb2.Token]
+
+
+class Host:
+    """One host with a prefill and a decode worker, real servers and a real arena, in this process."""
+
+    def __init__(self, prefill: WorkerProcess, decode: WorkerProcess, kvtransfer: str) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.channels = [open_channel(address) for address in (prefill.address, decode.address, kvtransfer)]
+        self.prefill_stub = worker_pb2_grpc.PrefillStub(self.channels[0])
+        self.decode_stub = worker_pb2_grpc.DecodeStub(self.channels[1])
+        self.kv_stub = kvtransfer_pb2_grpc.KVTransferStub(self.channels[2])
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        aggregated: bool = False,
+        cancel_after: int | None = None,
+        **sampling: object,
+    ) -> Outcome:
+        """Plays the gateway for one request."""
+        key = common_pb2.Key(request_id=f"r{random.getrandbits(64)}", attempt=1, generation=1)
+        params = common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        work = common_pb2.Work(key=key, token_ids=prompt, prompt_tokens=len(prompt), sampling=params)
+        outcome = Outcome([], 0, [])
+        call = self.decode_stub.Generate(timeout=60)
+        try:
+            await call.write(worker_pb2.DecodeCommand(admit=work))
+            admitted = (await call.read()).admitted
+            outcome.cached_tokens = admitted.cached_tokens
+            work.key.CopyFrom(admitted.key)
+            if aggregated:
+                await call.write(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
+            else:
+                finished = await self._prefill(work, outcome, call)
+                if finished:
+                    return outcome
+            while not (event := await call.read()).HasField("finished"):
+                outcome.tokens += [token.id for token in event.tokens.tokens]
+                outcome.scores += event.prompt_logprobs.tokens
+                if cancel_after is not None and len(outcome.tokens) >= cancel_after:
+                    break
+            return outcome
+        finally:
+            call.cancel()
+
+    async def _prefill(self, work: common_pb2.Work, outcome: Outcome, decode: object) -> bool:
+        call = self.prefill_stub.Run(worker_pb2.PrefillRequest(work=work), timeout=60)
+        while not (event := await call.read()).HasField("first_token"):
+            outcome.scores += event.prompt_logprobs.tokens
+        first = event.first_token
+        outcome.tokens.append(first.token.id)
+        if first.finish_reason != common_pb2.FINISH_REASON_NONE:
+            return True
+        handoff = worker_pb2.Handoff(key=(await call.read()).filled.key, first_token_id=first.token.id)
+        await decode.write(worker_pb2.DecodeCommand(handoff=handoff))  # type: ignore[attr-defined]
+        return False
+
+    async def ledger(self) -> kvtransfer_pb2.LedgerReply:
+        return await self.kv_stub.Ledger(kvtransfer_pb2.LedgerRequest(with_holds=True), timeout=5)
+
+    async def all_blocks_back(self, seconds: float = 5.0) -> bool:
+        """Whether within this time nothing is held or in flight, and the ledger balances."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while True:
+                    ledger = await self.ledger()
+                    assert ledger.balanced
+                    if ledger.held == ledger.in_flight == 0:
+                        return True
+                    await asyncio.sleep(0.02)
+        return False
+
+
+StartHost = Callable[..., contextlib.AbstractAsyncContextManager[Host]]
+
+
+@pytest.fixture
+def start_host(redis_server: str, tmp_path: Path) -> StartHost:
+    """Starts a host for the model in a folder."""
+
+    @contextlib.asynccontextmanager
+    async def start(folder: Path, kv_memory: int = 4 << 20, **options: object) -> AsyncIterator[Host]:
+        service = KVTransferService("host", kv_memory, tmp_path, lease_seconds=5)
+        server = RpcServer("127.0.0.1", 0)
+        kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
+        await service.start()
+        address = f"127.0.0.1:{await server.start()}"
+        config = WorkerConfig(
+            model=str(folder), redis=redis_server, kvtransfer=address, threads=1, **{"cluster": "workers", **options}
+        )  # type: ignore[arg-type]
+        prefill = await WorkerProcess.start(config, "prefill", add_prefill)
+        decode = await WorkerProcess.start(config, "decode", add_decode)
+        host = Host(prefill, decode, address)
+        try:
+            yield host
+        finally:
+            for channel in host.channels:
+                await channel.close()
+            await decode.close()
+            await prefill.close()
+            await service.close()
+            await server.close(0)
+
+    return start

@@ -1,0 +1,196 @@
+"""Prefill and decode workers of one host, end to end below the gateway: real gRPC, a real arena, tiny random models."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+
+from paceline.proto import common_pb2, worker_pb2
+from tests.models.conftest import save_gemma3, save_llama  # noqa: F401
+from tests.services.common.conftest import Host, StartHost
+
+
+def prompts(count: int, shortest: int = 3, longest: int = 200) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, 100) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+
+
+def reference_tokens(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, eos_token_id=None
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+async def test_handoff_and_aggregation_give_the_reference_tokens(
+    architecture: str, start_host: StartHost, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    reference = request.getfixturevalue(f"save_{architecture}")()
+    async with start_host(tmp_path, max_batched_tokens=48) as host:
+        cases = prompts(6)
+        expected = [reference_tokens(reference, prompt, 24) for prompt in cases]
+        for aggregated in (False, True):
+            outcomes = await asyncio.gather(*(host.generate(prompt, 24, aggregated) for prompt in cases))
+            assert [outcome.tokens for outcome in outcomes] == expected
+        assert await host.all_blocks_back()
+
+
+async def test_a_second_turn_reuses_prompt_and_output(
+    start_host: StartHost, save_gemma3: object, tmp_path: Path
+) -> None:
+    save_gemma3()  # type: ignore[operator]
+    async with start_host(tmp_path) as host:
+        first = prompts(1, 150, 160)[0]
+        answer = (await host.generate(first, 120)).tokens
+        second = [*first, *answer, 7, 8, 9]
+        again = await host.generate(second, 10)
+        fresh = await host.generate(second, 10, aggregated=True, prompt_logprobs=0)
+        assert again.cached_tokens >= 192
+        assert fresh.cached_tokens == 0
+        assert again.tokens == fresh.tokens
+
+
+async def test_a_small_arena_preempts_and_everybody_finishes(
+    start_host: StartHost, save_llama: object, tmp_path: Path
+) -> None:
+    save_llama()  # type: ignore[operator]
+    cases = prompts(10, 20, 60)
+    async with start_host(tmp_path) as host:
+        expected = [(await host.generate(prompt, 150)).tokens for prompt in cases]
+    # 12 KiB a block: room for about three of the ten
+    async with start_host(tmp_path, kv_memory=44 * 12288, max_model_len=256) as host:
+        outcomes = await asyncio.gather(*(eventually(host, prompt) for prompt in cases))
+        assert outcomes == expected
+        assert host.decode.worker.engine.stats.preemptions > 0
+        assert await host.all_blocks_back()
+
+
+async def eventually(host: Host, prompt: list[int]) -> list[int]:
+    """Like the gateway: a refused request comes again."""
+    for _ in range(2000):
+        try:
+            return (await host.generate(prompt, 150)).tokens
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            await asyncio.sleep(0.02)
+    raise AssertionError("never admitted")
+
+
+async def test_a_cancelled_request_gives_its_blocks_back(
+    start_host: StartHost, save_llama: object, tmp_path: Path
+) -> None:
+    save_llama()  # type: ignore[operator]
+    async with start_host(tmp_path, max_batched_tokens=16) as host:
+        # while decoding
+        await host.generate(prompts(1)[0], 3000, cancel_after=5)
+        assert await host.all_blocks_back(1.0)
+        # while prefilling, by the gateway's cancelling of both calls
+        running = asyncio.create_task(host.generate(prompts(1, 3500, 3600)[0], 10))
+        while (await host.ledger()).in_flight == 0:
+            await asyncio.sleep(0.005)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert await host.all_blocks_back(1.0)
+        assert host.prefill.worker.active == host.decode.worker.active == 0
+
+
+async def test_scores_of_the_prompt_agree_between_chunkings(
+    start_host: StartHost, save_gemma3: object, tmp_path: Path
+) -> None:
+    save_gemma3()  # type: ignore[operator]
+    prompt = prompts(1, 90, 100)[0]
+    async with start_host(tmp_path, max_batched_tokens=16) as host:
+        chunked = await host.generate(prompt, 2, prompt_logprobs=1)
+    async with start_host(tmp_path) as host:
+        whole = await host.generate(prompt, 2, aggregated=True, prompt_logprobs=1)
+    assert [token.id for token in chunked.scores] == [token.id for token in whole.scores] == prompt[1:]
+    for one, other in zip(chunked.scores, whole.scores):
+        assert one.logprobs[0].logprob == pytest.approx(other.logprobs[0].logprob, abs=1e-4)
+
+
+async def test_seeded_sampling_agrees_between_handoff_and_aggregation(
+    start_host: StartHost, save_llama: object, tmp_path: Path
+) -> None:
+    save_llama()  # type: ignore[operator]
+    async with start_host(tmp_path) as host:
+        prompt = prompts(1)[0]
+        params = {"temperature": 1.0, "seed": 99, "frequency_penalty": 0.3}
+        first = await host.generate(prompt, 40, **params)
+        second = await host.generate(prompt, 40, aggregated=True, **params)
+        other = await host.generate(prompt, 40, temperature=1.0, seed=100, frequency_penalty=0.3)
+        assert first.tokens == second.tokens != other.tokens
+
+
+async def test_a_full_or_draining_worker_refuses(start_host: StartHost, save_llama: object, tmp_path: Path) -> None:
+    save_llama()  # type: ignore[operator]
+    async with start_host(tmp_path, max_seqs=1) as host:
+        running = asyncio.create_task(host.generate([5, 6, 7], 600))
+        while host.decode.worker.active == 0:
+            await asyncio.sleep(0.005)
+        with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED"):
+            await host.generate([5, 6, 7], 2)
+        draining = asyncio.create_task(host.decode.drain(30))
+        while not host.decode.worker.draining:
+            await asyncio.sleep(0.005)
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await host.generate([5, 6, 7], 2)
+        assert len((await running).tokens) == 600
+        await draining
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"token_ids": []}, "at least one prompt token"),
+        ({"token_ids": [101]}, "vocabulary"),
+        ({"prompt_tokens": 9}, "at least one prompt token"),
+        ({"token_ids": [5] * 4096, "prompt_tokens": 4096}, "4096 tokens"),
+        ({"key": common_pb2.Key()}, "id"),
+    ],
+)
+async def test_impossible_work_is_refused(
+    change: dict[str, object], said: str, start_host: StartHost, save_llama: object, tmp_path: Path
+) -> None:
+    save_llama()  # type: ignore[operator]
+    fields = {
+        "key": common_pb2.Key(request_id="r", attempt=1, generation=1),
+        "token_ids": [5, 6],
+        "prompt_tokens": 2,
+        "sampling": common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=3),
+    }
+    fields.update(change)
+    if "token_ids" in change and "prompt_tokens" not in change:
+        fields["prompt_tokens"] = len(change["token_ids"])  # type: ignore[arg-type]
+    async with start_host(tmp_path) as host:
+        call = host.decode_stub.Generate(timeout=10)
+        await call.write(worker_pb2.DecodeCommand(admit=common_pb2.Work(**fields)))  # type: ignore[arg-type]
+        with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        ledger = await host.ledger()
+        assert ledger.held == ledger.in_flight == 0
+
+
+async def test_prefill_without_a_reservation_is_refused(
+    start_host: StartHost, save_llama: object, tmp_path: Path
+) -> None:
+    save_llama()  # type: ignore[operator]
+    async with start_host(tmp_path) as host:
+        work = common_pb2.Work(
+            key=common_pb2.Key(request_id="nobody", attempt=1, generation=1),
+            token_ids=[5, 6],
+            prompt_tokens=2,
+            sampling=common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=3),
+        )
+        call = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work), timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
+            await call.read()
