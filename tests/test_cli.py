@@ -117,6 +117,13 @@ def test_a_missing_package_is_told_with_its_extra() -> None:
     assert done.stderr == "paceline: decode needs torch, which is not installed: pip install 'paceline[worker]'\n"
 
 
+def test_the_gateway_runs_where_torch_is_not_installed() -> None:
+    hide = "import sys\nfor name in ('torch', 'transformers', 'numpy', 'safetensors'): sys.modules[name] = None"
+    done = paceline("gateway", "/no/such/model", program=hide)
+    assert done.returncode == 2
+    assert "/no/such/model" in done.stderr
+
+
 def test_a_bug_keeps_its_traceback() -> None:
     break_it = "import paceline.services.serve.main as m\nasync def run(config): 1 / 0\nm.run = run"
     done = paceline("serve", program=break_it)

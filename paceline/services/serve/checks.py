@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import re
 import socket
 from pathlib import Path
 
@@ -73,15 +72,6 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> No
             f"{_gib(workers * PROCESS_BYTES)}, KV cache {_gib(kv_bytes)}) and {_gib(available)} are free; "
             f"lower {lower}, or take a smaller model"
         )
-
-
-def available_memory() -> int | None:
-    """Bytes that can be taken without swapping; None where the system does not tell."""
-    try:
-        match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) * 1024 if match else None
 
 
 def _weight_bytes(folder: Path, dtype: str, workers: int) -> int:

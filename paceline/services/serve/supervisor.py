@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from paceline.core.config import KVTransferConfig, ServeConfig
+from paceline.core.machine import available_memory
 from paceline.services.kvtransfer.arena import remove_stale_arenas
 from paceline.services.serve import checks, welcome
 from paceline.services.serve.child import Child
@@ -104,7 +105,7 @@ class Supervisor:
 
     async def _start(self, folder: Path) -> None:
         model = await self._prepare()
-        checks.check_memory(self._config, model, checks.available_memory())
+        checks.check_memory(self._config, model, available_memory())
         redis = await self._start_redis(folder / "redis.sock")
         settings = folder / "stack.toml"
         settings.write_text(stack_settings(self._config, model, redis, cluster=folder.name))
