@@ -1,0 +1,93 @@
+"""The running stack, as compose/test.sh has started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Stack:
+    """A compose project with two prefill and two decode workers."""
+
+    def __init__(self, compose: list[str], project: str) -> None:
+        self._compose = compose
+        self._project = project
+        self.url = "http://" + self.compose("port", "gateway", "8000").strip()
+
+    def compose(self, *arguments: str) -> str:
+        return _output([*self._compose, *arguments])
+
+    def docker(self, *arguments: str) -> str:
+        return _output(["docker", *arguments])
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of the running ones."""
+        labels = {"project": self._project, "service": service}
+        filters = [f"--filter=label=com.docker.compose.{name}={value}" for name, value in labels.items()]
+        return self.docker("ps", "-q", *filters).split()
+
+    def inspect(self, container: str) -> Any:
+        return json.loads(self.docker("inspect", container))[0]
+
+    def python(self, service: str, code: str) -> str:
+        """What `code` prints in the first container of a service."""
+        return self.docker("exec", self.containers(service)[0], "python", "-c", code).strip()
+
+    def scale(self, service: str, count: int) -> None:
+        self.compose("up", "-d", "--no-deps", "--no-recreate", "--scale", f"{service}={count}", service)
+
+    def fleet(self) -> Any:
+        return httpx.get(f"{self.url}/fleet", timeout=10.0, trust_env=False).raise_for_status().json()
+
+    def workers(self, role: str) -> list[Any]:
+        """Those that take work, in the gateway's eyes."""
+        members = self.fleet()["workers"]
+        return [worker for worker in members if worker["role"] == role and worker["state"] == "ready"]
+
+    def wait(self, what: str, condition: Callable[[], Any], seconds: float = 180.0) -> Any:
+        """The first true answer of `condition`; fails after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                if answer := condition():
+                    return answer
+            except httpx.TransportError:
+                pass
+            time.sleep(0.25)
+        return pytest.fail(f"waited {seconds:.0f} s in vain for {what}")
+
+    def wait_for_workers(self, role: str, count: int) -> None:
+        self.wait(f"{count} {role} workers", lambda: len(self.workers(role)) == count)
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def running_stack() -> Stack:
+    if "PACELINE_COMPOSE" not in os.environ:
+        pytest.skip("no stack is running; use make test-compose")
+    return Stack(os.environ["PACELINE_COMPOSE"].split(), os.environ["COMPOSE_PROJECT_NAME"])
+
+
+@pytest.fixture
+def stack(running_stack: Stack) -> Iterator[Stack]:
+    """Whole before a test; made whole again behind it."""
+    for role in ("prefill", "decode"):
+        running_stack.wait_for_workers(role, 2)
+    yield running_stack
+    for role in ("prefill", "decode"):
+        running_stack.scale(role, 2)
