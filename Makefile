@@ -35,7 +35,7 @@ lint: $(READY) ## style, types, import contracts, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p paceline
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m paceline.proto.generate --check
 
 test-compose: $(READY) ## the compose stack on a real docker engine
