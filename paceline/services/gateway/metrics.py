@@ -109,8 +109,8 @@ class _FleetCollector(Collector):
             for name, value in member.stats.items():
                 stats.add_metric([*label, name], value)
             if member.role == "kvtransfer":
-                if total := member.stats.get("total", 0):
-                    used = member.stats.get("held", 0) + member.stats.get("in_flight", 0)
+                if total := member.stats.get("blocks_total", 0):
+                    used = member.stats.get("blocks_held", 0) + member.stats.get("blocks_in_flight", 0)
                     usage.add_metric(label, used / total)
                 continue
             running.add_metric(label, member.running)

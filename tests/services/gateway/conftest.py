@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from paceline.core.config import GatewayConfig
+from paceline.services.common.registry import Role, connect, read_members
+from paceline.services.gateway.main import run
+from paceline.services.gateway.tokenizer import Tokenizer
+from tests.services.gateway.toy_model import write_toy_model
+from tests.services.gateway.toy_workers import ToyWorker
+
+PATIENCE = 20.0
+"""Seconds after which a test that waits has failed."""
+
+
+async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Returns when `condition` holds; fails when it does not come to hold."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            holds = condition()
+            if await holds if isinstance(holds, Awaitable) else holds:
+                return
+            await asyncio.sleep(0.01)
+
+
+class Stack:
+    """A gateway as it is in production, with toy workers behind it."""
+
+    def __init__(self, redis_url: str, config: GatewayConfig) -> None:
+        self.redis_url = redis_url
+        self.cluster = config.cluster
+        self.workers: dict[str, ToyWorker] = {}
+        self.stop = asyncio.Event()
+        self._config = config
+
+    async def add(self, role: Role, worker_id: str, **options: Any) -> ToyWorker:
+        worker = ToyWorker(role, worker_id, **options)
+        self.workers[worker_id] = worker
+        await worker.start(self.redis_url, self.cluster)
+        await eventually(lambda: self._is_listed(worker_id))
+        return worker
+
+    async def _is_listed(self, worker_id: str) -> bool:
+        client = connect(self.redis_url)
+        async with contextlib.aclosing(client):
+            return worker_id in [member.worker_id for member in await read_members(client, self.cluster)]
+
+    async def start(self) -> None:
+        reader, writer = os.pipe()
+        config = GatewayConfig(**{**_fields(self._config), "ready_fd": writer})
+        self.gateway = asyncio.create_task(run(config, self.stop))
+        async with asyncio.timeout(PATIENCE):
+            address = (await asyncio.to_thread(os.read, reader, 100)).decode().strip()
+        os.close(reader)
+        self.url = f"http://{address}"
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE)
+        self.openai = openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+        self.resources = [self.http.aclose, self.openai.close]
+
+    async def close(self) -> None:
+        for close in getattr(self, "resources", []):
+            await close()
+        for worker in self.workers.values():
+            worker.resume.set()
+        self.stop.set()
+        with contextlib.suppress(AttributeError):
+            async with asyncio.timeout(PATIENCE):
+                await self.gateway
+        for worker in self.workers.values():
+            await worker.stop()
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.http.post(path, json=body)
+
+
+def _fields(config: GatewayConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in GatewayConfig.__dataclass_fields__}
+
+
+StartStack = Callable[..., Awaitable[Stack]]
+
+
+@pytest.fixture(scope="session")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy_model(tmp_path_factory.mktemp("models") / "toy")
+
+
+@pytest.fixture(scope="session")
+def toy_tokenizer(toy_model: Path) -> Tokenizer:
+    return Tokenizer(toy_model)
+
+
+@pytest.fixture
+async def start_stack(redis_server: str, toy_model: Path) -> AsyncIterator[StartStack]:
+    """Starts stacks: `prefill` and `decode` say how many workers of each; the rest are options of the gateway."""
+    stacks: list[Stack] = []
+
+    async def start(prefill: int = 1, decode: int = 1, redis: str = redis_server, **options: Any) -> Stack:
+        cluster = uuid.uuid4().hex
+        settings = {"model": str(toy_model), "port": 0, "drain_seconds": 5.0, "stall_seconds": PATIENCE, **options}
+        stack = Stack(redis, GatewayConfig(redis=redis, cluster=cluster, **settings))
+        stacks.append(stack)
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            for index in range(count):
+                await stack.add(role, f"{role}-{index}")  # type: ignore[arg-type]
+        await stack.start()
+        return stack
+
+    yield start
+    for stack in stacks:
+        await stack.close()
+
+
+@pytest.fixture
+async def stack(start_stack: StartStack) -> Stack:
+    """One prefill and one decode worker."""
+    return await start_stack()

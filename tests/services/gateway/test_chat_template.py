@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from paceline.core.errors import InvalidRequestError, ModelError
+from paceline.services.gateway.chat_template import ChatTemplate
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+TURNS = [
+    {"role": "system", "content": "Be <brief> & kind."},
+    {"role": "user", "content": "Hi  "},
+    {"role": "assistant", "content": " Hello ", "reasoning": "greet"},
+]
+TEMPLATES = {
+    "blocks": (
+        "{{ bos_token }}\n{% for m in messages %}\n  {% if m.role == 'user' %}\n"
+        "U:{{ m.content }}\n  {% endif %}\n{% endfor %}"
+    ),
+    "trims": "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{{ eos_token }}{% endfor %}",
+    "tojson": "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ messages | tojson(indent=2) }}",
+    "loop controls": (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{{ m.content }}{% break %}{% endfor %}"
+    ),
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{% endfor %}",
+    "tools": "{% if tools is none and documents is none %}no tools{% endif %}{{ messages[0].content }}",
+    "prompt": "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}{{ flag }}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+}
+
+
+def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    rendered, _ = render_jinja_template([messages], chat_template=source, **SPECIAL, **options)
+    return rendered[0]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_renders_as_transformers_does(name: str, add_generation_prompt: bool) -> None:
+    source = TEMPLATES[name]
+    ours = ChatTemplate(source, SPECIAL).render(
+        TURNS, add_generation_prompt=add_generation_prompt, template_kwargs={"flag": "on"}
+    )
+    assert ours == theirs(source, TURNS, add_generation_prompt=add_generation_prompt, flag="on")
+
+
+@pytest.mark.parametrize("name", ["trims", "prompt", "generation"])
+def test_continues_the_last_message_as_transformers_does(name: str) -> None:
+    source = TEMPLATES[name]
+    ours = ChatTemplate(source, SPECIAL).render(TURNS, add_generation_prompt=False, continue_final_message=True)
+    assert ours == theirs(source, TURNS, continue_final_message=True)
+
+
+def test_strftime_now_is_in_scope() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render(TURNS).isdigit()
+
+
+def test_a_key_without_a_value_is_not_there() -> None:
+    source = "{{ 'name' in messages[0] }}"
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": "x", "name": None}]) == "False"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content.x.y }}",
+        "{{ 'a' + messages[0].absent }}",
+    ],
+)
+def test_what_a_template_raises_is_the_request_s_fault(source: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatTemplate(source, {}).render(TURNS)
+    assert caught.value.param == "messages"
+
+
+def test_templates_cannot_leave_the_sandbox() -> None:
+    with pytest.raises(InvalidRequestError, match="unsafe"):
+        ChatTemplate("{{ ''.__class__.__mro__ }}", {}).render(TURNS)
+
+
+def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be continued"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(
+            TURNS, add_generation_prompt=False, continue_final_message=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"template_kwargs": {"tools": [{}]}}, "chat_template_kwargs"),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatTemplate("x", {}).render(TURNS, **options)
+    assert caught.value.param == param
+
+
+def test_a_broken_template_is_refused_at_the_start() -> None:
+    with pytest.raises(ModelError, match="line 1"):
+        ChatTemplate("{% for %}", {})

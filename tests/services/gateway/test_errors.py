@@ -1,0 +1,197 @@
+"""What clients get for what they should not have sent: OpenAI's error body, and the name of the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.services.gateway.conftest import Stack, StartStack
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+COMMON: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "0.5"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"seed": 2**63}, "seed"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [300]}, "stop_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"300": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"request_id": "no good"}, "request_id"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"logits_processors": ["x"]}, "logits_processors"),
+    ({"max_tokens": 600}, None),
+]
+COMPLETION: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"suffix": "x"}, "suffix"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [300]}, "prompt"),
+    ({"prompt": 7}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
+]
+CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": 1}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"chat_template": "x"}, "chat_template"),
+]
+
+
+def complaint(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+async def test_bad_completions(stack: Stack) -> None:
+    for fields, param in COMMON + COMPLETION:
+        error = complaint(await stack.post("/v1/completions", **{"prompt": "x", **fields}))
+        assert (fields, error["param"], error["type"]) == (fields, param or "prompt", "invalid_request_error")
+
+
+async def test_bad_chats(stack: Stack) -> None:
+    for fields, param in COMMON + CHAT:
+        error = complaint(await stack.post("/v1/chat/completions", **{"messages": MESSAGES, **fields}))
+        assert (fields, error["param"], error["type"]) == (fields, param or "messages", "invalid_request_error")
+    assert stack.workers["decode-0"].calls == []
+
+
+async def test_too_long_has_a_code_of_its_own(stack: Stack) -> None:
+    error = complaint(await stack.post("/v1/completions", prompt="x" * 600))
+    assert error["code"] == "context_length_exceeded"
+    assert "at most 512 tokens" in error["message"]
+
+
+async def test_what_asks_for_nothing_is_accepted(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    nothing = {"tools": [], "tool_choice": "none", "functions": None, "response_format": {"type": "text"}, "suffix": ""}
+    ignored = {"user": "me", "priority": 3, "metadata": {"a": "b"}, "store": False, "made_up": 1}
+    response = await stack.post("/v1/completions", prompt="x", max_tokens=1, best_of=1, **nothing, **ignored)
+    assert response.status_code == 200
+    assert [record.message for record in caplog.records if "unknown field" in record.message] == [
+        "a request holds the unknown field 'made_up'; it is ignored"
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "logit_bias": {"1": Infinity}}',
+        b'{"prompt": "\\ud800"}',
+    ],
+)
+async def test_bodies_that_are_no_request(stack: Stack, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    complaint(await stack.http.post("/v1/completions", content=body, headers=headers))
+
+
+async def test_a_body_of_another_type(stack: Stack) -> None:
+    body = json.dumps({"prompt": "x"})
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    error = complaint(await stack.http.post("/v1/completions", content=body, headers=headers))
+    assert "Content-Type: application/json" in error["message"]
+
+
+async def test_half_a_surrogate_in_a_template_argument(stack: Stack) -> None:
+    body = b'{"messages": [{"role": "user", "content": "x", "name": "\\ud800"}], "max_tokens": 1}'
+    headers = {"content-type": "application/json"}
+    assert (await stack.http.post("/v1/chat/completions", content=body, headers=headers)).status_code == 200
+    complaint(await stack.http.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=headers))
+
+
+async def test_paths_and_methods(stack: Stack) -> None:
+    assert "no such path: GET /v1/nothing" in complaint(await stack.http.get("/v1/nothing"), 404)["message"]
+    assert "/v1/completions does not take GET" in complaint(await stack.http.get("/v1/completions"), 405)["message"]
+
+
+async def test_a_model_that_is_not_served(stack: Stack) -> None:
+    for response in (
+        await stack.post("/v1/completions", model="gpt", prompt="x"),
+        await stack.http.get("/v1/models/gpt"),
+    ):
+        error = complaint(response, 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        await stack.openai.completions.create(model="gpt", prompt="x")
+
+
+async def test_no_worker(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=1, decode=0)
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        response = await stack.post(path, **body, stream=True)
+        assert complaint(response, 503)["code"] == "service_unavailable"
+        assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_a_base_model_cannot_chat(start_stack: StartStack, tmp_path: Any) -> None:
+    from tests.services.gateway.toy_model import write_toy_model
+
+    stack = await start_stack(model=str(write_toy_model(tmp_path / "base", chat_template=None)))
+    assert "base model" in complaint(await stack.post("/v1/chat/completions", messages=MESSAGES))["message"]

@@ -1,0 +1,137 @@
+"""The picture of the fleet, against a real Redis and real health services."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import pytest
+
+from paceline.services.common.registry import Role, connect
+from paceline.services.common.rpc import is_serving
+from paceline.services.gateway.fleet import REFRESH_SECONDS, Fleet
+from tests.services.gateway.conftest import eventually
+from tests.services.gateway.toy_workers import ToyWorker
+
+
+class Cluster:
+    def __init__(self, redis_url: str) -> None:
+        self._redis_url = redis_url
+        self._name = uuid.uuid4().hex
+        self._redis = connect(redis_url)
+        self._workers: list[ToyWorker] = []
+        self.fleet = Fleet(self._redis, self._name)
+
+    async def add_stranger(self, worker_id: str, role: Role, port: int = 0) -> ToyWorker:
+        worker = await ToyWorker(role, worker_id, port=port).start(self._redis_url, self._name)
+        self._workers.append(worker)
+        return worker
+
+    async def add(self, port: int = 0) -> ToyWorker:
+        worker = await self.add_stranger("d", "decode", port)
+        await eventually(self.sees(worker))
+        return worker
+
+    def sees(self, worker: ToyWorker) -> Callable[[], bool]:
+        return lambda: (
+            worker.worker_id in self.names() and self.fleet.worker(worker.worker_id).member.epoch == worker._epoch
+        )
+
+    def names(self) -> list[str]:
+        return [worker.member.worker_id for worker in self.fleet.workers()]
+
+    def usable(self) -> list[str]:
+        return [candidate.member.worker_id for candidate in self.fleet.snapshot()]
+
+    async def close(self) -> None:
+        await self.fleet.close()
+        for worker in self._workers:
+            await worker.stop()
+        await self._redis.aclose()
+
+
+@pytest.fixture
+async def cluster(redis_server: str) -> AsyncIterator[Cluster]:
+    cluster = Cluster(redis_server)
+    await cluster.fleet.start()
+    yield cluster
+    await cluster.close()
+
+
+async def probed(cluster: Cluster) -> None:
+    """Returns when the member has been checked several times after its heartbeat stopped."""
+    await eventually(lambda: "d" not in cluster.names() or not cluster.fleet.worker("d").listed)
+    await asyncio.sleep(3 * REFRESH_SECONDS)
+
+
+async def test_members_come_and_go(cluster: Cluster) -> None:
+    worker = await cluster.add()
+    assert cluster.usable() == ["d"]
+    assert cluster.fleet.max_model_len() == 512
+    await worker.stop()
+    await eventually(lambda: cluster.names() == [])
+    assert cluster.fleet.max_model_len() == 0
+
+
+async def test_who_is_not_listed_but_serves_stays(cluster: Cluster) -> None:
+    worker = await cluster.add()
+    await worker.leave_redis()
+    await probed(cluster)
+    assert cluster.usable() == ["d"]
+
+
+async def test_who_is_not_listed_and_does_not_serve_goes(cluster: Cluster) -> None:
+    worker = await cluster.add()
+    await worker.serve_health(False)
+    await worker.leave_redis()
+    await eventually(lambda: cluster.names() == [])
+
+
+async def test_a_crashed_member_is_set_aside_and_dropped_when_redis_forgets_it(cluster: Cluster) -> None:
+    worker = await cluster.add()
+    await worker.crash()
+    cluster.fleet.worker("d").set_aside()
+    assert cluster.usable() == []
+    assert cluster.fleet.knows_room_for(512)
+    await worker.leave_redis()
+    await eventually(lambda: cluster.names() == [])
+    assert not cluster.fleet.knows_room_for(1)
+
+
+async def test_who_was_set_aside_comes_back_when_it_serves(cluster: Cluster) -> None:
+    await cluster.add()
+    cluster.fleet.worker("d").set_aside()
+    assert cluster.usable() == []
+    await eventually(lambda: cluster.usable() == ["d"])
+
+
+async def test_a_restart_under_the_same_name_is_somebody_new(cluster: Cluster) -> None:
+    first = await cluster.add()
+    before = cluster.fleet.worker("d")
+    await first.crash()
+    await cluster.add(port=first.port)
+    after = cluster.fleet.worker("d")
+    assert after is not before
+    assert before.gone
+
+
+async def test_a_channel_stays_open_for_calls_that_still_run(cluster: Cluster) -> None:
+    worker = await cluster.add()
+    member = cluster.fleet.worker("d")
+    with cluster.fleet.call(member):
+        assert [candidate.in_flight for candidate in cluster.fleet.snapshot()] == [1]
+        await worker.serve_health(False)
+        await worker.leave_redis()
+        await eventually(lambda: member.gone)
+        await worker.serve_health(True)
+        assert await is_serving(member.channel)
+
+    await eventually(lambda: member.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+
+
+async def test_gateways_are_no_workers(cluster: Cluster) -> None:
+    await cluster.add_stranger("g", "gateway")
+    await cluster.add()
+    assert cluster.names() == ["d"]

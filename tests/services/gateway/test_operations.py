@@ -1,0 +1,207 @@
+"""What people who run the stack see, and what holds for every request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import paceline
+from tests.services.gateway.conftest import Stack, StartStack, eventually
+
+
+async def metrics(stack: Stack) -> dict[str, float]:
+    """Samples summed over their labels."""
+    text = (await stack.http.get("/metrics")).text
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples[sample.name] = samples.get(sample.name, 0) + sample.value
+    return samples
+
+
+async def test_health_is_whether_a_request_could_be_placed(start_stack: StartStack) -> None:
+    stack = await start_stack(decode=0)
+    assert (await stack.http.get("/health")).status_code == 503
+    await stack.add("decode", "decode-0")
+
+    async def healthy() -> bool:
+        return (await stack.http.get("/health")).status_code == 200
+
+    await eventually(healthy)
+    stack.workers["decode-0"].state = "draining"
+
+    async def sick() -> bool:
+        return not await healthy()
+
+    await eventually(sick)
+
+
+async def test_probes(stack: Stack) -> None:
+    assert (await stack.http.get("/ping")).status_code == 200
+    assert (await stack.http.get("/version")).json() == {"version": paceline.__version__}
+    assert (await stack.http.get("/load")).json() == {"server_load": 0}
+
+
+async def test_models(stack: Stack) -> None:
+    (card,) = (await stack.openai.models.list()).data
+    assert (card.id, card.object, card.owned_by) == ("toy", "model", "paceline")
+    assert (await stack.http.get("/v1/models/toy")).json()["max_model_len"] == 512
+
+
+async def test_a_served_name_with_a_slash(start_stack: StartStack) -> None:
+    stack = await start_stack(served_model_name="org/toy")
+    assert (await stack.openai.models.retrieve("org/toy")).id == "org/toy"
+    assert (await stack.openai.completions.create(model="org/toy", prompt="x", max_tokens=1)).model == "org/toy"
+
+
+async def test_metrics_count_what_was_served(stack: Stack) -> None:
+    await stack.add("kvtransfer", "kv-0")
+    await stack.post("/v1/completions", prompt="abcd", max_tokens=5, n=2)
+    await stack.post("/v1/completions", prompt="abcd", max_tokens=5, stop=["h", "i", "j"], seed=0)
+
+    async def sees_the_host() -> bool:
+        return "paceline:kv_cache_usage_perc" in await metrics(stack)
+
+    await eventually(sees_the_host)
+    seen = await metrics(stack)
+    assert seen["paceline:request_success_total"] == 3
+    assert seen["paceline:prompt_tokens_total"] == seen["paceline:prefix_cache_queries_total"] == 12
+    assert seen["paceline:prefix_cache_hits_total"] == 9
+    assert seen["paceline:generation_tokens_total"] == 12
+    assert seen["paceline:num_requests_running"] == seen["paceline:num_requests_waiting"] == 0
+    assert seen["paceline:request_attempts_total"] == 3
+    assert seen["paceline:num_preemptions_total"] == 4
+    assert seen["paceline:kv_cache_usage_perc"] == 0.5
+    assert seen["paceline:worker_up"] == 3
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
+        assert seen[f"paceline:{name}_seconds_count"] == 3, name
+    assert seen["paceline:request_decode_time_seconds_count"] == 3
+    assert seen["paceline:inter_token_latency_seconds_count"] > 0
+    assert seen["paceline:handoff_seconds_count"] == 3
+
+
+async def test_the_fleet_with_the_ledger_of_each_host(stack: Stack) -> None:
+    await stack.add("kvtransfer", "kv-0")
+    silent = await stack.add("kvtransfer", "kv-1")
+    silent.pause_after = 0
+
+    async def sees_both() -> bool:
+        return len((await stack.http.get("/fleet")).json()["hosts"]) == 2
+
+    await eventually(sees_both)
+    fleet = (await stack.http.get("/fleet")).json()
+    assert [worker["worker_id"] for worker in fleet["workers"]] == ["decode-0", "kv-0", "kv-1", "prefill-0"]
+    answering, unanswering = fleet["hosts"]
+    assert (answering["free"], answering["held"], answering["in_flight"], answering["cached"]) == (4, 2, 3, 1)
+    assert (answering["total"], answering["balanced"], answering["hit_rate"]) == (10, True, 0.25)
+    assert answering["holds"][0]["key"]["request_id"] == "r"
+    assert answering["holds"][0]["age_ms"] == 7
+    assert unanswering["error"]
+
+
+async def test_tokenize_and_detokenize(stack: Stack) -> None:
+    answer = (await stack.post("/tokenize", model="toy", prompt="hé<|end|>", return_token_strs=True)).json()
+    assert answer == {
+        "count": 4,
+        "max_model_len": 512,
+        "tokens": [104, 195, 169, 256],
+        "token_strs": ["h", "Ã", "©", "<|end|>"],
+    }
+    chat = (await stack.post("/tokenize", messages=[{"role": "user", "content": "h"}])).json()
+    assert (chat["tokens"], chat["token_strs"]) == ([257, 104, 258], None)
+    assert (await stack.post("/detokenize", tokens=[104, 195, 169, 256])).json() == {"prompt": "hé<|end|>"}
+    assert (await stack.post("/detokenize", tokens=[300])).json()["error"]["param"] == "tokens"
+
+
+async def test_keys_guard_the_api_and_not_the_probes(start_stack: StartStack) -> None:
+    stack = await start_stack(api_key="first, second")
+    for path in ("/v1/models", "/fleet", "/v1/nothing"):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Basic first"},
+            {"Authorization": "first"},
+        ):
+            response = await stack.http.get(path, headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+    for path in ("/tokenize", "/detokenize", "/v1/completions"):
+        assert (await stack.post(path, prompt="x")).status_code == 401
+    for path in ("/health", "/ping", "/version", "/metrics"):
+        assert (await stack.http.get(path)).status_code == 200
+    for key in ("first", "second"):
+        async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key=key) as client:
+            assert (await client.models.list()).data[0].id == "toy"
+
+
+async def test_keys_may_come_from_the_environment(start_stack: StartStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "secret")
+    stack = await start_stack()
+    assert (await stack.http.get("/v1/models")).status_code == 401
+    assert (await stack.http.get("/v1/models", headers={"Authorization": "Bearer secret"})).status_code == 200
+
+
+async def test_large_bodies_are_refused_announced_or_not(start_stack: StartStack) -> None:
+    stack = await start_stack(max_body_bytes=1000)
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(100):
+            yield b"x" * 100
+        yield b'"}'
+
+    headers = {"content-type": "application/json"}
+    for content in (b"x" * 1001, parts()):
+        response = await stack.http.post("/v1/completions", content=content, headers=headers)
+        assert response.status_code == 413
+        assert "larger than 1000 bytes" in response.json()["error"]["message"]
+    assert (await stack.post("/v1/completions", prompt="x", max_tokens=1)).status_code == 200
+
+
+async def test_request_ids_are_taken_and_returned(stack: Stack) -> None:
+    ids = [("mine-1", "mine-1"), ("mine-1", "mine-1")]
+    for given, expected in ids:
+        response = await stack.http.post(
+            "/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": given}
+        )
+        assert (response.headers["x-request-id"], response.json()["id"]) == (expected, expected)
+    keys = {call.work.key.request_id for call in stack.workers["decode-0"].calls}
+    assert len(keys) == 2, "workers must not confuse requests to which a client gave the same id"
+    assert all(key.startswith("mine-1-") for key in keys)
+    body = await stack.post("/v1/completions", prompt="x", max_tokens=1, request_id="mine-2")
+    assert (body.headers["x-request-id"], body.json()["id"]) == ("mine-2", "mine-2")
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 129, "ünï"])
+async def test_an_id_that_is_not_fit_is_replaced(stack: Stack, given: str) -> None:
+    headers = httpx.Headers([(b"x-request-id", given.encode())])
+    response = await stack.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers)
+    assert response.headers["x-request-id"].startswith("cmpl-")
+    errors = await stack.http.get("/nothing")
+    assert errors.headers["x-request-id"].startswith("req-")
+
+
+async def test_traces_reach_the_workers(stack: Stack) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    await stack.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}, headers=headers)
+    for worker in stack.workers.values():
+        assert worker.calls[0].metadata["traceparent"].split("-")[1] == trace_id
+
+
+async def test_one_line_is_logged_for_a_request(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="paceline"):
+        await stack.post("/v1/completions", prompt="abc", max_tokens=5)
+    (record,) = [record for record in caplog.records if hasattr(record, "outcome")]
+    fields = vars(record)
+    assert (fields["outcome"], fields["prompt_tokens"], fields["generated_tokens"]) == ("length", 3, 5)
+    assert (fields["prefill_worker"], fields["decode_worker"], fields["attempts"]) == ("prefill-0", "decode-0", 1)
+
+
+async def test_other_origins_are_not_let_in(stack: Stack) -> None:
+    response = await stack.http.get("/ping", headers={"Origin": "https://elsewhere.example"})
+    assert "access-control-allow-origin" not in response.headers

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.services.gateway.errors import ContextLengthError
+from paceline.services.gateway.plan import Plan, plan_chat, plan_completion
+from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
+from paceline.services.gateway.tokenizer import Tokenizer
+from tests.services.gateway.toy_model import END, write_toy_model
+
+LIMIT = 100
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return Tokenizer(write_toy_model(tmp_path, temperature=0.5, top_k=40))
+
+
+def completion(tokenizer: Tokenizer, limit: int = LIMIT, **fields: Any) -> Plan:
+    return plan_completion(CompletionRequest(**{"prompt": "hello", **fields}), tokenizer, limit)
+
+
+def chat(tokenizer: Tokenizer, **fields: Any) -> Plan:
+    messages = [{"role": "user", "content": "hi"}]
+    return plan_chat(ChatRequest(**{"messages": messages, **fields}), tokenizer, LIMIT)
+
+
+def test_what_the_client_does_not_say_is_the_model_s_default(tokenizer: Tokenizer) -> None:
+    sampling = completion(tokenizer).prompts[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 40, 1.0, 0.0)
+    assert (sampling.repetition_penalty, sampling.logprobs, sampling.min_tokens) == (1.0, None, 0)
+
+
+def test_what_the_client_says_wins(tokenizer: Tokenizer) -> None:
+    fields = {"temperature": 0, "top_k": -1, "top_p": 0.5, "presence_penalty": 1, "logit_bias": {"7": -100}}
+    sampling = completion(tokenizer, **fields, allowed_token_ids=[1, 2], frequency_penalty=-1.5).prompts[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0, 0, 0.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1.5)
+    assert (sampling.logit_bias, sampling.allowed_token_ids) == ({7: -100}, (1, 2))
+
+
+def test_a_seed_is_kept_or_drawn(tokenizer: Tokenizer) -> None:
+    assert completion(tokenizer, seed=-1).prompts[0].sampling.seed == 2**64 - 1
+    assert len({completion(tokenizer).prompts[0].sampling.seed for _ in range(5)}) > 1
+
+
+def test_the_model_s_ends_are_stop_tokens_unless_ignored(tokenizer: Tokenizer) -> None:
+    assert completion(tokenizer, stop_token_ids=[5]).prompts[0].sampling.stop_token_ids == {5, END}
+    assert completion(tokenizer, stop_token_ids=[5], ignore_eos=True).prompts[0].sampling.stop_token_ids == {5}
+
+
+def test_completions_default_to_16_tokens_and_chats_to_what_is_left(tokenizer: Tokenizer) -> None:
+    assert completion(tokenizer).prompts[0].sampling.max_tokens == 16
+    assert completion(tokenizer, limit=8).prompts[0].sampling.max_tokens == 3
+    plan = chat(tokenizer)
+    assert plan.prompts[0].sampling.max_tokens == LIMIT - len(plan.prompts[0].token_ids)
+    assert chat(tokenizer, max_tokens=5, max_completion_tokens=7).prompts[0].sampling.max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts", "ids"),
+    [
+        ("ab", ["ab"], [[97, 98]]),
+        (["a", "b"], ["a", "b"], [[97], [98]]),
+        ([1, 2], [None], [[1, 2]]),
+        ([[1], [2, 3]], [None, None], [[1], [2, 3]]),
+    ],
+)
+def test_prompts_come_in_four_forms(tokenizer: Tokenizer, prompt: Any, texts: list[Any], ids: list[Any]) -> None:
+    plan = completion(tokenizer, prompt=prompt)
+    assert [planned.text for planned in plan.prompts] == texts
+    assert [planned.token_ids for planned in plan.prompts] == ids
+
+
+def test_truncation_keeps_the_end(tokenizer: Tokenizer) -> None:
+    assert completion(tokenizer, truncate_prompt_tokens=2).prompts[0].token_ids == list(b"lo")
+    fitting = completion(tokenizer, limit=5, truncate_prompt_tokens=-1, max_tokens=3).prompts[0]
+    assert (fitting.token_ids, fitting.sampling.max_tokens) == (list(b"lo"), 3)
+
+
+def test_echo_with_logprobs_scores_the_prompt(tokenizer: Tokenizer) -> None:
+    assert completion(tokenizer, echo=True, logprobs=2).prompts[0].sampling.prompt_logprobs == 2
+    assert completion(tokenizer, echo=True).prompts[0].sampling.prompt_logprobs is None
+    plan = completion(tokenizer, echo=True, max_tokens=0)
+    assert (plan.prompt_only, plan.prompts[0].sampling.max_tokens) == (True, 1)
+
+
+def test_text_parts_are_one_text(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(tokenizer, messages=[{"role": "user", "content": parts}]).prompts[0].text == "<|user|>a\nb<|assistant|>"
+
+
+def test_the_context_must_hold_prompt_and_answer(tokenizer: Tokenizer) -> None:
+    completion(tokenizer, limit=10, max_tokens=5)
+    for fields in ({"limit": 9, "max_tokens": 5}, {"limit": 5}):
+        with pytest.raises(ContextLengthError, match="shorten prompt or lower max_tokens"):
+            completion(tokenizer, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [300]}, "prompt"),
+        ({"stop_token_ids": [300]}, "stop_token_ids"),
+        ({"allowed_token_ids": [1, 300]}, "allowed_token_ids"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ],
+)
+def test_what_only_the_tokenizer_knows_to_be_wrong_is_refused(
+    tokenizer: Tokenizer, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(tokenizer, **fields)
+    assert caught.value.param == param
+
+
+def test_without_a_worker_nothing_can_be_planned(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UnavailableError, match="no decode worker"):
+        completion(tokenizer, limit=0)

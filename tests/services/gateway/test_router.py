@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.services.common.registry import Member
+from paceline.services.gateway.router import Candidate, Need, place
+
+NEED = Need(context_tokens=100)
+
+
+def member(worker_id: str, role: str = "decode", **fields: object) -> Member:
+    base = Member(worker_id, role, 1, "127.0.0.1:1", "host", model="m", max_model_len=1000, max_seqs=8)  # type: ignore[arg-type]
+    return dataclasses.replace(base, **fields)  # type: ignore[arg-type]
+
+
+def placed(need: Need, *candidates: Member | Candidate) -> tuple[str, str | None] | None:
+    found = place(need, [c if isinstance(c, Candidate) else Candidate(c) for c in candidates])
+    return found and (found.decode.worker_id, found.prefill and found.prefill.worker_id)
+
+
+def test_without_a_decode_worker_there_is_no_place() -> None:
+    assert placed(NEED, member("p", "prefill"), member("k", "kvtransfer")) is None
+
+
+def test_a_decode_worker_alone_computes_the_prompt_itself() -> None:
+    assert placed(NEED, member("d")) == ("d", None)
+
+
+def test_the_least_loaded_of_each_role_is_taken() -> None:
+    workers = (
+        member("d1", running=2),
+        member("d2", running=1),
+        member("p1", "prefill", waiting=3),
+        member("p2", "prefill"),
+    )
+    assert placed(NEED, *workers) == ("d2", "p2")
+
+
+def test_load_is_relative_to_size() -> None:
+    assert placed(NEED, member("big", running=4, max_seqs=64), member("small", running=1, max_seqs=4)) == ("big", None)
+
+
+def test_own_calls_count_between_heartbeats() -> None:
+    assert placed(NEED, Candidate(member("a"), in_flight=2), Candidate(member("b", running=1))) == ("b", None)
+
+
+def test_a_prefill_worker_must_share_the_arena_and_the_layout() -> None:
+    assert placed(NEED, member("d"), member("p", "prefill", host_id="other")) == ("d", None)
+    assert placed(NEED, member("d"), member("p", "prefill", model="other")) == ("d", None)
+
+
+def test_draining_and_short_workers_get_nothing() -> None:
+    assert placed(NEED, member("d", state="draining")) is None
+    assert placed(NEED, member("d", max_model_len=99)) is None
+    assert placed(NEED, member("d"), member("p", "prefill", max_model_len=99)) == ("d", None)
+
+
+def test_who_refused_is_not_asked_again() -> None:
+    need = Need(100, refused=frozenset({"d1", "p1"}))
+    assert placed(need, member("d1"), member("d2", running=9), member("p1", "prefill")) == ("d2", None)
+
+
+def test_who_failed_is_taken_only_where_there_is_no_other() -> None:
+    need = Need(100, failed=frozenset({"d1"}))
+    assert placed(need, member("d1"), member("d2", running=9)) == ("d2", None)
+    assert placed(need, member("d1")) == ("d1", None)
+
+
+members = st.builds(
+    member,
+    st.text("abcdef", min_size=1, max_size=3),
+    st.sampled_from(["decode", "prefill", "kvtransfer"]),
+    host_id=st.sampled_from(["h1", "h2"]),
+    state=st.sampled_from(["ready", "draining"]),
+    running=st.integers(0, 9),
+    waiting=st.integers(0, 9),
+    max_seqs=st.integers(0, 9),
+    max_model_len=st.sampled_from([0, 50, 100, 1000]),
+)
+fleets = st.lists(st.builds(Candidate, members, st.integers(0, 5)), max_size=12, unique_by=lambda c: c.member.worker_id)
+
+
+@given(fleets, st.randoms())
+def test_a_placement_is_allowed_and_does_not_depend_on_the_order(fleet: list[Candidate], random: object) -> None:
+    placement = place(NEED, fleet)
+    shuffled = list(fleet)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert place(NEED, shuffled) == placement
+    can_decode = [
+        c for c in fleet if (c.member.role, c.member.state) == ("decode", "ready") and c.member.max_model_len >= 100
+    ]
+    assert (placement is None) == (not can_decode)
+    if placement is None:
+        return
+    decode, prefill = placement.decode, placement.prefill
+    loads = {c.member.worker_id: c.load for c in fleet}
+    assert loads[decode.worker_id] == min(c.load for c in can_decode)
+    if prefill is not None:
+        assert (prefill.role, prefill.state, prefill.host_id) == ("prefill", "ready", decode.host_id)

@@ -1,0 +1,41 @@
+"""A small real tokenizer in a Hugging Face folder: byte-level BPE, one token a byte, and three special tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+END, USER, ASSISTANT = 256, 257, 258
+VOCAB_SIZE = 300
+"""More than the tokenizer knows, as in a padded vocabulary."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def write_toy_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, **generation_config: Any) -> Path:
+    """Writes the folder and returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(models.BPE(_byte_vocabulary(), []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|end|>", "chat_template": chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "eos_token_id": END}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [END], **generation_config}))
+    return folder
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """GPT-2's alphabet in the order of its bytes, so that a token's id is its byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte) if byte in printable else chr(256 + others.index(byte)): byte for byte in range(256)}

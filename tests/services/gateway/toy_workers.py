@@ -1,0 +1,246 @@
+"""Workers that speak the real protocol over real gRPC and Redis, and recite a text instead of computing one.
+
+A token is a function of (seed, position) alone, as with real workers: byte (seed + position) of the text. What a test
+wants to happen (silence, failure, fullness) is an attribute of the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import BusyError, InvalidRequestError
+from paceline.core.telemetry import carrier_of
+from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.services.common.registry import Member, Registrar, Role, State
+from paceline.services.common.rpc import RpcServer, mapped_errors
+
+TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back again. "
+
+_epochs = itertools.count(1)
+
+
+@dataclass
+class Call:
+    """What a worker saw of one call."""
+
+    work: common_pb2.Work
+    metadata: dict[str, str]
+    commands: list[str] = field(default_factory=list)
+    outcome: str = "running"
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ToyWorker(
+    worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer, kvtransfer_pb2_grpc.KVTransferServicer
+):
+    """One worker of any role."""
+
+    def __init__(self, role: Role, worker_id: str, *, text: str = TEXT, host_id: str = "host", port: int = 0) -> None:
+        self.role: Role = role
+        self.worker_id = worker_id
+        self.script = text.encode()
+        self.host_id = host_id
+        self.state: State = "ready"
+        self.model = "fingerprint"
+        self.max_model_len = 512
+        self.max_seqs = 8
+        self.pause_after: int | None = None
+        """Tokens of a call behind which the worker is silent until `resume` is set."""
+        self.resume = asyncio.Event()
+        self.fail_after: int | None = None
+        """Tokens of a call behind which it fails, with `fail_code`; all calls do."""
+        self.fail_code = grpc.StatusCode.UNAVAILABLE
+        self.stop_at: int | None = None
+        """Position of the output at which the end token comes."""
+        self.calls: list[Call] = []
+        self.active = 0
+        self.token_delay = 0.0
+        self._rpc = RpcServer("127.0.0.1", port)
+        self._registrar: Registrar | None = None
+        self._epoch = next(_epochs)
+        self.port = port
+
+    async def start(self, redis_url: str, cluster: str) -> ToyWorker:
+        worker_pb2_grpc.add_PrefillServicer_to_server(self, self._rpc.server)
+        worker_pb2_grpc.add_DecodeServicer_to_server(self, self._rpc.server)
+        kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(self, self._rpc.server)
+        self.port = await self._rpc.start()
+        await self._rpc.set_ready(True)
+        self._registrar = Registrar(redis_url, cluster, self._member)
+        await self._registrar.start()
+        return self
+
+    async def stop(self) -> None:
+        """Leaves in order."""
+        await self.leave_redis()
+        await self._rpc.close(0)
+
+    async def leave_redis(self) -> None:
+        """Is not named any more, but serves on."""
+        if self._registrar is not None:
+            registrar, self._registrar = self._registrar, None
+            await registrar.stop()
+
+    async def serve_health(self, serving: bool) -> None:
+        await self._rpc.set_ready(serving)
+
+    async def crash(self) -> None:
+        """Takes down the server; Redis goes on naming the worker."""
+        await self._rpc.server.stop(None)
+
+    def _member(self) -> Member:
+        return Member(
+            worker_id=self.worker_id,
+            role=self.role,
+            epoch=self._epoch,
+            address=f"127.0.0.1:{self.port}",
+            host_id=self.host_id,
+            state=self.state,
+            model=self.model,
+            max_model_len=self.max_model_len,
+            max_seqs=self.max_seqs,
+            running=self.active,
+            stats={"preemptions": 2.0}
+            if self.role != "kvtransfer"
+            else {"blocks_total": 10.0, "blocks_held": 2.0, "blocks_in_flight": 3.0},
+        )
+
+    def outcomes(self) -> list[str]:
+        return [call.outcome for call in self.calls]
+
+    async def Run(  # type: ignore[override]
+        self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        async with mapped_errors(context), _Tracked(self, request.work, context) as call:
+            work = request.work
+            await self._progress(call, 0, context)
+            for scores in self._scores(work):
+                await context.write(worker_pb2.PrefillEvent(prompt_logprobs=scores))
+            token, reason = self._token(work, len(work.token_ids) - work.prompt_tokens)
+            first = worker_pb2.FirstToken(token=token, finish_reason=reason)
+            await context.write(worker_pb2.PrefillEvent(first_token=first))
+            if reason == common_pb2.FINISH_REASON_NONE:
+                await self._progress(call, 1, context)
+                key = common_pb2.Key(
+                    request_id=work.key.request_id, attempt=work.key.attempt, generation=work.key.generation + 1
+                )
+                await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key)))
+
+    async def Generate(  # type: ignore[override]
+        self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: grpc.aio.ServicerContext
+    ) -> None:
+        work = (await anext(commands)).admit
+        async with mapped_errors(context), _Tracked(self, work, context) as call:
+            admitted = worker_pb2.Admitted(key=work.key, cached_tokens=min(16, work.prompt_tokens - 1))
+            await context.write(worker_pb2.DecodeEvent(admitted=admitted))
+            command = await anext(commands, None)
+            if command is None:
+                # A gateway never ends its commands: this is how a cancelled call shows while a command is awaited.
+                raise asyncio.CancelledError
+            call.commands.append(command.WhichOneof("command") or "")
+            position = len(work.token_ids) - work.prompt_tokens
+            if command.HasField("handoff"):
+                expected, _ = self._token(work, position)
+                if (command.handoff.key.generation, command.handoff.first_token_id) != (2, expected.id):
+                    raise InvalidRequestError("this handoff is not for this worker")
+                position += 1
+            else:
+                for scores in self._scores(work):
+                    await context.write(worker_pb2.DecodeEvent(prompt_logprobs=scores))
+            await self._recite(call, work, position, context)
+
+    async def _recite(
+        self, call: Call, work: common_pb2.Work, position: int, context: grpc.aio.ServicerContext
+    ) -> None:
+        for count in itertools.count():
+            await self._progress(call, count, context)
+            token, reason = self._token(work, position + count)
+            await context.write(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=[token])))
+            if reason != common_pb2.FINISH_REASON_NONE:
+                await context.write(worker_pb2.DecodeEvent(finished=worker_pb2.Finished(reason=reason)))
+                return
+
+    async def _progress(self, call: Call, count: int, context: grpc.aio.ServicerContext) -> None:
+        if self.fail_after == count:
+            await context.abort(self.fail_code, "the toy was told to fail")
+        if self.pause_after == count:
+            await self.resume.wait()
+        await asyncio.sleep(self.token_delay)
+
+    def _token(self, work: common_pb2.Work, position: int) -> tuple[common_pb2.Token, int]:
+        sampling = work.sampling
+        token_id = 256 if self.stop_at == position else self.script[(sampling.seed + position) % len(self.script)]
+        reason = common_pb2.FINISH_REASON_NONE
+        if token_id in sampling.stop_token_ids:
+            reason = common_pb2.FINISH_REASON_STOP
+        elif position + 1 >= sampling.max_tokens:
+            reason = common_pb2.FINISH_REASON_LENGTH
+        report = _report(token_id, sampling.logprobs) if sampling.HasField("logprobs") else []
+        return common_pb2.Token(id=token_id, logprobs=report), reason
+
+    def _scores(self, work: common_pb2.Work) -> list[common_pb2.PromptLogprobs]:
+        if not work.sampling.HasField("prompt_logprobs"):
+            return []
+        count = work.sampling.prompt_logprobs
+        tokens = [common_pb2.Token(id=id, logprobs=_report(id, count)) for id in work.token_ids[1 : work.prompt_tokens]]
+        return [
+            common_pb2.PromptLogprobs(first=1 + start, tokens=tokens[start : start + 4])
+            for start in range(0, len(tokens), 4)
+        ]
+
+    async def Ledger(  # type: ignore[override]
+        self, request: kvtransfer_pb2.LedgerRequest, context: grpc.aio.ServicerContext
+    ) -> kvtransfer_pb2.LedgerReply:
+        if self.pause_after == 0:
+            await self.resume.wait()
+        hold = kvtransfer_pb2.HoldInfo(key=common_pb2.Key(request_id="r", attempt=1, generation=1), owner="d", age_ms=7)
+        return kvtransfer_pb2.LedgerReply(
+            host_id=self.host_id,
+            total=10,
+            free=4,
+            held=2,
+            in_flight=3,
+            cached=1,
+            balanced=True,
+            prefix_queries_tokens=100,
+            prefix_hits_tokens=25,
+            holds=[hold],
+        )
+
+
+class _Tracked:
+    """Admission, and the record of a call."""
+
+    def __init__(self, worker: ToyWorker, work: common_pb2.Work, context: grpc.aio.ServicerContext) -> None:
+        self._worker = worker
+        self._call = Call(work, carrier_of(context.invocation_metadata()))
+
+    async def __aenter__(self) -> Call:
+        self._worker.calls.append(self._call)
+        if self._worker.active >= self._worker.max_seqs:
+            self._call.outcome = "refused"
+            self._call.ended.set()
+            raise BusyError("this toy is full")
+        self._worker.active += 1
+        return self._call
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._worker.active -= 1
+        cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+        self._call.outcome = "finished" if kind is None else "cancelled" if cancelled else "failed"
+        self._call.ended.set()
+
+
+def _report(token_id: int, count: int) -> list[common_pb2.Logprob]:
+    """The token itself at rank 2, then the most likely ones: "A", the token, "B", …"""
+    chosen = common_pb2.Logprob(token_id=token_id, logprob=-1.0, rank=2)
+    others = [common_pb2.Logprob(token_id=65 + rank, logprob=-0.5 * (rank + 1), rank=rank + 1) for rank in range(count)]
+    if count > 1:
+        others[1] = chosen
+    return [chosen, *others]
