@@ -39,6 +39,8 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                # Clients keep connections for longer than the default of 5 s, and lose requests to the race.
+                timeout_keep_alive=75,
                 timeout_graceful_shutdown=LAST_WORDS_SECONDS,
             )
         )

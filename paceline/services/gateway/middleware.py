@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -13,6 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.services.gateway.errors import ApiError
+
+BODY_SECONDS = 60.0
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
@@ -50,11 +53,12 @@ class RequestIdMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies of more than `max_bytes`, announced or not, with 413."""
+    """Refuses bodies of more than `max_bytes`, announced or not, with 413, and those that take too long with 408."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float = BODY_SECONDS) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,12 +69,19 @@ class BodyLimitMiddleware:
         if not announced.isdecimal() or int(announced) > self._max_bytes:
             await ApiError(413, message).response()(scope, receive, send)
             return
-        received = 0
+        received, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self._max_seconds
 
         async def limited_receive() -> Message:
-            nonlocal received
-            event = await receive()
+            nonlocal received, complete
+            try:
+                # Behind the body comes the client's leave, which may take as long as it likes.
+                async with asyncio.timeout_at(None if complete else deadline):
+                    event = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not come within {self._max_seconds:g} seconds") from None
             received += len(event.get("body", b""))
+            complete = not event.get("more_body", False)
             if received > self._max_bytes:
                 raise HTTPException(413, message)
             return event

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from paceline.services.gateway.errors import to_api_error
 from paceline.services.gateway.generation import Generation
@@ -17,6 +18,11 @@ from paceline.services.gateway.responses import ResponseFormat
 from paceline.services.gateway.schemas import StreamOptions
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+SEND_SECONDS = 60.0
+"""A client that takes nothing for so long is given up, because its request holds a place on a worker."""
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -59,15 +65,27 @@ class EventStreamResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], send_seconds: float = SEND_SECONDS) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
         self._events = events
+        self._send_seconds = send_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(receive, self._send_all(scope, receive, send))
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._send_seconds):
+                    await send(message)
+            except TimeoutError:
+                raise _ClientStalledError from None
+
+        try:
+            await until_disconnect(receive, self._send_all(scope, receive, send_in_time))
+        except _ClientStalledError:
+            # Returning without an end makes the server close the connection.
+            log.warning("a client took nothing for %g seconds; its request was cancelled", self._send_seconds)
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -78,6 +96,8 @@ class EventStreamResponse(Response):
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+            except _ClientStalledError:
+                raise
             except Exception as error:
                 answer = to_api_error(error)
                 if not begun:
@@ -85,6 +105,10 @@ class EventStreamResponse(Response):
                     return
                 await send({"type": "http.response.body", "body": _event(answer.body) + _DONE, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _ClientStalledError(Exception):
+    pass
 
 
 def _event(data: dict[str, Any]) -> bytes:
