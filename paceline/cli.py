@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from paceline import __version__
-from paceline.core import telemetry
+from paceline.core import env, telemetry
 from paceline.core.config import (
     GatewayConfig,
     KVTransferConfig,
@@ -124,6 +124,7 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         _prepare(arguments["model"], Path(arguments.get("cache_dir", ServeConfig().cache_dir)))
     else:
         config = _load(name, arguments.pop("config"), arguments)
+        env.share_cores()
         run = importlib.import_module(f"paceline.services.{name}.main").run
         # A worker's name in its logs and traces is its name in the cluster.
         _setup_telemetry(getattr(config, "worker_id", "") or name, config)

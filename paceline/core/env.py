@@ -27,3 +27,12 @@ def exports_traces() -> bool:
 def child_environment(**variables: str) -> dict[str, str]:
     """This process's environment with some variables set, for a child process."""
     return {**os.environ, **variables}
+
+
+def share_cores() -> None:
+    """Lets OpenMP threads sleep while they wait for each other; call it before torch is imported.
+
+    By default they spin. Where prefill and decode workers share cores, a thread then burns the time slice that the one it
+    waits for needs, and a step takes ten times as long (docs/decisions/0001-openmp-wait-policy.md).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

