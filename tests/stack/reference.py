@@ -1,0 +1,62 @@
+"""What `transformers` generates: the tokens that Paceline has to give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time, in a small village by the sea,",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "Q: What is the boiling point of water in Celsius?\nA:",
+    "Liebe Grüße aus München! Heute",
+    "import numpy as np\n\nx = np.array([1, 2, 3])\nprint(",
+    "The quick brown fox jumps over the lazy dog. " * 12,
+    "To be, or not to be, that is the question:",
+    "List three colours:\n1.",
+    "SELECT name, age FROM users WHERE",
+    "Paris is to France as Tokyo is to",
+    '{"name": "Alice", "age": 30, "city":',
+    "The mitochondria is",
+    "Translate to Spanish: Good morning, my friends.\n",
+    "In the beginning God created",
+    "日本の首都は",
+    "🙂 Emoji are",
+    "A long list of numbers: " + " ".join(str(n) for n in range(150)),
+    "#include <stdio.h>\n\nint main(void) {\n",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "The theory of relativity says that",
+    "x",
+    "   leading spaces and\ttabs\n\n\n",
+    "Roses are red,\nViolets are blue,\n",
+    "The following is a conversation between a patient and a doctor.\nPatient: I have a headache.\nDoctor:",
+    "HTTP/1.1 200 OK\nContent-Type:",
+    "Ingredients:\n- 2 eggs\n- 100 g flour\n",
+    "Monday, Tuesday, Wednesday,",
+    "The history of the Roman Empire begins with the founding of the city. " * 20,
+    "Why did the chicken cross the road?",
+    "<html>\n<head>\n<title>",
+)
+
+
+def generate(folder: Path, prompts: tuple[str, ...], max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the prompts, and `max_tokens` greedy tokens behind each, in fp32, one prompt at a time."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    inputs, outputs = [], []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=transformers.GenerationConfig(
+                max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+            ),
+        )
+        inputs.append(ids[0].tolist())
+        outputs.append(generated[0, ids.shape[1] :].tolist())
+    return inputs, outputs

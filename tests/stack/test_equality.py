@@ -1,0 +1,68 @@
+"""Greedy tokens through HTTP are those of `transformers`, however the stack is cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.stack.processes import serve
+from tests.stack.reference import PROMPTS, generate
+
+MAX_TOKENS = 64
+
+STACKS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one worker of each role": (1, ()),
+    "concurrency 8": (8, ()),
+    "two of each, chunked prefill": (8, ("--prefill=2", "--decode=2", "--max-batched-tokens=32", "--threads=1")),
+    "aggregated": (8, ("--prefill=0",)),
+}
+
+
+@pytest.fixture(scope="module", params=["smollm2-135m-instruct", "gemma-3-270m"])
+def reference(
+    request: pytest.FixtureRequest, real_model: Callable[[str], Path]
+) -> tuple[str, list[list[int]], list[list[int]]]:
+    inputs, outputs = generate(real_model(request.param), PROMPTS, MAX_TOKENS)
+    return request.param, inputs, outputs
+
+
+@pytest.mark.model
+@pytest.mark.stack
+@pytest.mark.parametrize("cut", STACKS)
+async def test_tokens_are_those_of_transformers(
+    cut: str, reference: tuple[str, list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    model, inputs, expected = reference
+    concurrency, options = STACKS[cut]
+    with serve(tmp_path / "log", model, "--dtype=float32", "--kv-memory=1GiB", *options) as stack:
+        tokens = await complete_all(stack.url, model, inputs, concurrency)
+        ledgers: Any = stack.fleet()["hosts"]
+    wrong = [PROMPTS[index][:30] for index in range(len(PROMPTS)) if tokens[index] != expected[index]]
+    assert not wrong
+    assert all(ledger["held"] == ledger["in_flight"] == 0 and ledger["balanced"] for ledger in ledgers)
+
+
+async def complete_all(url: str, model: str, inputs: list[list[int]], concurrency: int) -> list[list[int]]:
+    slots = asyncio.Semaphore(concurrency)
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+
+        async def complete(prompt: list[int]) -> list[int]:
+            body = {
+                "model": model,
+                "prompt": prompt,
+                "max_tokens": MAX_TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            async with slots:
+                response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            return list(response.json()["choices"][0]["token_ids"])
+
+        return list(await asyncio.gather(*(complete(prompt) for prompt in inputs)))

