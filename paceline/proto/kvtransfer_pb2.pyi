@@ -276,6 +276,7 @@ class Result(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     code: Global___Code.ValueType
     message: _builtins.str
     """What is wrong and what to do, where code is not OK."""
@@ -283,16 +284,21 @@ class Result(_message.Message):
     def hold(self) -> Global___Hold:
         """The hold after the operation (reserve, open, fill, adopt, extend)."""
 
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Key]:
+        """Renew: the holds that are not the caller's any more. The code is that of the first; all others were renewed."""
+
     def __init__(
         self,
         *,
         code: Global___Code.ValueType = ...,
         message: _builtins.str = ...,
         hold: Global___Hold | None = ...,
+        lost: _abc.Iterable[_common_pb2.Key] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "hold", b"hold", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "hold", b"hold", "lost", b"lost", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -545,7 +551,9 @@ Global___Trim: _TypeAlias = Trim  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
-    """Ends the hold. Sealed blocks stay cached. Releasing twice is not an error."""
+    """Ends the hold. Sealed blocks stay cached. Releasing twice is not an error. The one who reserved may release with that
+    generation while another worker writes; the blocks are then kept until the writer fills, releases, or is gone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -567,7 +575,7 @@ Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class Renew(_message.Message):
-    """Restarts the lease of each hold."""
+    """Restarts the lease of each hold. The one who reserved may do so with that generation until it adopts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,0 +1,82 @@
+"""A hold: the right of one attempt at one request to a set of blocks."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import StaleError
+from paceline.core.kv_layout import NO_SLOT, KVGroup
+from paceline.core.types import Key
+
+NOBODY = 0
+"""Stands for a session where no worker is meant."""
+
+
+class UnknownHoldError(StaleError):
+    """No such hold: never made, released, or expired."""
+
+
+class State(enum.Enum):
+    """Where a hold is in its life. The value is what an operator reads."""
+
+    RESERVED = "reserved"
+    """Its owner may write, or wait for a prefill worker to open it."""
+    FILLING = "filling"
+    """A prefill worker writes."""
+    FILLED = "filled"
+    """Complete; waits to be adopted. Nobody writes."""
+    ACTIVE = "active"
+    """Adopted; its owner writes."""
+    DRAINING = "draining"
+    """Over for everybody, but a worker may still touch the blocks."""
+
+
+_IN_FLIGHT = frozenset((State.FILLING, State.FILLED, State.DRAINING))
+
+
+@dataclass(slots=True, kw_only=True)
+class Hold:
+    """Changed by the ledger alone. All instants are seconds of the ledger's clock."""
+
+    key: Key
+    """With the newest generation."""
+    first_generation: int
+    state: State
+    owner: int
+    """Session that reserved or adopted it."""
+    writer: int
+    """The only session that may touch the blocks now, or NOBODY."""
+    token_count: int
+    filled_tokens: int
+    """Tokens at the front whose KV is already in the blocks."""
+    tables: list[list[int]]
+    """One block table a group; NO_SLOT where a block was given back or never needed."""
+    created: float
+    deadline: float
+
+    @property
+    def in_flight(self) -> bool:
+        return self.state in _IN_FLIGHT
+
+    def raise_generation(self) -> None:
+        self.key = self.key._replace(generation=self.key.generation + 1)
+
+    def slots(self) -> list[int]:
+        return held_slots(self.tables)
+
+    def slots_tail_first(self, groups: Sequence[KVGroup]) -> list[int]:
+        """All blocks, those at the end of the context first, so that a block is never evicted after its parent."""
+        placed = [
+            (index * group.block_tokens, slot)
+            for group, table in zip(groups, self.tables)
+            for index, slot in enumerate(table)
+            if slot != NO_SLOT
+        ]
+        placed.sort(reverse=True)
+        return [slot for _, slot in placed]
+
+
+def held_slots(tables: Iterable[Sequence[int]]) -> list[int]:
+    return [slot for table in tables for slot in table if slot != NO_SLOT]

@@ -1,0 +1,54 @@
+"""The layout of the arena: read from the wire, and compared."""
+
+from __future__ import annotations
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
+from paceline.proto import kvtransfer_pb2 as pb
+
+_MAX_GROUPS = 64
+_SLOT_ALIGNMENT = 4096
+
+
+def layout_from_pb(message: pb.KVLayout) -> KVLayout:
+    """The layout as far as this service knows it: layers and heads stay inside the blocks.
+
+    Raises:
+        InvalidRequestError: no arena can have this layout.
+    """
+    sizes = [group.block_tokens for group in message.groups]
+    if not message.fingerprint:
+        raise InvalidRequestError("layout.fingerprint is empty")
+    if message.slot_bytes == 0 or message.slot_bytes % _SLOT_ALIGNMENT:
+        raise InvalidRequestError(
+            f"layout.slot_bytes must be a multiple of {_SLOT_ALIGNMENT}, not {message.slot_bytes}"
+        )
+    if message.base_tokens != BASE_TOKENS:
+        raise InvalidRequestError(f"layout.base_tokens must be {BASE_TOKENS}, not {message.base_tokens}")
+    if not 0 < len(sizes) <= _MAX_GROUPS:
+        raise InvalidRequestError(f"layout.groups must be 1 to {_MAX_GROUPS}, not {len(sizes)}")
+    if any(size == 0 or size % BASE_TOKENS or max(sizes) % size for size in sizes):
+        raise InvalidRequestError(
+            f"layout.groups: block_tokens must be multiples of {BASE_TOKENS} that divide the largest, not {sizes}"
+        )
+    groups = tuple(
+        KVGroup(GroupShape(group.name, layers=(), kv_heads=0, head_dim=0, window=group.window), group.block_tokens)
+        for group in message.groups
+    )
+    return KVLayout(groups, itemsize=0, slot_bytes=message.slot_bytes, fingerprint=message.fingerprint)
+
+
+def difference(ours: KVLayout, theirs: KVLayout) -> str:
+    """Names what differs, coarse things last: a fingerprint differs with everything else."""
+    if len(ours.groups) != len(theirs.groups):
+        return f"it has {len(theirs.groups)} groups of layers, the arena {len(ours.groups)}"
+    for index, (our, their) in enumerate(zip(ours.groups, theirs.groups)):
+        if our != their:
+            return f"its group {index} is {_group(their)}, that of the arena is {_group(our)}"
+    if ours.slot_bytes != theirs.slot_bytes:
+        return f"its slot_bytes is {theirs.slot_bytes}, that of the arena is {ours.slot_bytes}"
+    return f"its fingerprint is {theirs.fingerprint[:16]}, that of the arena is {ours.fingerprint[:16]}"
+
+
+def _group(group: KVGroup) -> str:
+    return f"{group.shape.name!r} with block_tokens {group.block_tokens} and window {group.shape.window}"

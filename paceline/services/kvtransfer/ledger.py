@@ -1,0 +1,262 @@
+"""Who may touch which block: holds, their leases and generations, and the cache of sealed blocks.
+
+Pure: no clock, no I/O. `now` is in seconds of one monotonic clock; `session` names one stay of a worker. A call that
+raises has changed nothing, except that it may have ended what was over: an expired hold, or one that drained.
+
+    reserve ──▶ RESERVED ──open──▶ FILLING ──fill──▶ FILLED ──adopt──▶ ACTIVE ──release──▶ (gone)
+                   └──────────────────────release──────────────────────────────────────────▶ (gone)
+
+A hold that ends while another worker may still touch its blocks is DRAINING: nobody may act on it, but the blocks stay
+as they are until that worker says that it is done, or its lease or session has ended.
+
+Errors: InvalidRequestError for what can never work, BusyError where blocks are missing now, StaleError where somebody
+else owns the hold now, UnknownHoldError where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.errors import BusyError, InvalidRequestError
+from paceline.core.hashing import HASH_BYTES
+from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
+from paceline.core.types import Key
+from paceline.services.kvtransfer.hold import NOBODY, Hold, State, UnknownHoldError, held_slots
+from paceline.services.kvtransfer.hold_book import HoldBook
+from paceline.services.kvtransfer.pool import BlockEvent, BlockPool, Counts
+from paceline.services.kvtransfer.prefix import match_prefix
+
+
+class Ledger:
+    """The blocks of one arena.
+
+    free + held + in flight + cached == total after every call; `check` proves it.
+    """
+
+    def __init__(self, layout: KVLayout, slots: int, lease_seconds: float) -> None:
+        self.queried_tokens = 0
+        """Tokens so far that could have been found in the cache."""
+        self.cached_tokens = 0
+        """Tokens so far that were."""
+        self._layout = layout
+        self._lease_seconds = lease_seconds
+        self._pool = BlockPool(slots, len(layout.groups))
+        self._book = HoldBook(layout, self._pool)
+
+    # ---- the life of a hold
+
+    def reserve(
+        self, session: int, key: Key, hashes: Sequence[bytes], token_count: int, max_cached_tokens: int, now: float
+    ) -> Hold:
+        """Makes a hold: cached blocks of the longest known prefix, then fresh ones up to `token_count` tokens.
+
+        Args:
+            hashes: chain of the context, one hash each BASE_TOKENS tokens.
+            max_cached_tokens: reuse no more than this.
+        """
+        self._book.check_new(key, now)
+        _check_hashes(hashes)
+        if len(hashes) * BASE_TOKENS > token_count:
+            raise InvalidRequestError(f"{len(hashes)} hashes cover more than the {token_count} tokens to reserve")
+        self._check_fits(self._layout.slots_for(token_count), token_count)
+        cached, tables = match_prefix(self._layout, self._pool.find, hashes, max_cached_tokens)
+        reused = held_slots(tables)
+        missing = self._missing(tables, token_count)
+        self._check_available(sum(missing), reused)
+        self._pool.reuse(reused)
+        self._grow(tables, missing)
+        self.queried_tokens += len(hashes) * BASE_TOKENS
+        self.cached_tokens += cached
+        hold = Hold(
+            key=key,
+            first_generation=key.generation,
+            state=State.RESERVED,
+            owner=session,
+            writer=session,
+            token_count=token_count,
+            filled_tokens=cached,
+            tables=tables,
+            created=now,
+            deadline=now + self._lease_seconds,
+        )
+        self._book.add(hold)
+        return hold
+
+    def open(self, session: int, key: Key, now: float) -> Hold:
+        """Makes the caller the writer of a reserved hold, under the next generation."""
+        hold = self._book.find_newest(key, now)
+        if hold.state is not State.RESERVED:
+            raise InvalidRequestError(f"hold {key} is {hold.state.value}; only a reserved one can be opened")
+        hold.raise_generation()
+        hold.state, hold.writer = State.FILLING, session
+        self._pool.enter_flight(hold.slots())
+        return self._renewed(hold, now)
+
+    def seal(self, session: int, key: Key, group: int, first_block: int, hashes: Sequence[bytes], now: float) -> Hold:
+        """Publishes full blocks, beginning with `first_block`; hashes[i] names the content up to its block i's end."""
+        hold = self._book.find_written(session, key, now)
+        table = self._table(hold, group)
+        _check_hashes(hashes)
+        if first_block + len(hashes) > len(table):
+            raise InvalidRequestError(
+                f"hold {key} has {len(table)} blocks in group {group}: "
+                f"[{first_block}, {first_block + len(hashes)}) cannot be sealed"
+            )
+        slots = table[first_block : first_block + len(hashes)]
+        for block, (slot, digest) in enumerate(zip(slots, hashes), first_block):
+            if slot == NO_SLOT:
+                raise InvalidRequestError(f"hold {key} has given back block {block} of group {group}")
+            if self._pool.name(slot) not in (None, (group, digest)):
+                raise InvalidRequestError(f"hold {key}: block {block} of group {group} is sealed with another hash")
+        for slot, digest in zip(slots, hashes):
+            if self._pool.name(slot) is None:
+                self._pool.seal(slot, group, digest)
+        return self._renewed(hold, now)
+
+    def fill(self, session: int, key: Key, filled_tokens: int, now: float) -> Hold:
+        """The prefill worker is done: tokens [0, filled_tokens) are in the blocks, and it will touch them no more."""
+        self._book.drained(session, key)
+        hold = self._book.find_written(session, key, now)
+        if hold.state is not State.FILLING:
+            raise InvalidRequestError(f"hold {key} is {hold.state.value}; only an opened one can be filled")
+        if not hold.filled_tokens <= filled_tokens <= hold.token_count:
+            raise InvalidRequestError(
+                f"hold {key}: filled_tokens must be within [{hold.filled_tokens}, {hold.token_count}], "
+                f"not {filled_tokens}"
+            )
+        hold.filled_tokens = filled_tokens
+        hold.state, hold.writer = State.FILLED, NOBODY
+        return self._renewed(hold, now)
+
+    def adopt(self, session: int, key: Key, now: float) -> Hold:
+        """Makes the caller the owner and writer of a filled hold, under the next generation."""
+        hold = self._book.find_newest(key, now)
+        if hold.state is not State.FILLED:
+            raise InvalidRequestError(f"hold {key} is {hold.state.value}; only a filled one can be adopted")
+        hold.raise_generation()
+        hold.state, hold.owner, hold.writer = State.ACTIVE, session, session
+        self._pool.leave_flight(hold.slots())
+        return self._renewed(hold, now)
+
+    def extend(self, session: int, key: Key, token_count: int, now: float) -> Hold:
+        """Grows the tables to cover `token_count` tokens, in all groups or in none."""
+        hold = self._book.find_written(session, key, now)
+        missing = self._missing(hold.tables, token_count)
+        self._check_fits(sum(missing) + len(hold.slots()), token_count)
+        self._check_available(sum(missing))
+        fresh = self._grow(hold.tables, missing)
+        if hold.in_flight:
+            self._pool.enter_flight(fresh)
+        hold.token_count = max(hold.token_count, token_count)
+        return self._renewed(hold, now)
+
+    def trim(self, session: int, key: Key, group: int, first_kept_block: int, now: float) -> Hold:
+        """Gives back the blocks of a windowed group before `first_kept_block`."""
+        hold = self._book.find_written(session, key, now)
+        table = self._table(hold, group)
+        if self._layout.groups[group].shape.window == 0:
+            raise InvalidRequestError(f"group {group} has full attention: none of its blocks can be given back")
+        if first_kept_block > len(table):
+            raise InvalidRequestError(f"hold {key} has only {len(table)} blocks in group {group}")
+        behind = [slot for slot in reversed(table[:first_kept_block]) if slot != NO_SLOT]
+        table[:first_kept_block] = [NO_SLOT] * first_kept_block
+        if hold.in_flight:
+            self._pool.leave_flight(behind)
+        self._pool.give_back(behind)
+        return self._renewed(hold, now)
+
+    def renew(self, session: int, key: Key, now: float) -> Hold:
+        """Restarts the lease. The owner may do so with any generation since it reserved: it learns newer ones late."""
+        return self._renewed(self._book.find_own(session, key, now), now)
+
+    def release(self, session: int, key: Key, now: float) -> None:
+        """Ends the hold, by its writer or by its owner; the second time it does nothing.
+
+        Where another worker is writing, the blocks drain until that one is done.
+        """
+        self._book.drained(session, key)
+        try:
+            hold = self._book.find_own(session, key, now)
+        except UnknownHoldError:
+            return
+        self._book.release(hold, session)
+
+    # ---- time and death
+
+    def lose_session(self, session: int, now: float) -> None:
+        """A worker is gone: what it owned or wrote ends, after a grace in which it may still touch the blocks."""
+        self._book.lose_session(session, now)
+
+    def expire(self, now: float) -> int:
+        """Ends every hold whose lease is over; returns how many."""
+        return self._book.expire(now)
+
+    # ---- what observers see
+
+    def counts(self) -> Counts:
+        return self._pool.counts()
+
+    def holds(self) -> list[Hold]:
+        """All holds, for reading."""
+        return list(self._book)
+
+    @property
+    def expired_holds(self) -> int:
+        """Holds so far whose lease or session ended before they were released."""
+        return self._book.expired
+
+    @property
+    def evicted_blocks(self) -> int:
+        return self._pool.evicted
+
+    def take_events(self) -> list[BlockEvent]:
+        """Blocks that became or ceased to be reusable since the last call."""
+        return self._pool.take_events()
+
+    def check(self) -> list[str]:
+        """Proves counts, owners, references and index; returns a sentence for everything that is wrong."""
+        return self._book.check()
+
+    # ---- blocks
+
+    def _missing(self, tables: Sequence[Sequence[int]], token_count: int) -> list[int]:
+        """Blocks that each group's table lacks to cover `token_count` tokens."""
+        return [max(0, group.blocks_for(token_count) - len(table)) for group, table in zip(self._layout.groups, tables)]
+
+    def _grow(self, tables: Sequence[list[int]], missing: Sequence[int]) -> list[int]:
+        """Appends fresh blocks to each table; returns all of them."""
+        fresh = self._pool.take(sum(missing))
+        start = 0
+        for table, count in zip(tables, missing):
+            table += fresh[start : start + count]
+            start += count
+        return fresh
+
+    def _check_available(self, needed: int, reusing: Sequence[int] = ()) -> None:
+        available = self._pool.available(reusing)
+        if needed > available:
+            raise BusyError(
+                f"{needed} blocks are needed and {available} can be had; try again when requests have ended"
+            )
+
+    def _check_fits(self, slots: int, token_count: int) -> None:
+        total = self._pool.counts().total
+        if slots > total:
+            raise InvalidRequestError(
+                f"{token_count} tokens take {slots} blocks and the arena has {total}: "
+                "shorten the request or raise --kv-memory"
+            )
+
+    def _table(self, hold: Hold, group: int) -> list[int]:
+        if not 0 <= group < len(hold.tables):
+            raise InvalidRequestError(f"there is no group {group}; the layout has {len(hold.tables)}")
+        return hold.tables[group]
+
+    def _renewed(self, hold: Hold, now: float) -> Hold:
+        hold.deadline = now + self._lease_seconds
+        return hold
+
+
+def _check_hashes(hashes: Sequence[bytes]) -> None:
+    if any(len(digest) != HASH_BYTES for digest in hashes):
+        raise InvalidRequestError(f"a hash must have {HASH_BYTES} bytes")

@@ -1,0 +1,94 @@
+"""Between the messages of the wire and the calls of the ledger."""
+
+from __future__ import annotations
+
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError
+from paceline.core.types import Key
+from paceline.proto import common_pb2
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.wire import key_from_pb, key_to_pb
+from paceline.services.kvtransfer.hold import Hold, UnknownHoldError
+from paceline.services.kvtransfer.ledger import Ledger
+
+_MAX_REQUEST_ID = 256
+_MAX_GENERATION = 1 << 31
+
+_CODES: tuple[tuple[type[PacelineError], pb.Code.ValueType], ...] = (
+    (UnknownHoldError, pb.CODE_UNKNOWN),
+    (StaleError, pb.CODE_STALE),
+    (BusyError, pb.CODE_EXHAUSTED),
+    (InvalidRequestError, pb.CODE_INVALID),
+)
+
+
+def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> pb.Result:
+    """Carries out one operation. What the ledger refuses becomes the result's code and message."""
+    try:
+        if operation.HasField("renew"):
+            return _renew(ledger, session, operation.renew, now)
+        hold = _call(ledger, session, operation, now)
+    except PacelineError as error:
+        return _refused(error)
+    return pb.Result(hold=_hold_to_pb(hold)) if hold is not None else pb.Result()
+
+
+def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> Hold | None:
+    """Returns the hold where the result shows it."""
+    match operation.WhichOneof("op"):
+        case "reserve":
+            reserve = operation.reserve
+            return ledger.reserve(
+                session, _key(reserve.key), reserve.hashes, reserve.token_count, reserve.max_cached_tokens, now
+            )
+        case "open":
+            return ledger.open(session, _key(operation.open.key), now)
+        case "fill":
+            return ledger.fill(session, _key(operation.fill.key), operation.fill.filled_tokens, now)
+        case "adopt":
+            return ledger.adopt(session, _key(operation.adopt.key), now)
+        case "extend":
+            return ledger.extend(session, _key(operation.extend.key), operation.extend.token_count, now)
+        case "seal":
+            seal = operation.seal
+            ledger.seal(session, _key(seal.key), seal.group, seal.first_block, seal.hashes, now)
+        case "trim":
+            trim = operation.trim
+            ledger.trim(session, _key(trim.key), trim.group, trim.first_kept_block, now)
+        case "release":
+            ledger.release(session, _key(operation.release.key), now)
+        case _:
+            raise InvalidRequestError("an operation is empty or of a newer version than this service")
+    return None
+
+
+def _renew(ledger: Ledger, session: int, message: pb.Renew, now: float) -> pb.Result:
+    """Renews what can be renewed. The code is that of the first hold that cannot; `lost` names all of them."""
+    result = pb.Result()
+    for key in message.keys:
+        try:
+            ledger.renew(session, _key(key), now)
+        except PacelineError as error:
+            if not result.lost:
+                result.MergeFrom(_refused(error))
+            result.lost.append(key)
+    return result
+
+
+def _refused(error: PacelineError) -> pb.Result:
+    return pb.Result(code=next(code for kind, code in _CODES if isinstance(error, kind)), message=str(error))
+
+
+def _key(message: common_pb2.Key) -> Key:
+    if not 0 < len(message.request_id) <= _MAX_REQUEST_ID:
+        raise InvalidRequestError(f"key.request_id must have 1 to {_MAX_REQUEST_ID} characters")
+    if message.generation > _MAX_GENERATION:
+        raise InvalidRequestError(f"key.generation must be at most {_MAX_GENERATION}")
+    return key_from_pb(message)
+
+
+def _hold_to_pb(hold: Hold) -> pb.Hold:
+    return pb.Hold(
+        key=key_to_pb(hold.key),
+        filled_tokens=hold.filled_tokens,
+        tables=[pb.BlockTable(slots=table) for table in hold.tables],
+    )

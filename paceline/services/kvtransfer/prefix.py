@@ -1,0 +1,58 @@
+"""How much of a context is already in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVGroup, KVLayout
+
+Find = Callable[[int, bytes], int | None]
+"""(group, hash) to the slot with this content."""
+
+
+def match_prefix(layout: KVLayout, find: Find, hashes: Sequence[bytes], max_tokens: int) -> tuple[int, list[list[int]]]:
+    """The longest prefix that can be reused.
+
+    It ends on a block boundary of every group. Groups with full attention have all of its blocks, groups with a window
+    those that a query behind it still reads.
+
+    Args:
+        hashes: the chain of the context, one hash each BASE_TOKENS tokens.
+        max_tokens: reuse no more than this.
+
+    Returns:
+        Its length in tokens, and a block table for each group, with NO_SLOT before the window.
+    """
+    align = layout.alignment
+    length = min(max_tokens, len(hashes) * BASE_TOKENS) // align * align
+    found: dict[int, list[int | None]] = {}
+    # Full attention first: its first missing block bounds the search in all groups.
+    for index, group in sorted(enumerate(layout.groups), key=lambda entry: entry[1].shape.window > 0):
+        slots = found[index] = []
+        for digest in _block_hashes(group, hashes, length):
+            slot = find(index, digest)
+            if slot is None and group.shape.window == 0:
+                length = len(slots) * group.block_tokens // align * align
+                break
+            slots.append(slot)
+
+    def missing(index: int, group: KVGroup) -> bool:
+        return None in found[index][group.first_needed_block(length) : length // group.block_tokens]
+
+    while length > 0 and any(missing(index, group) for index, group in enumerate(layout.groups)):
+        length -= align
+    return length, [_table(group, found[index], length) for index, group in enumerate(layout.groups)]
+
+
+def _block_hashes(group: KVGroup, hashes: Sequence[bytes], length: int) -> Sequence[bytes]:
+    """The hashes that name the group's blocks within the first `length` tokens."""
+    stride = group.block_tokens // BASE_TOKENS
+    return hashes[stride - 1 : length // BASE_TOKENS : stride]
+
+
+def _table(group: KVGroup, found: Sequence[int | None], length: int) -> list[int]:
+    needed = group.first_needed_block(length)
+    return [
+        slot if slot is not None and index >= needed else NO_SLOT
+        for index, slot in enumerate(found[: length // group.block_tokens])
+    ]

@@ -1,0 +1,284 @@
+"""The kvtransfer service: the wire in front of one arena and its ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from paceline.core.errors import ConfigError, InvalidRequestError, PacelineError, UnavailableError
+from paceline.core.kv_layout import KVLayout
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.wire import key_to_pb
+from paceline.services.kvtransfer.arena import Arena, check_room, remove_stale_arenas
+from paceline.services.kvtransfer.hold import NOBODY, Hold
+from paceline.services.kvtransfer.layout import difference, layout_from_pb
+from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.operations import apply
+from paceline.services.kvtransfer.pool import BlockEvent, Counts
+
+_TICK_SECONDS = 0.25
+_CHECK_SECONDS = 5.0
+"""The ledger is proved when no call came for a tick, and at least this often."""
+_MAX_OPERATIONS = 4096
+"""In one batch: it is applied in one go, and nobody else is served meanwhile."""
+_MAX_SLOTS = 1 << 22
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a host's KV memory, for load reports and metrics."""
+
+    healthy: bool
+    """False from the moment on that the ledger did not prove."""
+    counts: Counts = Counts(0, 0, 0, 0, 0)
+    """In blocks. None exist before the first worker came."""
+    slot_bytes: int = 0
+    fingerprint: str = ""
+    """Of the layout."""
+    workers: int = 0
+    holds: int = 0
+    expired_holds: int = 0
+    evicted_blocks: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shaped:
+    """What exists from the first worker on."""
+
+    layout: KVLayout
+    arena: Arena
+    ledger: Ledger
+
+
+class KVTransferService(pb_grpc.KVTransferServicer):
+    """Owns the arena of a host. Register it on a gRPC server between `start` and `close`.
+
+    Args:
+        host_id: unique name of the host; workers with the same one share blocks.
+        kv_memory_bytes: size of the arena.
+        arena_dir: a tmpfs that all workers of the host see.
+        lease_seconds: a hold that is not renewed for this long ends.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        host_id: str,
+        kv_memory_bytes: int,
+        arena_dir: Path,
+        lease_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host_id = host_id
+        self._kv_memory_bytes = kv_memory_bytes
+        self._arena_dir = arena_dir
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._shaped: _Shaped | None = None
+        self._sessions: dict[int, str] = {}  # worker ids
+        self._closing = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._calls_in_tick = 0
+        self._unproved = False
+        self._proved_at = clock()
+        self._healthy = True
+
+    async def start(self) -> None:
+        """Removes what a killed predecessor left. Raises ConfigError where an arena of this size cannot be made."""
+        remove_stale_arenas(self._arena_dir)
+        check_room(self._arena_dir, self._kv_memory_bytes)
+        self._keeper = asyncio.create_task(self._keep(), name="ledger keeper")
+
+    async def close(self) -> None:
+        """Ends all sessions and removes the arena. Calls that come later are refused."""
+        self._closing.set()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        self._sessions.clear()
+        self._unshape()
+
+    @property
+    def healthy(self) -> bool:
+        """False once the ledger did not prove; only a restart helps then."""
+        return self._healthy
+
+    def snapshot(self) -> Snapshot:
+        shaped = self._shaped
+        if shaped is None:
+            return Snapshot(healthy=self._healthy)
+        return Snapshot(
+            counts=shaped.ledger.counts(),
+            slot_bytes=shaped.layout.slot_bytes,
+            fingerprint=shaped.layout.fingerprint,
+            workers=len(self._sessions),
+            holds=len(shaped.ledger.holds()),
+            expired_holds=shaped.ledger.expired_holds,
+            evicted_blocks=shaped.ledger.evicted_blocks,
+            prefix_queries_tokens=shaped.ledger.queried_tokens,
+            prefix_hits_tokens=shaped.ledger.cached_tokens,
+            healthy=self._healthy,
+        )
+
+    def take_events(self) -> list[BlockEvent]:
+        """Blocks that became or ceased to be reusable since the last call."""
+        return [] if self._shaped is None else self._shaped.ledger.take_events()
+
+    # ---- the wire
+
+    async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachEvent]:
+        async with mapped_errors(context):
+            session, shaped = self._join(request)
+            try:
+                yield pb.AttachEvent(
+                    session=session,
+                    host_id=self._host_id,
+                    arena_path=str(shaped.arena.path),
+                    arena_bytes=shaped.arena.size,
+                    slots=shaped.ledger.counts().total,
+                    lease_ms=round(self._lease_seconds * 1000),
+                )
+                await self._closing.wait()
+                raise UnavailableError("the kvtransfer service is stopping")
+            finally:
+                self._leave(session, shaped)
+
+    async def Batch(self, request: pb.BatchRequest, context: Context) -> pb.BatchReply:
+        async with mapped_errors(context):
+            if request.session not in self._sessions or self._shaped is None:
+                raise PacelineError(f"session {request.session} is over; attach again")
+            if len(request.operations) > _MAX_OPERATIONS:
+                raise InvalidRequestError(
+                    f"a batch may have {_MAX_OPERATIONS} operations, not {len(request.operations)}"
+                )
+            self._calls_in_tick += 1
+            now = self._clock()
+            ledger = self._shaped.ledger
+            return pb.BatchReply(results=[apply(ledger, request.session, each, now) for each in request.operations])
+        raise AssertionError("mapped_errors ended the call")
+
+    async def Ledger(self, request: pb.LedgerRequest, context: Context) -> pb.LedgerReply:
+        snapshot = self.snapshot()
+        now = self._clock()
+        holds = self._shaped.ledger.holds() if self._shaped is not None and request.with_holds else []
+        return pb.LedgerReply(
+            host_id=self._host_id,
+            **snapshot.counts._asdict(),
+            balanced=self._prove(),
+            expired_holds=snapshot.expired_holds,
+            evicted_blocks=snapshot.evicted_blocks,
+            prefix_queries_tokens=snapshot.prefix_queries_tokens,
+            prefix_hits_tokens=snapshot.prefix_hits_tokens,
+            slot_bytes=snapshot.slot_bytes,
+            holds=[self._describe(hold, now) for hold in holds],
+        )
+
+    def _describe(self, hold: Hold, now: float) -> pb.HoldInfo:
+        return pb.HoldInfo(
+            key=key_to_pb(hold.key),
+            state=hold.state.value,
+            owner=self._sessions.get(hold.owner, "gone"),
+            writer="" if hold.writer == NOBODY else self._sessions.get(hold.writer, "gone"),
+            blocks=len(hold.slots()),
+            age_ms=round((now - hold.created) * 1000),
+            expires_in_ms=max(0, round((hold.deadline - now) * 1000)),
+        )
+
+    # ---- workers come and go
+
+    def _join(self, request: pb.AttachRequest) -> tuple[int, _Shaped]:
+        if self._closing.is_set():
+            raise UnavailableError("the kvtransfer service is stopping")
+        if not request.worker_id:
+            raise InvalidRequestError("worker_id is empty")
+        layout = layout_from_pb(request.layout)
+        shaped = self._shaped
+        if shaped is not None and shaped.layout != layout and not self._sessions and not shaped.ledger.holds():
+            self._unshape()
+            shaped = None
+        if shaped is None:
+            shaped = self._shape(layout)
+        elif shaped.layout != layout:
+            raise ConfigError(
+                f"worker {request.worker_id} cannot share this host's KV blocks: {difference(shaped.layout, layout)}; "
+                "all workers of a host must serve the same model with the same dtype and version"
+            )
+        # Random, so that a session of this service's predecessor is not taken for one of ours.
+        session = secrets.randbits(63) | 1
+        self._sessions[session] = request.worker_id
+        log.info("%s worker %s attached", request.role, request.worker_id)
+        return session, shaped
+
+    def _leave(self, session: int, shaped: _Shaped) -> None:
+        worker_id = self._sessions.pop(session, None)
+        shaped.ledger.lose_session(session, self._clock())
+        self._unproved = True
+        log.info("worker %s left", worker_id)
+
+    def _shape(self, layout: KVLayout) -> _Shaped:
+        slots = min(_MAX_SLOTS, self._kv_memory_bytes // layout.slot_bytes)
+        if slots == 0:
+            raise ConfigError(
+                f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "
+                f"{self._kv_memory_bytes}; raise --kv-memory"
+            )
+        arena = Arena(self._arena_dir, slots * layout.slot_bytes)
+        self._shaped = _Shaped(layout, arena, Ledger(layout, slots, self._lease_seconds))
+        log.info("arena %s: %d blocks of %d bytes", arena.path, slots, layout.slot_bytes)
+        return self._shaped
+
+    def _unshape(self) -> None:
+        if self._shaped is not None:
+            self._shaped.arena.close()
+            self._shaped = None
+
+    # ---- keeping the ledger
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            try:
+                self._tick()
+            except Exception:
+                log.exception("the ledger cannot be kept")
+                self._healthy = False
+
+    def _tick(self) -> None:
+        if self._shaped is None:
+            return
+        now = self._clock()
+        expired = self._shaped.ledger.expire(now)
+        if expired:
+            log.warning("%d hold(s) ended because nobody renewed or finished them", expired)
+        busy = self._calls_in_tick > 0
+        self._calls_in_tick = 0
+        self._unproved = self._unproved or busy or expired > 0
+        if self._unproved and (not busy or now - self._proved_at >= _CHECK_SECONDS):
+            self._prove()
+
+    def _prove(self) -> bool:
+        self._unproved = False
+        self._proved_at = self._clock()
+        wrong = self._shaped.ledger.check() if self._shaped is not None else []
+        if wrong:
+            self._healthy = False
+            log.error("THE KV LEDGER IS OUT OF BALANCE, restart this host's services: %s", "; ".join(wrong[:10]))
+        return not wrong

@@ -1,0 +1,79 @@
+"""What the tests of kvtransfer share: layouts, hash chains, and a ledger with a clock of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from paceline.core.kv_layout import GroupShape, KVGroup, KVLayout
+from paceline.core.types import Key
+from paceline.services.kvtransfer.hold import Hold
+from paceline.services.kvtransfer.ledger import Ledger
+
+LEASE = 10.0
+DECODE, PREFILL, OTHER = 11, 22, 33
+"""Sessions."""
+
+
+def make_layout(*groups: tuple[int, int]) -> KVLayout:
+    """Groups as (block_tokens, window)."""
+    made = tuple(KVGroup(GroupShape(f"g{i}", (), 0, 0, window), tokens) for i, (tokens, window) in enumerate(groups))
+    return KVLayout(made, itemsize=0, slot_bytes=4096, fingerprint="test")
+
+
+def chain(text: str) -> list[bytes]:
+    """The hashes of a context in which each letter stands for 16 tokens."""
+    return [hashlib.md5(text[: end + 1].encode()).digest() for end in range(len(text))]
+
+
+class Desk:
+    """A ledger, the time, and short ways to common calls."""
+
+    def __init__(self, slots: int, *groups: tuple[int, int]) -> None:
+        self.now = 100.0
+        self.layout = make_layout(*(groups or ((16, 0),)))
+        self.ledger = Ledger(self.layout, slots, LEASE)
+
+    def reserve(
+        self,
+        request: str,
+        context: str = "",
+        tokens: int | None = None,
+        *,
+        cached: int = 1 << 20,
+        session: int = DECODE,
+        attempt: int = 1,
+        generation: int = 1,
+    ) -> Hold:
+        """A hold for `context` (see `chain`) with room for `tokens`."""
+        tokens = len(context) * 16 if tokens is None else tokens
+        key = Key(request, attempt, generation)
+        return self.ledger.reserve(session, key, chain(context), tokens, cached, self.now)
+
+    def seal(self, hold: Hold, context: str, session: int = DECODE) -> None:
+        """Seals all blocks that `context` fills, in all groups."""
+        for index, group in enumerate(self.layout.groups):
+            stride = group.block_tokens // 16
+            self.ledger.seal(session, hold.key, index, 0, chain(context)[stride - 1 :: stride], self.now)
+
+    def cache(self, request: str, context: str) -> list[list[int]]:
+        """Leaves a context in the cache; returns where its blocks are."""
+        hold = self.reserve(request, context, cached=0)
+        tables = [list(table) for table in hold.tables]
+        self.seal(hold, context)
+        self.ledger.release(DECODE, hold.key, self.now)
+        return tables
+
+    def filling(self, request: str, context: str = "", tokens: int | None = None) -> Hold:
+        """A hold that PREFILL writes and DECODE owns."""
+        return self.ledger.open(PREFILL, self.reserve(request, context, tokens).key, self.now)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """(free, held, in flight, cached), after proving the ledger."""
+        assert self.ledger.check() == []
+        total, *counts = self.ledger.counts()
+        assert sum(counts) == total
+        return (*counts,)  # type: ignore[return-value]
+
+    def holds(self) -> Sequence[Hold]:
+        return self.ledger.holds()

@@ -1,0 +1,342 @@
+"""The ledger under any sequence of calls, checked by what workers find in the memory.
+
+The test owns the arena's memory, one word a slot. Workers write into blocks that they believe are theirs, also those
+that do not know yet that their hold was cancelled or their session broke. Had the ledger given a block to somebody else
+too early, a worker would find a foreign word in its blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from paceline.core.errors import BusyError, InvalidRequestError, StaleError
+from paceline.core.kv_layout import NO_SLOT
+from paceline.core.types import Key
+from paceline.services.kvtransfer.hold import Hold, State, UnknownHoldError, held_slots
+from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
+from paceline.services.kvtransfer.ledger import Ledger
+from tests.services.kvtransfer.kv_toolkit import LEASE, chain, make_layout
+
+SLOTS = 14
+LAYOUT = make_layout((16, 0), (32, 16))
+REQUESTS = ("p", "q", "r")
+CONTEXTS = st.sampled_from(("abcdefgh", "abcdxy", "uvwxyz")).flatmap(
+    lambda text: st.integers(0, len(text)).map(lambda length: text[:length])
+)
+"""With common beginnings, one letter for each 16 tokens."""
+
+picks = st.integers(0, 1 << 16)
+
+
+@dataclass(eq=False)
+class Story:
+    """One hold as its workers know it, from reservation on."""
+
+    serial: int
+    request: str
+    context: str
+    """See CONTEXTS."""
+    tables: list[list[int]]
+    words: dict[int, object] = field(default_factory=dict)
+    """By slot, what they wrote there or found."""
+    sealed: list[int] = field(default_factory=lambda: [0] * len(LAYOUT.groups))
+    """How many blocks of each group are."""
+
+    def name(self, group: int, block: int) -> tuple[int, bytes]:
+        """What a sealed block contains."""
+        return group, chain(self.context)[(block + 1) * LAYOUT.groups[group].block_tokens // 16 - 1]
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker's belief that it may touch the blocks of a hold."""
+
+    story: Story
+    session: int
+    key: Key
+    lease_end: float
+    """As the worker knows it; the ledger's is never earlier."""
+    opened: bool
+    """Whether it writes what another one reserved."""
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.ledger = Ledger(LAYOUT, SLOTS, LEASE)
+        self.memory: list[object] = [None] * SLOTS
+        self.sessions = [1, 2, 3]
+        self.workers: list[Worker] = []
+        self.stories: dict[str, Story] = {}  # the newest of each request
+        self.keys: list[Key] = []  # all that were handed out, newest last
+        self.serial = 0
+
+    def live(self, *states: State) -> list[Hold]:
+        return [
+            hold
+            for hold in self.ledger.holds()
+            if hold.state is not State.DRAINING and hold.deadline > self.now and (not states or hold.state in states)
+        ]
+
+    def session(self, pick: int) -> int:
+        return self.sessions[pick % len(self.sessions)]
+
+    def worker(self, pick: int) -> Worker:
+        return self.workers[pick % len(self.workers)]
+
+    def begin(self, hold: Hold, session: int) -> None:
+        """`session` begins to touch the blocks of `hold`, and does so at once."""
+        story = self.stories[hold.key.request_id]
+        assert hold.tables == story.tables
+        self.workers.append(Worker(story, session, hold.key, self.now + LEASE, hold.state is State.FILLING))
+        self.keys.append(hold.key)
+        self.write(story)
+
+    def write(self, story: Story) -> None:
+        """A worker writes into every block that is not sealed, whatever the ledger thinks by now."""
+        for index, table in enumerate(story.tables):
+            for block, slot in enumerate(table):
+                if slot != NO_SLOT and block >= story.sealed[index]:
+                    self.memory[slot] = story.words[slot] = (story.serial, index, block)
+
+    def end(self, key: Key, session: int) -> None:
+        """`session` will not touch these blocks any more."""
+        self.workers = [one for one in self.workers if (one.key[:2], one.session) != (key[:2], session)]
+
+    # ---- the life of a hold
+
+    @rule(
+        request=st.sampled_from(REQUESTS),
+        context=CONTEXTS,
+        extra=st.integers(0, 40),
+        limit=st.sampled_from((0, 63, 64, 1000)),
+        pick=picks,
+    )
+    def reserve(self, request: str, context: str, extra: int, limit: int, pick: int) -> None:
+        newest = max((key.generation for key in self.keys if key.request_id == request), default=0)
+        tokens = len(context) * 16 + extra
+        exists = any(hold.key.request_id == request for hold in self.live())
+        before = self.ledger.counts()
+        try:
+            key = Key(request, 1, newest + 1)
+            hold = self.ledger.reserve(self.session(pick), key, chain(context), tokens, limit, self.now)
+        except InvalidRequestError:
+            assert exists or LAYOUT.slots_for(tokens) > SLOTS
+            return
+        except BusyError:
+            assert not exists
+            assert LAYOUT.slots_for(tokens) > before.free
+            return
+        assert not exists
+        cached = hold.filled_tokens
+        assert cached <= limit
+        assert cached % LAYOUT.alignment == 0
+        self.serial += 1
+        story = Story(self.serial, request, context, [list(table) for table in hold.tables])
+        self.stories[request] = story
+        for index, group in enumerate(LAYOUT.groups):
+            assert len(hold.tables[index]) == group.blocks_for(tokens)
+            story.sealed[index] = cached // group.block_tokens
+            for block in range(group.first_needed_block(cached), story.sealed[index]):
+                slot = hold.tables[index][block]
+                assert self.memory[slot] == story.name(index, block), "a reused block has other content"
+                story.words[slot] = self.memory[slot]
+        self.begin(hold, self.session(pick))
+
+    @precondition(lambda self: self.live(State.RESERVED))
+    @rule(pick=picks, who=picks)
+    def open(self, pick: int, who: int) -> None:
+        holds = self.live(State.RESERVED)
+        hold = holds[pick % len(holds)]
+        self.end(hold.key, hold.owner)  # it hands over
+        self.begin(self.ledger.open(self.session(who), hold.key, self.now), self.session(who))
+
+    @precondition(lambda self: any(worker.opened for worker in self.workers))
+    @rule(pick=picks)
+    def fill(self, pick: int) -> None:
+        writers = [worker for worker in self.workers if worker.opened]
+        worker = writers[pick % len(writers)]
+        self.workers.remove(worker)
+        try:
+            hold = self.ledger.fill(worker.session, worker.key, len(worker.story.context) * 16, self.now)
+        except UnknownHoldError:  # cancelled meanwhile
+            return
+        assert hold.state is State.FILLED
+
+    @precondition(lambda self: self.live(State.FILLED))
+    @rule(pick=picks, who=picks)
+    def adopt(self, pick: int, who: int) -> None:
+        holds = self.live(State.FILLED)
+        hold = holds[pick % len(holds)]
+        self.begin(self.ledger.adopt(self.session(who), hold.key, self.now), self.session(who))
+
+    @precondition(lambda self: self.live())
+    @rule(pick=picks, older=st.booleans())
+    def owner_releases(self, pick: int, older: bool) -> None:
+        """It does not tell the writer, who goes on."""
+        holds = self.live()
+        hold = holds[pick % len(holds)]
+        key = hold.key._replace(generation=hold.first_generation) if older else hold.key
+        self.ledger.release(hold.owner, key, self.now)
+        self.end(key, hold.owner)
+        assert hold not in self.live()
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=picks)
+    def writer_releases(self, pick: int) -> None:
+        """It may have been told already, or be too late."""
+        worker = self.worker(pick)
+        self.ledger.release(worker.session, worker.key, self.now)
+        self.workers.remove(worker)
+
+    @precondition(lambda self: self.keys)
+    @rule(pick=picks, who=picks)
+    def only_the_writer_acts(self, pick: int, who: int) -> None:
+        """Anybody tries, with any key that ever was, to do something that changes nothing."""
+        key, session = self.keys[-1 - pick % min(len(self.keys), 8)], self.session(who)
+        may = any((hold.key, hold.writer) == (key, session) for hold in self.live())
+        try:
+            self.ledger.extend(session, key, 0, self.now)
+        except (StaleError, InvalidRequestError):
+            assert not may
+        else:
+            assert may
+
+    # ---- work on blocks
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=picks)
+    def scribble(self, pick: int) -> None:
+        self.write(self.worker(pick).story)
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=picks, count=st.sampled_from((1, 2, 8)))
+    def seal(self, pick: int, count: int) -> None:
+        worker = self.worker(pick)
+        story = worker.story
+        for index, group in enumerate(LAYOUT.groups):
+            first = story.sealed[index]
+            last = min(first + count, len(story.context) * 16 // group.block_tokens)
+            names = [story.name(index, block) for block in range(first, last)]
+            slots = story.tables[index][first:last]
+            if NO_SLOT in slots:
+                continue
+            for slot, name in zip(slots, names):
+                self.memory[slot] = story.words[slot] = name
+            try:
+                self.ledger.seal(worker.session, worker.key, index, first, [name[1] for name in names], self.now)
+            except StaleError:
+                return self.workers.remove(worker)
+            story.sealed[index] = last
+            worker.lease_end = self.now + LEASE
+        return None
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=picks, more=st.text("ef", max_size=3))
+    def extend(self, pick: int, more: str) -> None:
+        worker = self.worker(pick)
+        story = worker.story
+        before = self.ledger.counts()
+        tokens = (len(story.context) + len(more)) * 16
+        try:
+            hold = self.ledger.extend(worker.session, worker.key, tokens, self.now)
+        except StaleError:
+            return self.workers.remove(worker)
+        except (BusyError, InvalidRequestError):
+            assert self.ledger.counts() == before
+            return None
+        story.context += more
+        story.tables = [list(table) for table in hold.tables]
+        self.write(story)
+        worker.lease_end = self.now + LEASE
+        return None
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=picks)
+    def trim(self, pick: int) -> None:
+        worker = self.worker(pick)
+        story, group = worker.story, LAYOUT.groups[1]
+        kept = min(group.first_needed_block(story.sealed[0] * 16), len(story.tables[1]))
+        try:
+            hold = self.ledger.trim(worker.session, worker.key, 1, kept, self.now)
+        except StaleError:
+            return self.workers.remove(worker)
+        for slot in held_slots([story.tables[1][:kept]]):
+            story.words.pop(slot, None)
+        story.tables = [list(table) for table in hold.tables]
+        story.sealed[1] = max(story.sealed[1], kept)
+        worker.lease_end = self.now + LEASE
+        return None
+
+    # ---- time and death
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=picks)
+    def renew(self, pick: int) -> None:
+        worker = self.worker(pick)
+        try:
+            self.ledger.renew(worker.session, worker.key, self.now)
+        except StaleError:
+            return self.workers.remove(worker)
+        worker.lease_end = self.now + LEASE
+        return None
+
+    @precondition(lambda self: self.workers)
+    @rule(who=picks, often=st.integers(0, 3), pause=st.sampled_from((0.0, 0.4)))
+    def lose_session(self, who: int, often: int, pause: float) -> None:
+        """The worker goes on writing for nearly the whole grace; another one takes its place."""
+        if often:
+            return  # or nothing else would get done
+        lost = self.session(who)
+        self.ledger.lose_session(lost, self.now)
+        self.sessions[self.sessions.index(lost)] = max(self.sessions) + 1
+        for worker in self.workers:
+            if worker.session == lost:
+                worker.lease_end = min(worker.lease_end, self.now + GRACE_SECONDS)
+        self.advance(pause, sweep=True)
+
+    @precondition(lambda self: self.ledger.holds())
+    @rule(seconds=st.sampled_from((0.1, 0.2, 0.4, GRACE_SECONDS, LEASE / 2)), sweep=st.booleans())
+    def time_passes(self, seconds: float, sweep: bool) -> None:
+        self.advance(seconds, sweep)
+
+    def advance(self, seconds: float, sweep: bool) -> None:
+        self.now += seconds
+        self.workers = [worker for worker in self.workers if worker.lease_end > self.now]
+        if sweep:
+            self.ledger.expire(self.now)
+
+    # ---- what always holds
+
+    @invariant()
+    def the_ledger_proves(self) -> None:
+        assert self.ledger.check() == []
+        total, *counts = self.ledger.counts()
+        assert sum(counts) == total == SLOTS
+
+    @invariant()
+    def nobody_finds_a_foreign_word(self) -> None:
+        live = {hold.key.request_id for hold in self.live()}
+        stories = [worker.story for worker in self.workers]
+        stories += [story for story in self.stories.values() if story.request in live]
+        for story in stories:
+            for slot, word in story.words.items():
+                assert self.memory[slot] == word
+
+    def teardown(self) -> None:
+        """Whatever happened, every hold ends by itself and every block can be had again."""
+        self.ledger.expire(self.now + LEASE)
+        assert self.ledger.holds() == []
+        assert self.ledger.check() == []
+        counts = self.ledger.counts()
+        assert (counts.held, counts.in_flight) == (0, 0)
+        self.ledger.reserve(1, Key("last", 1, 1), [], SLOTS // 3 * 32, 0, self.now)
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)
