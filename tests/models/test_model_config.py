@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from paceline.core.errors import ModelError
+from paceline.models.config import Rope, read_config
+from paceline.models.registry import MODELS
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 40,
+    "intermediate_size": 80,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "sliding_window": 512,
+    "eos_token_id": [1, 106],
+    "dtype": "float32",
+}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA3_ROPE = Rope(500_000.0, "llama3", 8.0, 1.0, 4.0, 64)
+
+
+def read(folder: Path, fields: dict[str, Any], **changes: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps({**fields, **changes}))
+    return read_config(folder)
+
+
+def test_llama(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 6, 2, 8)
+    assert config.layer_types == ("full", "full")
+    assert config.attention_scale == 8**-0.5
+    assert (config.activation, config.norm_eps, config.max_position) == ("silu", 1e-5, 8192)
+    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
+    assert (config.eos_token_ids, config.dtype, config.rope) == ((2,), "bfloat16", Rope(10_000.0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"rope_theta": 5e5, "rope_scaling": None}, Rope(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING}}, LLAMA3_ROPE),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, Rope(5e5, "linear", 4.0)),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, Rope(5e5)),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3_SCALING}}, LLAMA3_ROPE),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}, Rope(5e5)),
+    ],
+)
+def test_llama_rope_old_and_new_style(tmp_path: Path, fields: dict[str, Any], rope: Rope) -> None:
+    assert read(tmp_path, LLAMA, **fields).rope == rope
+
+
+def test_gemma3_old_style(tmp_path: Path) -> None:
+    config = read(
+        tmp_path,
+        GEMMA,
+        rope_theta=2e6,
+        rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window_pattern=3,
+    )
+    assert config.layer_types == ("sliding", "sliding", "full", "sliding", "sliding", "full", "sliding", "sliding")
+    assert (config.rope, config.sliding_rope) == (Rope(2e6, "linear", 8.0), Rope(2e4))
+    assert (config.sliding_window, config.eos_token_ids) == (512, (1, 106))
+    assert (config.attention_scale, config.tie_word_embeddings) == (256**-0.5, True)
+
+
+def test_gemma3_new_style(tmp_path: Path) -> None:
+    config = read(
+        tmp_path,
+        GEMMA,
+        layer_types=["full_attention"] * 7 + ["sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_theta": 2e6, "rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"},
+        },
+        query_pre_attn_scalar=168,
+        final_logit_softcapping=30.0,
+        attn_logit_softcapping=50.0,
+    )
+    assert config.layer_types == ("full",) * 7 + ("sliding",)
+    assert (config.rope, config.sliding_rope) == (Rope(2e6, "linear", 8.0), Rope(2e4))
+    assert (config.attention_scale, config.logit_softcap, config.attention_softcap) == (168**-0.5, 30.0, 50.0)
+
+
+def test_gemma3_defaults(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA)
+    assert config.layer_types == ("sliding",) * 5 + ("full",) + ("sliding",) * 2
+    assert (config.rope, config.sliding_rope) == (Rope(1_000_000.0), Rope(10_000.0))
+    assert read(tmp_path, GEMMA, layer_types=["full_attention"] * 8).sliding_window == 0
+
+
+@pytest.mark.parametrize("model_class", [transformers.LlamaConfig, transformers.Gemma3TextConfig])
+def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, model_class: Any) -> None:
+    theirs = model_class(num_hidden_layers=4, architectures=["LlamaForCausalLM"])
+    if model_class is transformers.Gemma3TextConfig:
+        theirs.architectures = ["Gemma3ForCausalLM"]
+    theirs.save_pretrained(tmp_path)
+    ours = read_config(tmp_path)
+    for name, their_name in {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "norm_eps": "rms_norm_eps",
+        "max_position": "max_position_embeddings",
+        "tie_word_embeddings": "tie_word_embeddings",
+    }.items():
+        assert getattr(ours, name) == getattr(theirs, their_name)
+
+
+def test_generation_config_decides_the_eos_tokens(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert read(tmp_path, LLAMA).eos_token_ids == (7, 8)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true}')
+    assert read(tmp_path, LLAMA).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "message"),
+    [
+        (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported are"),
+        (LLAMA, {"architectures": None}, "architecture none is not supported"),
+        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
+        (LLAMA, {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type yarn is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope's factor must be given"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial rotary"),
+        (LLAMA, {"rope_interleaved": True}, "interleaved"),
+        (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types other than"),
+        (LLAMA, {"hidden_size": None}, "hidden_size is missing"),
+        (LLAMA, {"hidden_size": "big"}, "hidden_size must be a positive whole number, not 'big'"),
+        (LLAMA, {"num_key_value_heads": 4}, "6 heads cannot share 4 KV heads"),
+        (LLAMA, {"head_dim": 7}, "head_dim must be even"),
+        (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not supported"),
+        (LLAMA, {"rms_norm_eps": "tiny"}, "a field has a value of the wrong kind"),
+        (GEMMA, {"use_bidirectional_attention": True}, "bidirectional"),
+        (GEMMA, {"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers 8"),
+        (GEMMA, {"layer_types": ["chunked_attention"] * 8}, "layer type chunked_attention is not supported"),
+        (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must name the layer types"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused(
+    tmp_path: Path, fields: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, fields, **changes)
+
+
+def test_an_unreadable_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json: No such file"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="must hold a JSON object"):
+        read_config(tmp_path)
+
+
+def test_reading_a_config_or_finding_a_model_imports_no_torch() -> None:
+    code = "import sys, paceline.models.config, paceline.models.assets; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_every_architecture_has_a_reader(tmp_path: Path, architecture: str) -> None:
+    assert read(tmp_path, LLAMA, architectures=[architecture]).architecture == architecture

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+from paceline.kernels import select_kernels
+from paceline.models.base import Model
+from paceline.models.loader import Checkpoint, load_model
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+    return load_model(folder, dtype, select_kernels(CPU), CPU)
+
+
+def change_tensors(folder: Path, **changes: Tensor | None) -> None:
+    """Replaces, adds or (None) removes tensors; "__" stands for "."."""
+    file = folder / "model.safetensors"
+    tensors: dict[str, Tensor | None] = {**load_file(file)}
+    tensors.update({name.replace("__", "."): tensor for name, tensor in changes.items()})
+    save_file({name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}, file)
+
+
+def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    change_tensors(tmp_path, model__norm__weight=None, lm_head__weight=torch.zeros(3, 4), model__adapter=torch.zeros(1))
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path)
+    assert "missing tensors: model.norm.weight" in str(caught.value)
+    assert "lm_head.weight is [3, 4] instead of [101, 48]" in str(caught.value)
+    assert "unexpected tensors: model.adapter" in str(caught.value)
+
+
+def test_many_missing_tensors_are_counted(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(ModelError, match=r"missing tensors: model\.layers\.3\.\S+.* and 4 more$"):
+        load(tmp_path)
+
+
+def test_tensors_that_follow_from_others_may_be_there(tmp_path: Path, save_llama: Any) -> None:
+    reference = save_llama(tie_word_embeddings=True)
+    head = reference.lm_head.weight.detach()
+    change_tensors(tmp_path, lm_head__weight=head, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
+    assert load(tmp_path).config.tie_word_embeddings
+
+
+def test_a_quantised_tensor_is_refused(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    change_tensors(tmp_path, model__norm__weight=torch.zeros(48, dtype=torch.int8))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has dtype torch\.int8"):
+        load(tmp_path)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        load(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path, save_llama: Any) -> None:
+    save_llama(max_shard_size="60KB")
+    shard = min(tmp_path.glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ModelError, match=f"lacks {shard.name}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "weights.bin"])
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path: Path, save_llama: Any, name: str) -> None:
+    save_llama()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(ModelError, match="must name safetensors files of its own folder"):
+        load(tmp_path)
+
+
+def test_pickles_are_never_opened(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    with pytest.raises(ModelError, match=r"pickle format \(\.bin\).*use the model's safetensors"):
+        load(tmp_path)
+
+
+def test_a_folder_without_weights_says_so(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load(tmp_path)
+
+
+def test_tensors_of_the_right_dtype_stay_memory_mapped(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"large": torch.ones(1 << 20)}, file)
+
+    def mapped_at(tensor: Tensor) -> str:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            first, last = (int(end, 16) for end in line.split(" ", 1)[0].split("-"))
+            if first <= tensor.data_ptr() < last:
+                return line
+        return ""
+
+    kept = Checkpoint([file], torch.float32, CPU).take("large", 1 << 20)
+    cast = Checkpoint([file], torch.bfloat16, CPU).take("large", 1 << 20)
+    assert str(file) in mapped_at(kept)
+    assert str(file) not in mapped_at(cast)
+    assert cast.dtype == torch.bfloat16

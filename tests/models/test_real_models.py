@@ -1,0 +1,71 @@
+"""The two bundled models against transformers: equal tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from paceline.kernels import select_kernels
+from paceline.models.config import read_config
+from paceline.models.loader import load_model
+
+pytestmark = pytest.mark.model
+
+CPU = torch.device("cpu")
+NEW_TOKENS = 16
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a land of " + "very, very " * 8 + "tall mountains,",
+]
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma-3-270m"])
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, real_model: Callable[[str], Path], paged_contexts: Any
+) -> None:
+    folder = real_model(name)
+    model = load_model(folder, torch.float32, select_kernels(CPU), CPU)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    contexts = paged_contexts(model, len(prompts), 128)
+    step = contexts.step(dict(enumerate(prompts)))
+    ours: list[list[int]] = [[] for _ in prompts]
+    for _ in range(NEW_TOKENS):
+        for request, logits in step.items():
+            ours[request].append(int(logits[-1].argmax()))
+        step = contexts.step({request: tokens[-1:] for request, tokens in enumerate(ours)})
+    for prompt, tokens in zip(prompts, ours):
+        theirs = reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+        )
+        assert tokens == theirs[0, len(prompt) :].tolist()
+
+
+def test_smollm2_knows_its_capital_and_its_turn_end(real_model: Callable[[str], Path]) -> None:
+    folder = real_model("smollm2-135m-instruct")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.token_to_id("<|im_end|>") in read_config(folder).eos_token_ids
+    assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n").ids == [1, 4093, 198, 26843, 2, 198]
+    # Digits stand alone and are cut off first, so that the two newlines stay one token.
+    assert tokenizer.encode("a\n\n12").tokens == ["a", "ĊĊ", "1", "2"]
+    assert (folder / "chat_template.jinja").is_file()
+
+
+def test_gemma_begins_with_bos_and_keeps_its_special_tokens_whole(real_model: Callable[[str], Path]) -> None:
+    folder = real_model("gemma-3-270m")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert read_config(folder).eos_token_ids == (tokenizer.token_to_id("<eos>"),)
+    assert tokenizer.encode("Hello  world\n\n").tokens == ["<bos>", "Hello", "▁▁", "world", "\n\n"]
+    assert tokenizer.encode("<start_of_turn>user", add_special_tokens=False).ids == [105, 2364]
