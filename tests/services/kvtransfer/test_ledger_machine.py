@@ -7,7 +7,7 @@ too early, a worker would find a foreign word in its blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,10 +19,10 @@ from paceline.core.types import Key
 from paceline.services.kvtransfer.hold import Hold, State, UnknownHoldError, held_slots
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
 from paceline.services.kvtransfer.ledger import Ledger
-from tests.services.kvtransfer.kv_toolkit import LEASE, chain, make_layout
+from tests.services.kvtransfer.kv_story import LAYOUT, Story, Worker
+from tests.services.kvtransfer.kv_toolkit import LEASE, chain
 
 SLOTS = 14
-LAYOUT = make_layout((16, 0), (32, 16))
 REQUESTS = ("p", "q", "r")
 CONTEXTS = st.sampled_from(("abcdefgh", "abcdxy", "uvwxyz")).flatmap(
     lambda text: st.integers(0, len(text)).map(lambda length: text[:length])
@@ -30,38 +30,6 @@ CONTEXTS = st.sampled_from(("abcdefgh", "abcdxy", "uvwxyz")).flatmap(
 """With common beginnings, one letter for each 16 tokens."""
 
 picks = st.integers(0, 1 << 16)
-
-
-@dataclass(eq=False)
-class Story:
-    """One hold as its workers know it, from reservation on."""
-
-    serial: int
-    request: str
-    context: str
-    """See CONTEXTS."""
-    tables: list[list[int]]
-    words: dict[int, object] = field(default_factory=dict)
-    """By slot, what they wrote there or found."""
-    sealed: list[int] = field(default_factory=lambda: [0] * len(LAYOUT.groups))
-    """How many blocks of each group are."""
-
-    def name(self, group: int, block: int) -> tuple[int, bytes]:
-        """What a sealed block contains."""
-        return group, chain(self.context)[(block + 1) * LAYOUT.groups[group].block_tokens // 16 - 1]
-
-
-@dataclass(eq=False)
-class Worker:
-    """A worker's belief that it may touch the blocks of a hold."""
-
-    story: Story
-    session: int
-    key: Key
-    lease_end: float
-    """As the worker knows it; the ledger's is never earlier."""
-    opened: bool
-    """Whether it writes what another one reserved."""
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -209,6 +177,16 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ---- work on blocks
 
+    def act(self, worker: Worker, call: Callable[..., Hold], *args: object) -> Hold | None:
+        """None where the worker learns that its hold is over; then it stops."""
+        try:
+            hold = call(worker.session, worker.key, *args, self.now)
+        except StaleError:
+            self.workers.remove(worker)
+            return None
+        worker.lease_end = self.now + LEASE
+        return hold
+
     @precondition(lambda self: self.workers)
     @rule(pick=picks)
     def scribble(self, pick: int) -> None:
@@ -228,13 +206,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 continue
             for slot, name in zip(slots, names):
                 self.memory[slot] = story.words[slot] = name
-            try:
-                self.ledger.seal(worker.session, worker.key, index, first, [name[1] for name in names], self.now)
-            except StaleError:
-                return self.workers.remove(worker)
+            if self.act(worker, self.ledger.seal, index, first, [name[1] for name in names]) is None:
+                return
             story.sealed[index] = last
-            worker.lease_end = self.now + LEASE
-        return None
 
     @precondition(lambda self: self.workers)
     @rule(pick=picks, more=st.text("ef", max_size=3))
@@ -244,17 +218,14 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.ledger.counts()
         tokens = (len(story.context) + len(more)) * 16
         try:
-            hold = self.ledger.extend(worker.session, worker.key, tokens, self.now)
-        except StaleError:
-            return self.workers.remove(worker)
+            hold = self.act(worker, self.ledger.extend, tokens)
         except (BusyError, InvalidRequestError):
             assert self.ledger.counts() == before
-            return None
-        story.context += more
-        story.tables = [list(table) for table in hold.tables]
-        self.write(story)
-        worker.lease_end = self.now + LEASE
-        return None
+            return
+        if hold is not None:
+            story.context += more
+            story.tables = [list(table) for table in hold.tables]
+            self.write(story)
 
     @precondition(lambda self: self.workers)
     @rule(pick=picks)
@@ -262,29 +233,19 @@ class LedgerMachine(RuleBasedStateMachine):
         worker = self.worker(pick)
         story, group = worker.story, LAYOUT.groups[1]
         kept = min(group.first_needed_block(story.sealed[0] * 16), len(story.tables[1]))
-        try:
-            hold = self.ledger.trim(worker.session, worker.key, 1, kept, self.now)
-        except StaleError:
-            return self.workers.remove(worker)
-        for slot in held_slots([story.tables[1][:kept]]):
-            story.words.pop(slot, None)
-        story.tables = [list(table) for table in hold.tables]
-        story.sealed[1] = max(story.sealed[1], kept)
-        worker.lease_end = self.now + LEASE
-        return None
+        hold = self.act(worker, self.ledger.trim, 1, kept)
+        if hold is not None:
+            for slot in held_slots([story.tables[1][:kept]]):
+                story.words.pop(slot, None)
+            story.tables = [list(table) for table in hold.tables]
+            story.sealed[1] = max(story.sealed[1], kept)
 
     # ---- time and death
 
     @precondition(lambda self: self.workers)
     @rule(pick=picks)
     def renew(self, pick: int) -> None:
-        worker = self.worker(pick)
-        try:
-            self.ledger.renew(worker.session, worker.key, self.now)
-        except StaleError:
-            return self.workers.remove(worker)
-        worker.lease_end = self.now + LEASE
-        return None
+        self.act(self.worker(pick), self.ledger.renew)
 
     @precondition(lambda self: self.workers)
     @rule(who=picks, often=st.integers(0, 3), pause=st.sampled_from((0.0, 0.4)))

@@ -1,0 +1,112 @@
+"""How workers join a host, and which may share its blocks."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.kvtransfer.service import KVTransferService
+from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, key, layout, release, reserve, seal
+from tests.services.kvtransfer.kv_toolkit import LEASE
+
+
+async def test_the_first_worker_shapes_the_arena(host: Host) -> None:
+    assert (await host.ledger()).total == 0
+    worker = await host.attach(shape=layout(slot_bytes=3 * 4096))
+    arena = worker.arena
+    assert (arena.host_id, arena.slots, arena.arena_bytes) == ("host-1", 2, 2 * 3 * 4096)
+    assert arena.lease_ms == LEASE * 1000
+    status = os.stat(arena.arena_path)
+    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (arena.arena_bytes, 0o600)
+    assert (await host.ledger()).slot_bytes == 3 * 4096
+    snapshot = host.service.snapshot()
+    assert (snapshot.workers, snapshot.fingerprint, snapshot.healthy) == (1, "model-a", True)
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (layout(slot_bytes=2 * SLOT), "its slot_bytes is 8192, that of the arena is 4096"),
+        (layout(fingerprint="model-b"), "its fingerprint is model-b, that of the arena is model-a"),
+        (layout(groups=((32, 0),)), "block_tokens 32 and window 0, that of the arena is 'g0' with block_tokens 16"),
+        (layout(groups=((16, 64),)), "window 64, that of the arena is 'g0' with block_tokens 16 and window 0"),
+        (layout(groups=((16, 0), (16, 0))), "it has 2 groups of layers, the arena 1"),
+    ],
+)
+async def test_a_different_layout_is_refused_while_a_worker_is_there(
+    host: Host, other: pb.KVLayout, difference: str
+) -> None:
+    worker = await host.attach("first")
+    stream = host.stub.Attach(pb.AttachRequest(worker_id="second", layout=other), timeout=10)
+    assert await stream.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "worker second cannot share" in await stream.details()
+    assert difference in await stream.details()
+    equal = await host.attach("third")
+    assert equal.arena.arena_path == worker.arena.arena_path
+
+
+async def test_an_arena_that_nobody_uses_takes_a_new_shape(host: Host) -> None:
+    worker = await host.attach()
+    await worker.do(reserve(key(), "ab"))
+    await worker.leave()
+    await host.until(lambda reply: reply.in_flight == 2)
+    refused = host.stub.Attach(pb.AttachRequest(worker_id="w", layout=layout(fingerprint="model-b")), timeout=10)
+    assert await refused.code() is grpc.StatusCode.FAILED_PRECONDITION
+    host.now += 1
+    await host.until(lambda reply: not reply.holds)
+    again = await host.attach(shape=layout(slot_bytes=2 * SLOT, fingerprint="model-b"))
+    assert again.arena.slots == SLOTS // 2
+    assert again.arena.arena_path != worker.arena.arena_path
+    assert [str(path) for path in host.folder.iterdir()] == [again.arena.arena_path]
+
+
+async def test_an_arena_of_the_same_shape_keeps_its_cache(host: Host) -> None:
+    worker = await host.attach()
+    await worker.batch(reserve(key(), "ab"), seal(key(), "ab"), release(key()))
+    await worker.leave()
+    again = await host.attach()
+    assert (await again.do(reserve(key("next"), "abc"))).hold.filled_tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (pb.KVLayout(), "fingerprint is empty"),
+        (layout(slot_bytes=0), "slot_bytes must be a multiple of 4096"),
+        (layout(slot_bytes=1000), "slot_bytes must be a multiple of 4096"),
+        (layout(base_tokens=8), "base_tokens must be 16"),
+        (layout(groups=()), "groups must be 1 to 64, not 0"),
+        (layout(groups=((16, 0),) * 65), "groups must be 1 to 64, not 65"),
+        (layout(groups=((0, 0),)), "multiples of 16"),
+        (layout(groups=((24, 0),)), "multiples of 16"),
+        (layout(groups=((48, 0), (32, 0))), "divide the largest"),
+    ],
+)
+async def test_what_is_no_layout(host: Host, shape: pb.KVLayout, message: str) -> None:
+    stream = host.stub.Attach(pb.AttachRequest(worker_id="w", layout=shape), timeout=10)
+    assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert message in await stream.details()
+    assert list(host.folder.iterdir()) == []
+
+
+async def test_a_worker_needs_a_name(host: Host) -> None:
+    stream = host.stub.Attach(pb.AttachRequest(layout=layout()), timeout=10)
+    assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_block_larger_than_the_arena_names_the_flag(host: Host) -> None:
+    stream = host.stub.Attach(pb.AttachRequest(worker_id="w", layout=layout(slot_bytes=1 << 20)), timeout=10)
+    assert await stream.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "--kv-memory" in await stream.details()
+
+
+async def test_too_little_memory_is_found_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        await KVTransferService("h", 1 << 60, tmp_path, LEASE).start()

@@ -1,0 +1,210 @@
+"""How holds end: release, quarantine, leases, lost workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.errors import BusyError, InvalidRequestError, StaleError
+from paceline.core.types import Key
+from paceline.services.kvtransfer.hold import State, UnknownHoldError
+from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
+from tests.services.kvtransfer.kv_toolkit import DECODE, LEASE, OTHER, PREFILL, Desk, chain
+
+# ---- release and quarantine
+
+
+def test_releasing_twice_or_what_never_was_is_no_error() -> None:
+    desk = Desk(4)
+    hold = desk.reserve("r", tokens=16)
+    for key in (hold.key, hold.key, Key("never", 1, 1)):
+        desk.ledger.release(DECODE, key, desk.now)
+    assert desk.counts() == (4, 0, 0, 0)
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize("ending", ["fill", "release", "lease", "session"])
+def test_blocks_of_a_cancelled_hold_wait_for_their_writer(ending: str, generation: int) -> None:
+    desk = Desk(4)
+    hold = desk.filling("r", "ab", 64)
+    desk.ledger.seal(PREFILL, hold.key, 0, 0, chain("a"), desk.now)
+    desk.ledger.release(DECODE, Key("r", 1, generation), desk.now)
+
+    # Nothing may be reused, and nobody may act: not the writer, who learns that it is over, nor a newcomer.
+    assert desk.counts() == (0, 0, 4, 0)
+    with pytest.raises(BusyError):
+        desk.reserve("next", tokens=16)
+    for act in (
+        lambda: desk.ledger.seal(PREFILL, hold.key, 0, 1, chain("ab")[1:], desk.now),
+        lambda: desk.ledger.renew(PREFILL, hold.key, desk.now),
+        lambda: desk.ledger.adopt(DECODE, hold.key, desk.now),
+    ):
+        with pytest.raises(UnknownHoldError):
+            act()
+    desk.ledger.release(DECODE, hold.key, desk.now)  # the owner again: it cannot speak for the writer
+    assert desk.counts() == (0, 0, 4, 0)
+
+    if ending == "fill":
+        with pytest.raises(UnknownHoldError):
+            desk.ledger.fill(PREFILL, hold.key, 32, desk.now)
+    elif ending == "release":
+        desk.ledger.release(PREFILL, hold.key, desk.now)
+    elif ending == "lease":
+        desk.ledger.expire(desk.now + LEASE)
+    else:
+        desk.ledger.lose_session(PREFILL, desk.now)
+        assert desk.counts() == (0, 0, 4, 0)
+        desk.ledger.expire(desk.now + GRACE_SECONDS)
+    assert desk.counts() == (3, 0, 0, 1)
+
+
+def test_release_of_what_is_filled_frees_at_once() -> None:
+    desk = Desk(4)
+    hold = desk.filling("r", tokens=32)
+    desk.ledger.fill(PREFILL, hold.key, 32, desk.now)
+    desk.ledger.release(DECODE, Key("r", 1, 1), desk.now)
+    assert desk.counts() == (4, 0, 0, 0)
+
+
+def test_a_writer_that_gives_up_ends_the_hold() -> None:
+    desk = Desk(4)
+    hold = desk.filling("r", tokens=32)
+    desk.ledger.release(PREFILL, hold.key, desk.now)
+    assert desk.counts() == (4, 0, 0, 0)
+    with pytest.raises(UnknownHoldError):
+        desk.ledger.renew(DECODE, Key("r", 1, 1), desk.now)
+
+
+def test_a_writer_that_has_filled_has_nothing_left_to_release() -> None:
+    desk = Desk(4)
+    hold = desk.filling("r", tokens=32)
+    desk.ledger.fill(PREFILL, hold.key, 32, desk.now)
+    with pytest.raises(StaleError):
+        desk.ledger.release(PREFILL, hold.key, desk.now)
+    assert desk.ledger.adopt(DECODE, hold.key, desk.now).state is State.ACTIVE
+
+
+def test_an_owner_may_cancel_with_the_generation_it_knows_until_somebody_else_adopts() -> None:
+    desk = Desk(4)
+    hold = desk.filling("r", tokens=32)
+    desk.ledger.fill(PREFILL, hold.key, 32, desk.now)
+    desk.ledger.adopt(OTHER, hold.key, desk.now)
+    with pytest.raises(StaleError):
+        desk.ledger.release(DECODE, Key("r", 1, 1), desk.now)
+    assert desk.counts() == (2, 2, 0, 0)
+    desk.ledger.release(OTHER, Key("r", 1, 2), desk.now)
+    assert desk.counts() == (4, 0, 0, 0)
+
+
+def test_a_new_hold_of_the_attempt_lives_beside_the_one_that_drains() -> None:
+    desk = Desk(4)
+    old = desk.filling("r", tokens=32)
+    desk.ledger.release(DECODE, Key("r", 1, 1), desk.now)
+    new = desk.reserve("r", tokens=32, generation=3)
+    assert set(new.slots()).isdisjoint(old.slots())
+    assert desk.counts() == (0, 2, 2, 0)
+    desk.ledger.release(PREFILL, Key("r", 1, 2), desk.now)
+    assert desk.counts() == (2, 2, 0, 0)
+
+
+# ---- leases and lost workers
+
+
+def test_expiry_finds_every_hold_that_is_due() -> None:
+    desk = Desk(8)
+    early = [desk.reserve(f"early{i}", tokens=16) for i in range(3)]
+    desk.now += 1
+    desk.ledger.renew(DECODE, early[0].key, desk.now)  # the first in every order is not due: the others still are
+    assert desk.ledger.expire(early[1].deadline) == 2
+    assert [hold.key.request_id for hold in desk.holds()] == ["early0"]
+    assert desk.counts() == (7, 1, 0, 0)
+    assert desk.ledger.expired_holds == 2
+
+
+def test_an_expired_hold_is_unknown_before_any_sweep() -> None:
+    desk = Desk(4)
+    hold = desk.reserve("r", tokens=64)
+    desk.now += LEASE
+    with pytest.raises(UnknownHoldError):
+        desk.ledger.renew(DECODE, hold.key, desk.now)
+    assert desk.counts() == (4, 0, 0, 0)
+
+
+@pytest.mark.parametrize("act", ["renew", "open", "seal", "fill", "adopt", "extend", "trim"])
+def test_every_valid_act_restarts_the_lease(act: str) -> None:
+    desk = Desk(8, (16, 32))
+    key = desk.reserve("r", tokens=32).key
+    if act in ("fill", "adopt"):
+        key = desk.ledger.open(PREFILL, key, desk.now).key
+    if act == "adopt":
+        desk.ledger.fill(PREFILL, key, 32, desk.now)
+    desk.now += LEASE - 1
+    ledger, now = desk.ledger, desk.now
+    {
+        "renew": lambda: ledger.renew(DECODE, key, now),
+        "open": lambda: ledger.open(PREFILL, key, now),
+        "seal": lambda: ledger.seal(DECODE, key, 0, 0, chain("a"), now),
+        "fill": lambda: ledger.fill(PREFILL, key, 32, now),
+        "adopt": lambda: ledger.adopt(DECODE, key, now),
+        "extend": lambda: ledger.extend(DECODE, key, 48, now),
+        "trim": lambda: ledger.trim(DECODE, key, 0, 1, now),
+    }[act]()
+    assert ledger.expire(now + LEASE - 0.5) == 0
+    assert ledger.expire(now + LEASE) == 1
+
+
+def test_a_refused_act_does_not_restart_the_lease() -> None:
+    desk = Desk(8)
+    hold = desk.reserve("r", tokens=32)
+    desk.now += LEASE - 1
+    for act in (
+        lambda: desk.ledger.renew(OTHER, hold.key, desk.now),
+        lambda: desk.ledger.seal(DECODE, hold.key, 0, 2, chain("a"), desk.now),
+        lambda: desk.ledger.extend(DECODE, hold.key, 16 * 9, desk.now),
+    ):
+        with pytest.raises((StaleError, InvalidRequestError)):
+            act()
+    assert desk.ledger.expire(desk.now + 1) == 1
+
+
+def test_the_owner_renews_while_prefill_writes() -> None:
+    desk = Desk(4)
+    hold = desk.filling("r", tokens=16)
+    desk.now += LEASE - 1
+    desk.ledger.renew(DECODE, Key("r", 1, 1), desk.now)
+    assert hold.deadline == desk.now + LEASE
+
+
+def test_a_lost_owners_blocks_come_back_after_a_grace() -> None:
+    desk = Desk(4)
+    hold = desk.reserve("r", "ab", 48)
+    desk.ledger.seal(DECODE, hold.key, 0, 0, chain("a"), desk.now)
+    desk.ledger.lose_session(DECODE, desk.now)
+    with pytest.raises(UnknownHoldError):
+        desk.ledger.renew(DECODE, hold.key, desk.now)
+    # It may not have noticed: what it reads must not change under it either.
+    assert desk.counts() == (1, 0, 3, 0)
+    assert desk.ledger.expire(desk.now + GRACE_SECONDS / 2) == 0
+    assert desk.ledger.expire(desk.now + GRACE_SECONDS) == 1
+    assert desk.counts() == (3, 0, 0, 1)
+    assert desk.ledger.expired_holds == 1
+
+
+def test_a_lost_owner_leaves_the_blocks_to_a_writer_that_lives() -> None:
+    desk = Desk(4)
+    hold = desk.filling("r", tokens=32)
+    desk.ledger.lose_session(DECODE, desk.now)
+    assert desk.ledger.expire(desk.now + GRACE_SECONDS) == 0
+    assert desk.counts() == (2, 0, 2, 0)
+    desk.ledger.lose_session(PREFILL, desk.now + GRACE_SECONDS)
+    assert desk.ledger.expire(desk.now + 2 * GRACE_SECONDS) == 1
+    assert desk.counts() == (4, 0, 0, 0)
+    assert hold.state is State.DRAINING
+
+
+def test_a_prefill_worker_lost_after_it_filled_harms_nothing() -> None:
+    desk = Desk(4)
+    hold = desk.filling("r", tokens=32)
+    desk.ledger.fill(PREFILL, hold.key, 32, desk.now)
+    desk.ledger.lose_session(PREFILL, desk.now)
+    desk.ledger.expire(desk.now + GRACE_SECONDS)
+    assert desk.ledger.adopt(DECODE, hold.key, desk.now).state is State.ACTIVE
