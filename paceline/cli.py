@@ -75,7 +75,13 @@ SERVICES = {
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
 }
 _GROUPS = ("model", "fleet", "compute", "memory", "limits", "network", "cluster", "logs")
-_METAVARS = {"advertise": "HOST", "chat_template": "FILE", "kvtransfer": "ADDRESS", "port": "PORT", "redis": "URL"}
+_METAVARS = {
+    "advertise": "HOST",
+    "chat_template": "FILE",
+    "kvtransfer_address": "ADDRESS",
+    "port": "PORT",
+    "redis": "URL",
+}
 _HIDDEN = {"ready_fd"}
 
 

@@ -14,6 +14,8 @@ from paceline.models.assets import resolve_model
 
 env.share_cores()  # as the command line does; nothing above imports torch
 
+pytest_plugins = ["tests.tiny_checkpoints"]
+
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[str]:

@@ -75,7 +75,7 @@ class WorkerConfig(ServiceConfig):
     max_model_len: int = option(
         0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model"
     )
-    kvtransfer: str = option("127.0.0.1:7300", "address of this host's kvtransfer service", "network")
+    kvtransfer_address: str = option("127.0.0.1:7300", "address of this host's kvtransfer service", "network")
     worker_id: str = option("", "unique name of this worker; empty makes one", "cluster")
     max_seqs: int = option(64, "requests that run at the same time", "limits")
     max_batched_tokens: int = option(512, "tokens of one step; longer prompts are computed in chunks of this", "limits")
@@ -161,6 +161,8 @@ def _read_toml(cls: type[Config], table: str, file: Path) -> dict[str, Any]:
     types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
     shared = {key: value for key, value in document.items() if not isinstance(value, dict)}
     own = document.get(table, {})
+    if not isinstance(own, dict):
+        raise ConfigError(f"{file}: {table} must be a table of options, [{table}]")
     values: dict[str, Any] = {}
     for source, must_know in ((shared, False), (own, True)):
         for key, value in source.items():

@@ -32,7 +32,7 @@ def child_environment(**variables: str) -> dict[str, str]:
 def share_cores() -> None:
     """Lets OpenMP threads sleep while they wait for each other; call it before torch is imported.
 
-    By default they spin. Where prefill and decode workers share cores, a thread then burns the time slice that the one it
-    waits for needs, and a step takes ten times as long (docs/decisions/0001-openmp-wait-policy.md).
+    By default they spin. Where prefill and decode workers share cores, a thread then burns the time slice that the one
+    it waits for needs, and a step takes ten times as long (docs/decisions/0001-openmp-wait-policy.md).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

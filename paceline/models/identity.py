@@ -12,8 +12,8 @@ _SAMPLE_BYTES = 4096
 def model_identity(folder: Path, dtype: str) -> str:
     """A digest of a model folder's config and weights, and of the dtype it runs in.
 
-    Weights are sampled at even distances, headers included, rather than read whole: start-up must not wait for gigabytes,
-    and two models with equal shapes differ nearly everywhere.
+    Weights are sampled at even distances, headers included, rather than read whole: start-up must not wait for
+    gigabytes, and two models with equal shapes differ nearly everywhere.
     """
     digest = hashlib.sha256(dtype.encode())
     digest.update((folder / "config.json").read_bytes())

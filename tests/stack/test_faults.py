@@ -39,7 +39,7 @@ class Cluster:
 
     def start_worker(self, role: str, number: int) -> str:
         name = f"{role}-{number}"
-        options = (f"--kvtransfer=127.0.0.1:{self._kv_port}", f"--worker-id={name}", "--threads=1")
+        options = (f"--kvtransfer-address=127.0.0.1:{self._kv_port}", f"--worker-id={name}", "--threads=1")
         self._start(name, role, self._model, *options)
         return name
 

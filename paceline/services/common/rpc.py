@@ -60,21 +60,24 @@ def open_channel(address: str) -> grpc.aio.Channel:
 class RpcServer:
     """A gRPC server with the standard health service.
 
+    Its health is reported for everybody who asks, and under its own name.
+
     Register servicers on `server`, then `start`, then `set_ready`. `close` refuses new calls and lets running
     ones end.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, name: str = "") -> None:
         # so_reuseport off: a second start on a taken port must fail.
         self.server = grpc.aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", 0)))
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._host = host
         self._port = port
+        self._names = {"", name}
 
     async def start(self) -> int:
         """Listens; returns the port."""
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.set_ready(False)
         target = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
         try:
             port = self.server.add_insecure_port(target)
@@ -85,18 +88,19 @@ class RpcServer:
 
     async def set_ready(self, ready: bool) -> None:
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set("", serving if ready else not_serving)
+        for name in self._names:
+            await self._health.set(name, serving if ready else not_serving)
 
     async def close(self, grace_seconds: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_seconds)
 
 
-async def is_serving(channel: grpc.aio.Channel, timeout: float = 1.0) -> bool:
-    """Asks the standard health service."""
+async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float = 1.0) -> bool:
+    """Asks the standard health service about the service of this name; a stranger at the same address is not it."""
     stub = health_pb2_grpc.HealthStub(channel)
     try:
-        reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout)
     except grpc.aio.AioRpcError:
         return False
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -62,7 +62,7 @@ class WorkerProcess:
         self._kv = kv
         self._host_id = host_id
         self._epoch = time.time_ns()
-        self._server = RpcServer(config.host, config.port)
+        self._server = RpcServer(config.host, config.port, config.worker_id)
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
 
     @classmethod
@@ -71,7 +71,7 @@ class WorkerProcess:
         config = replace(config, worker_id=config.worker_id or unique_name(role))
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         model, layout = await asyncio.to_thread(_load, config)
-        kv = KVClient(config.kvtransfer, config.worker_id, role)
+        kv = KVClient(config.kvtransfer_address, config.worker_id, role)
         arena = await kv.attach(layout)
         pool = torch.frombuffer(map_arena(arena.path, arena.size), dtype=_dtype(config))
         limits = WorkerLimits(_max_model_len(config, model, layout, arena), config.max_batched_tokens, config.max_seqs)

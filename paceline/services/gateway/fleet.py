@@ -145,7 +145,7 @@ class Fleet:
     async def _probe(self, worker: Worker) -> None:
         """Half-open: one health check decides whether a doubtful worker is used again, stays aside, or is dropped."""
         try:
-            if await is_serving(worker.channel):
+            if await is_serving(worker.channel, worker.member.worker_id):
                 worker.aside_until, worker.failed_probes = None, 0
                 return
         finally:

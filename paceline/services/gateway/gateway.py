@@ -104,8 +104,8 @@ class Gateway:
 def load_tokenizer(config: GatewayConfig) -> Tokenizer:
     """Raises ConfigError or ModelError."""
     if not config.model:
-        raise ConfigError("the gateway needs --model, the Hugging Face folder of the model")
+        raise ConfigError("the gateway needs the Hugging Face folder of the model: paceline gateway MODEL")
     folder = Path(config.model)
     if not folder.is_dir():
-        raise ConfigError(f"--model {config.model} is not a folder")
+        raise ConfigError(f"{config.model} is not a folder")
     return Tokenizer(folder, Path(config.chat_template) if config.chat_template else None)

@@ -29,7 +29,7 @@ async def run(config: KVTransferConfig) -> None:
     host_id = config.host_id or unique_name("host")
     arena_dir = Path(config.arena_dir)
     service = KVTransferService(host_id, _kv_memory(config), arena_dir, config.lease_seconds)
-    server = RpcServer(config.host, config.port)
+    server = RpcServer(config.host, config.port, host_id)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     address = reachable_address(config, await server.start())
     await service.start()

@@ -117,7 +117,7 @@ class Supervisor:
                 f"{role}-{i}",
                 role,
                 f"--config={settings}",
-                f"--kvtransfer={kv_address}",
+                f"--kvtransfer-address={kv_address}",
                 f"--worker-id={role}-{i}",
             )
             for role, count in (("prefill", self._config.prefill), ("decode", self._config.decode))

@@ -123,9 +123,8 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
         kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
         await service.start()
         address = f"127.0.0.1:{await server.start()}"
-        config = WorkerConfig(
-            model=str(folder), redis=redis_server, kvtransfer=address, threads=1, **{"cluster": "workers", **options}
-        )  # type: ignore[arg-type]
+        places = {"redis": redis_server, "cluster": "workers", "kvtransfer_address": address}
+        config = WorkerConfig(model=str(folder), threads=1, **places, **options)  # type: ignore[arg-type]
         prefill = await WorkerProcess.start(config, "prefill", add_prefill)
         decode = await WorkerProcess.start(config, "decode", add_decode)
         host = Host(prefill, decode, address)

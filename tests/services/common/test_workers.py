@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from paceline.proto import common_pb2, worker_pb2
-from tests.models.conftest import save_gemma3, save_llama  # noqa: F401
 from tests.services.common.conftest import Host, StartHost
 
 

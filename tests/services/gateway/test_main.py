@@ -29,7 +29,7 @@ async def test_a_taken_port_is_one_sentence() -> None:
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        ("", ConfigError, "needs --model"),
+        ("", ConfigError, "needs the Hugging Face folder"),
         ("/nowhere", ConfigError, "is not a folder"),
         (".", ModelError, "tokenizer.json"),
     ],

@@ -32,7 +32,7 @@ async def queue_up(line: WaitingLine, room: Room, *names: str, first: bool = Fal
     for name in names:
         length = len(line)
         tasks.append(asyncio.create_task(line.admit(room.ask(name), first=first)))
-        while len(line) == length:  # noqa: ASYNC110  # what it waits for gives no signal
+        while len(line) == length:  # what it waits for gives no signal
             await asyncio.sleep(0)
     return tasks
 

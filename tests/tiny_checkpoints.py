@@ -1,0 +1,71 @@
+"""Tiny random checkpoints, and the models of `transformers` that they are checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+SaveTiny = Callable[..., transformers.PreTrainedModel]
+
+
+@pytest.fixture
+def save_llama(tmp_path: Path) -> SaveTiny:
+    """Saves a tiny random Llama to tmp_path and returns the reference."""
+
+    def save(max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object) -> object:
+        fields: dict[str, object] = {
+            "vocab_size": 101,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        config = transformers.LlamaConfig(**{**fields, **changes})
+        return _save(transformers.LlamaForCausalLM(config), tmp_path, max_shard_size, dtype)
+
+    return save
+
+
+@pytest.fixture
+def save_gemma3(tmp_path: Path) -> SaveTiny:
+    """Saves a tiny random Gemma 3, window 20, to tmp_path and returns the reference."""
+
+    def save(max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object) -> object:
+        fields: dict[str, object] = {
+            "vocab_size": 103,
+            "hidden_size": 40,
+            "intermediate_size": 72,
+            "num_hidden_layers": 7,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 19,
+            "sliding_window": 20,
+            "max_position_embeddings": 4096,
+        }
+        config = transformers.Gemma3TextConfig(**{**fields, **changes})
+        return _save(transformers.Gemma3ForCausalLM(config), tmp_path, max_shard_size, dtype)
+
+    return save
+
+
+def _save(
+    model: transformers.PreTrainedModel, folder: Path, max_shard_size: str, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Large enough that every term shows in the logits; norms and biases too are not what they start as.
+            scale = 0.2 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
