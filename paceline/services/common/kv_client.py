@@ -53,7 +53,8 @@ class KVClient:
 
     Operations are applied in the order of the calls. Holds are renewed until they are released.
 
-    `lost` is done when the session has broken: every hold is void from then on.
+    `lost` is done when the session has broken: every hold is void from then on. `on_hold_lost` is called for a hold
+    whose lease ended before it was renewed.
     """
 
     def __init__(self, address: str, worker_id: str, role: str) -> None:
@@ -63,6 +64,7 @@ class KVClient:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._channel = open_channel(address)
         self._stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
+        self.on_hold_lost: Callable[[Key], None] = lambda key: None
         self._session = 0
         self._lease_seconds = 10.0
         self._queue: asyncio.Queue[tuple[pb.Operation, asyncio.Future[Hold | None]]] = asyncio.Queue()
@@ -185,6 +187,7 @@ class KVClient:
             request = pb.BatchRequest(session=self._session, operations=[operation for operation, _ in batch])
             try:
                 reply = await self._stub.Batch(request, timeout=CALL_SECONDS)
+                self._note_losses(reply)
                 outcomes: list[Hold | PacelineError | None] = [_outcome(result) for result in reply.results]
             except grpc.aio.AioRpcError as error:
                 outcomes = [unmapped_error(error, "kvtransfer")] * len(batch)
@@ -194,6 +197,13 @@ class KVClient:
                 else:
                     future.set_result(outcome)
                 self._queue.task_done()
+
+    def _note_losses(self, reply: pb.BatchReply) -> None:
+        for key in (key_from_pb(key) for result in reply.results for key in result.lost):
+            if self._held.get(key[:2]) == key:
+                log.warning("the lease of %s ended", key)
+                del self._held[key[:2]]
+                self.on_hold_lost(key)
 
     async def _renew(self) -> None:
         while True:

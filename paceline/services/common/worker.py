@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
+from paceline.core.errors import BusyError, InvalidRequestError, StaleError, UnavailableError
 from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
@@ -37,6 +37,30 @@ class WorkerLimits:
     max_seqs: int
 
 
+class EventStream:
+    """What happens to one request, in order."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[RequestEvent | StaleError] = asyncio.Queue()
+
+    def put(self, event: RequestEvent | StaleError) -> None:
+        self._queue.put_nowait(event)
+
+    async def next(self) -> RequestEvent:
+        """Waits for the next event. Raises StaleError where the request lost its blocks."""
+        event = await self._queue.get()
+        if isinstance(event, StaleError):
+            raise event
+        return event
+
+    async def batch(self) -> list[RequestEvent]:
+        """The next event and all that are there behind it."""
+        events = [await self.next()]
+        while not self._queue.empty():
+            events.append(await self.next())
+        return events
+
+
 class Worker:
     """Runs requests of one model.
 
@@ -48,6 +72,7 @@ class Worker:
 
     def __init__(self, model: Model, layout: KVLayout, pool: torch.Tensor, kv: KVClient, limits: WorkerLimits) -> None:
         self.kv = kv
+        kv.on_hold_lost = self._on_hold_lost
         self.layout = layout
         self.limits = limits
         self.active = 0
@@ -57,7 +82,7 @@ class Worker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._vocab_size = model.config.vocab_size
-        self._streams: dict[Key, asyncio.Queue[RequestEvent]] = {}
+        self._streams: dict[Key, EventStream] = {}
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.engine = Engine(
@@ -135,9 +160,9 @@ class Worker:
             only_first_token=only_first_token,
         )
 
-    def submit(self, request: Request) -> asyncio.Queue[RequestEvent]:
-        """Runs a request; its events come through the queue."""
-        events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+    def submit(self, request: Request) -> EventStream:
+        """Runs a request."""
+        events = EventStream()
         self._streams[request.key] = events
         self.engine.add(request)
         return events
@@ -164,7 +189,12 @@ class Worker:
                         # At once, so that the request that was short of blocks finds them when it asks next.
                         self.kv.release(key)
                     if stream := self._streams.get(key):
-                        stream.put_nowait(event)
+                        stream.put(event)
+
+    def _on_hold_lost(self, key: Key) -> None:
+        self.engine.remove(key)
+        if stream := self._streams.get(key):
+            stream.put(StaleError(f"the lease of {key} ended before it was renewed"))
 
     def _extend(self, key: Key, token_count: int) -> None:
         def answer(hold: Hold | None) -> None:

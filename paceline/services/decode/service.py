@@ -92,7 +92,8 @@ class _Attempt:
         """Runs the request in the engine and streams its tokens, over preemptions, until it ends."""
         while True:
             events = self._worker.submit(self._worker.make_request(self._work, hold, list(self._token_ids)))
-            async for batch in _batches(events):
+            while True:
+                batch = await events.batch()
                 await self._report(batch)
                 last = batch[-1]
                 if isinstance(last, Sampled) and last.reason is not None:
@@ -122,15 +123,6 @@ class _Attempt:
 
     async def _write(self, event: worker_pb2.DecodeEvent) -> None:
         await self._context.write(event)
-
-
-async def _batches(events: asyncio.Queue[RequestEvent]) -> AsyncIterator[list[RequestEvent]]:
-    """Everything that is in the queue, whenever there is something."""
-    while True:
-        batch = [await events.get()]
-        while not events.empty():
-            batch.append(events.get_nowait())
-        yield batch
 
 
 async def _next(commands: Commands, *expected: str) -> worker_pb2.DecodeCommand:

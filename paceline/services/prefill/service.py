@@ -42,7 +42,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         hold = await worker.kv.open(key_from_pb(work.key))
         try:
             events = worker.submit(worker.make_request(work, hold, list(work.token_ids), only_first_token=True))
-            while not isinstance(event := await events.get(), Sampled):
+            while not isinstance(event := await events.next(), Sampled):
                 if isinstance(event, Scored):
                     await context.write(
                         worker_pb2.PrefillEvent(prompt_logprobs=scores_to_pb(event.first, event.tokens))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,21 @@ class Outcome:
     scores: list[common_pb2.Token]
 
 
+class Clock:
+    """The clock of kvtransfer, which a test may push forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
 class Host:
     """One host with a prefill and a decode worker, real servers and a real arena, in this process."""
 
-    def __init__(self, prefill: WorkerProcess, decode: WorkerProcess, kvtransfer: str) -> None:
+    def __init__(self, prefill: WorkerProcess, decode: WorkerProcess, kvtransfer: str, clock: Clock) -> None:
+        self.clock = clock
         self.prefill = prefill
         self.decode = decode
         self.channels = [open_channel(address) for address in (prefill.address, decode.address, kvtransfer)]
@@ -118,7 +130,8 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
 
     @contextlib.asynccontextmanager
     async def start(folder: Path, kv_memory: int = 4 << 20, **options: object) -> AsyncIterator[Host]:
-        service = KVTransferService("host", kv_memory, tmp_path, lease_seconds=5)
+        clock = Clock()
+        service = KVTransferService("host", kv_memory, tmp_path, lease_seconds=3, clock=clock)
         server = RpcServer("127.0.0.1", 0)
         kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
         await service.start()
@@ -127,7 +140,7 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
         config = WorkerConfig(model=str(folder), threads=1, **places, **options)  # type: ignore[arg-type]
         prefill = await WorkerProcess.start(config, "prefill", add_prefill)
         decode = await WorkerProcess.start(config, "decode", add_decode)
-        host = Host(prefill, decode, address)
+        host = Host(prefill, decode, address, clock)
         try:
             yield host
         finally:

@@ -13,6 +13,7 @@ import torch
 
 from paceline.proto import common_pb2, worker_pb2
 from tests.services.common.conftest import Host, StartHost
+from tests.tiny_checkpoints import SaveTiny
 
 
 def prompts(count: int, shortest: int = 3, longest: int = 200) -> list[list[int]]:
@@ -43,9 +44,9 @@ async def test_handoff_and_aggregation_give_the_reference_tokens(
 
 
 async def test_a_second_turn_reuses_prompt_and_output(
-    start_host: StartHost, save_gemma3: object, tmp_path: Path
+    start_host: StartHost, save_gemma3: SaveTiny, tmp_path: Path
 ) -> None:
-    save_gemma3()  # type: ignore[operator]
+    save_gemma3()
     async with start_host(tmp_path) as host:
         first = prompts(1, 150, 160)[0]
         answer = (await host.generate(first, 120)).tokens
@@ -58,9 +59,9 @@ async def test_a_second_turn_reuses_prompt_and_output(
 
 
 async def test_a_small_arena_preempts_and_everybody_finishes(
-    start_host: StartHost, save_llama: object, tmp_path: Path
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
 ) -> None:
-    save_llama()  # type: ignore[operator]
+    save_llama()
     cases = prompts(10, 20, 60)
     async with start_host(tmp_path) as host:
         expected = [(await host.generate(prompt, 150)).tokens for prompt in cases]
@@ -85,9 +86,9 @@ async def eventually(host: Host, prompt: list[int]) -> list[int]:
 
 
 async def test_a_cancelled_request_gives_its_blocks_back(
-    start_host: StartHost, save_llama: object, tmp_path: Path
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
 ) -> None:
-    save_llama()  # type: ignore[operator]
+    save_llama()
     async with start_host(tmp_path, max_batched_tokens=16) as host:
         # while decoding
         await host.generate(prompts(1)[0], 3000, cancel_after=5)
@@ -102,10 +103,40 @@ async def test_a_cancelled_request_gives_its_blocks_back(
         assert host.prefill.worker.active == host.decode.worker.active == 0
 
 
-async def test_scores_of_the_prompt_agree_between_chunkings(
-    start_host: StartHost, save_gemma3: object, tmp_path: Path
+async def test_a_request_whose_lease_ended_stops_and_touches_nothing(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
 ) -> None:
-    save_gemma3()  # type: ignore[operator]
+    save_llama()
+    async with start_host(tmp_path, max_batched_tokens=1) as host:
+        running = asyncio.create_task(host.generate(prompts(1, 4000, 4090)[0], 4))
+        while host.prefill.worker.engine.stats.steps == 0:
+            await asyncio.sleep(0.005)
+        host.clock.ahead = 60.0
+        with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
+            await running
+        assert await host.all_blocks_back()
+        assert len((await host.generate([5, 6, 7], 5)).tokens) == 5
+
+
+async def test_a_decoding_request_whose_lease_ended_starts_afresh(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        expected = await host.generate(prompts(1)[0], 600)
+        running = asyncio.create_task(host.generate(prompts(1)[0], 600))
+        before = host.decode.worker.engine.stats.sampled_tokens
+        while host.decode.worker.engine.stats.sampled_tokens < before + 20:
+            await asyncio.sleep(0.005)
+        host.clock.ahead = 60.0
+        assert (await running).tokens == expected.tokens
+        assert await host.all_blocks_back()
+
+
+async def test_scores_of_the_prompt_agree_between_chunkings(
+    start_host: StartHost, save_gemma3: SaveTiny, tmp_path: Path
+) -> None:
+    save_gemma3()
     prompt = prompts(1, 90, 100)[0]
     async with start_host(tmp_path, max_batched_tokens=16) as host:
         chunked = await host.generate(prompt, 2, prompt_logprobs=1)
@@ -117,9 +148,9 @@ async def test_scores_of_the_prompt_agree_between_chunkings(
 
 
 async def test_seeded_sampling_agrees_between_handoff_and_aggregation(
-    start_host: StartHost, save_llama: object, tmp_path: Path
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
 ) -> None:
-    save_llama()  # type: ignore[operator]
+    save_llama()
     async with start_host(tmp_path) as host:
         prompt = prompts(1)[0]
         params = {"temperature": 1.0, "seed": 99, "frequency_penalty": 0.3}
@@ -129,8 +160,8 @@ async def test_seeded_sampling_agrees_between_handoff_and_aggregation(
         assert first.tokens == second.tokens != other.tokens
 
 
-async def test_a_full_or_draining_worker_refuses(start_host: StartHost, save_llama: object, tmp_path: Path) -> None:
-    save_llama()  # type: ignore[operator]
+async def test_a_full_or_draining_worker_refuses(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> None:
+    save_llama()
     async with start_host(tmp_path, max_seqs=1) as host:
         running = asyncio.create_task(host.generate([5, 6, 7], 600))
         while host.decode.worker.active == 0:
@@ -157,9 +188,9 @@ async def test_a_full_or_draining_worker_refuses(start_host: StartHost, save_lla
     ],
 )
 async def test_impossible_work_is_refused(
-    change: dict[str, object], said: str, start_host: StartHost, save_llama: object, tmp_path: Path
+    change: dict[str, object], said: str, start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
 ) -> None:
-    save_llama()  # type: ignore[operator]
+    save_llama()
     fields = {
         "key": common_pb2.Key(request_id="r", attempt=1, generation=1),
         "token_ids": [5, 6],
@@ -180,9 +211,9 @@ async def test_impossible_work_is_refused(
 
 
 async def test_prefill_without_a_reservation_is_refused(
-    start_host: StartHost, save_llama: object, tmp_path: Path
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
 ) -> None:
-    save_llama()  # type: ignore[operator]
+    save_llama()
     async with start_host(tmp_path) as host:
         work = common_pb2.Work(
             key=common_pb2.Key(request_id="nobody", attempt=1, generation=1),
