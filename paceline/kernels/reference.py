@@ -80,8 +80,8 @@ def _gather_context(
     base = first_block * group.block_tokens
 
     def gather(plane: Tensor) -> Tensor:
-        # Heads first, so that one copy leaves the tokens of a head in a row.
-        blocks = plane.transpose(0, 1).index_select(1, slots)
+        # Not index_select: of a strided source, which a layer's plane is, that copies the whole pool first.
+        blocks = plane[slots].transpose(0, 1)
         return blocks.flatten(1, 2)[:, first_key - base : context_len - base]
 
     return gather(cache.keys), gather(cache.values)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels.interface import GroupTables, Kernels, view_pool
+from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_pool
+from paceline.kernels.reference import ReferenceKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 MIXED = [(1, 63), (7, 60), (33, 33), (1, 1), (16, 48), (5, 100)]
@@ -162,3 +163,17 @@ def test_gated_activations(kernels: Kernels, dtype: torch.dtype) -> None:
     close(kernels.silu_and_mul(gate, up), g / (1 + torch.exp(-g)) * u)
     tanh = torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))
     close(kernels.gelu_tanh_and_mul(gate, up), 0.5 * g * (1 + tanh) * u)
+
+
+def test_attention_copies_no_more_than_the_context_of_a_large_pool() -> None:
+    slots, layers, kv_heads, block_tokens, head_dim = 2000, 3, 2, 16, 32
+    slot_elements = layers * 2 * kv_heads * block_tokens * head_dim
+    cache = view_pool(torch.zeros(slots * slot_elements), slot_elements, layers, kv_heads, block_tokens, head_dim)[1]
+    zero = torch.zeros(1, dtype=torch.int64)
+    group = GroupTables(block_tokens, 0, torch.tensor([[7, 1900, 3]], dtype=torch.int32), zero, zero)
+    batch = AttentionBatch((0, 1), (40,), (group,))
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        ReferenceKernels().attention(torch.zeros(1, 4, head_dim), cache, batch, group, 1.0, 0.0)
+    allocated = sum(max(event.self_cpu_memory_usage, 0) for event in profile.function_events)
+    plane_bytes = slots * kv_heads * block_tokens * head_dim * 4
+    assert allocated < plane_bytes // 10

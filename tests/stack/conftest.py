@@ -4,17 +4,25 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.stack.collector import Collector, collect
 from tests.stack.processes import Stack, serve
 
 MODEL = "smollm2-135m-instruct"
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def collector() -> Iterator[Collector]:
+    with collect() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Stack]:
     """A stack with one worker of each role and the bundled instruct model, shared by a module.
 
     In fp32, so that tokens do not depend on what else runs in the same step.
     """
     log = tmp_path_factory.mktemp("stack") / "log"
-    with serve(log, MODEL, "--dtype=float32", "--kv-memory=512MiB", "--log-level=info", "--log-format=json") as running:
+    options = ("--dtype=float32", "--kv-memory=512MiB", "--log-level=info", "--log-format=json")
+    with serve(log, MODEL, *options, environment={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}) as running:
         yield running

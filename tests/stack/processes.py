@@ -83,11 +83,11 @@ class Stack:
 
 
 @contextlib.contextmanager
-def serve(log: Path, model: str, *options: str) -> Iterator[Stack]:
+def serve(log: Path, model: str, *options: str, environment: dict[str, str] | None = None) -> Iterator[Stack]:
     """A whole stack; when it has been stopped nothing of it may be left."""
     before = arenas()
     port = free_port()
-    process = Process(log, "serve", model, f"--port={port}", *options)
+    process = Process(log, "serve", model, f"--port={port}", *options, environment=environment)
     stack = Stack(process, port)
     family: list[psutil.Process] = []
     try:

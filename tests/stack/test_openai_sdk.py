@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from tests.stack.collector import Collector
 from tests.stack.conftest import MODEL
 from tests.stack.processes import Stack
 
@@ -166,13 +168,15 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(async_clien
         assert ledger["held"] == ledger["in_flight"] == 0, ledger
 
 
-def test_every_service_logs_the_request_id_and_trace(client: OpenAI, stack: Stack) -> None:
-    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+def test_every_service_logs_the_request_id_and_joins_the_trace(
+    client: OpenAI, stack: Stack, collector: Collector
+) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
     client.completions.create(
         model=MODEL,
         prompt="Hi",
         max_tokens=3,
-        extra_headers={"X-Request-Id": "find-me", "traceparent": traceparent},
+        extra_headers={"X-Request-Id": "find-me", "traceparent": f"00-{trace}-b7ad6b7169203331-01"},
         extra_body={"ignore_eos": True},
     )
     stack.process.wait_for("decoded to the end", 10)
@@ -180,4 +184,9 @@ def test_every_service_logs_the_request_id_and_trace(client: OpenAI, stack: Stac
     services = {line["service"] for line in lines if "find-me" in str(line["request_id"])}
     assert services == {"gateway", "prefill-0", "decode-0"}
     traces = {line["trace_id"] for line in lines if "find-me" in str(line["request_id"])}
-    assert traces == {"0af7651916cd43dd8448eb211c80319c"}
+    assert traces == {trace}
+    reporting = {f"paceline-{service}" for service in services}
+    deadline = time.monotonic() + 20  # spans are exported every five seconds
+    while collector.services_by_trace.get(trace, set()) != reporting and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert collector.services_by_trace[trace] == reporting
