@@ -44,18 +44,14 @@ PROMPTS = (
 
 
 def generate(folder: Path, prompts: tuple[str, ...], max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the prompts, and `max_tokens` greedy tokens behind each, in fp32, one prompt at a time."""
+    """Token ids of the prompts, and greedy tokens behind each up to its end or `max_tokens`, in fp32, one by one."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     inputs, outputs = [], []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=transformers.GenerationConfig(
-                max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-            ),
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
         )
         inputs.append(ids[0].tolist())
         outputs.append(generated[0, ids.shape[1] :].tolist())

@@ -57,7 +57,6 @@ async def complete_all(url: str, model: str, inputs: list[list[int]], concurrenc
                 "prompt": prompt,
                 "max_tokens": MAX_TOKENS,
                 "temperature": 0,
-                "ignore_eos": True,
                 "return_token_ids": True,
             }
             async with slots:
