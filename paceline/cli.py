@@ -87,7 +87,8 @@ _HIDDEN = {"ready_fd"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    arguments = vars(build_parser().parse_args(argv))
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = vars(build_parser().parse_args(argv or ["--help"]))
     name = arguments.pop("command")
     try:
         _run(name, arguments)

@@ -65,7 +65,6 @@ def test_help_tells_a_default_where_it_tells_something(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "paceline: the following arguments are required: COMMAND; see paceline --help"),
         (["serve", "--port", "x"], "paceline: argument --port: invalid int value: 'x'; see paceline serve --help"),
         (["serve", "--prot", "1"], "paceline: unrecognized arguments: --prot; see paceline --help"),
         (["serve", "--log-format", "xml"], "paceline: argument --log-format: invalid choice: 'xml'"),

@@ -156,4 +156,6 @@ def _max_model_len(config: WorkerConfig, model: Model, layout: KVLayout, arena: 
             f"the KV memory has room for one context of {max(fitting, 0)} tokens, not {wanted}; "
             "raise --kv-memory or lower --max-model-len"
         )
+    if fitting < wanted:
+        log.warning("contexts are limited to %d tokens, because the KV memory has no room for %d", fitting, wanted)
     return fitting
