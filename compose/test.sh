@@ -120,12 +120,12 @@ make_base() {
     say "no base image can be pulled; making one with debootstrap"
     need_command debootstrap debootstrap || { say "install debootstrap, or let the engine pull images"; exit 1; }
     logged debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,redis-server bookworm \
-        "$RUN_DIR/root"
+        "$RUN_DIR/rootfs"
     # A network that only the host's certificates open is opened to containers too.
-    cp /etc/ssl/certs/ca-certificates.crt "$RUN_DIR/root/etc/ssl/certs/"
-    rm -rf "$RUN_DIR"/root/var/cache/apt/archives/*.deb "$RUN_DIR"/root/var/lib/apt/lists/*
-    tar -C "$RUN_DIR/root" -c . | docker import - "$1" >/dev/null
-    rm -rf "$RUN_DIR/root"
+    cp /etc/ssl/certs/ca-certificates.crt "$RUN_DIR/rootfs/etc/ssl/certs/"
+    rm -rf "$RUN_DIR"/rootfs/var/cache/apt/archives/*.deb "$RUN_DIR"/rootfs/var/lib/apt/lists/*
+    tar -C "$RUN_DIR/rootfs" -c . | docker import - "$1" >/dev/null
+    rm -rf "$RUN_DIR/rootfs"
 }
 
 # The base image with all wheels of the lock file and of the model, and a pip that looks nowhere else.
