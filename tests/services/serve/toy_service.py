@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path)
     parser.add_argument("--ready-fd", type=int)
-    parser.add_argument("--kvtransfer", default=argparse.SUPPRESS)
+    parser.add_argument("--kvtransfer-address", default=argparse.SUPPRESS)
     parser.add_argument("--worker-id", default=argparse.SUPPRESS)
     flags = vars(parser.parse_args(arguments))
     asyncio.run(run(action, role, load_config(CONFIGS[role], role, flags.pop("config"), flags)))
