@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -25,8 +25,10 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def arenas() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob(f"paceline-{os.getuid()}-*")}
+def arenas(processes: Iterable[psutil.Process]) -> set[Path]:
+    """The shared memory that these processes map; other stacks of this machine are none of our business."""
+    paths = {Path(each.path) for process in processes for each in process.memory_maps()}
+    return {path for path in paths if path.suffix == ".arena"}
 
 
 class Process:
@@ -46,18 +48,22 @@ class Process:
     def text(self) -> str:
         return self.log.read_text()
 
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
     def wait_for(self, text: str, seconds: float = START_SECONDS) -> str:
         """The output, as soon as it contains `text`."""
         deadline = time.monotonic() + seconds
         while text not in self.text:
-            assert self.popen.poll() is None, f"ended before saying {text!r}:\n{self.text}"
+            assert self.alive, f"ended before saying {text!r}:\n{self.text}"
             assert time.monotonic() < deadline, f"did not say {text!r}:\n{self.text}"
             time.sleep(0.05)
         return self.text
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Sends a signal and returns the exit code; a process that does not end is killed and fails the test."""
-        if self.popen.poll() is None:
+        if self.alive:
             self.popen.send_signal(number)
         try:
             return self.popen.wait(STOP_SECONDS)
@@ -85,17 +91,19 @@ class Stack:
 @contextlib.contextmanager
 def serve(log: Path, model: str, *options: str, environment: dict[str, str] | None = None) -> Iterator[Stack]:
     """A whole stack; when it has been stopped nothing of it may be left."""
-    before = arenas()
     port = free_port()
     process = Process(log, "serve", model, f"--port={port}", *options, environment=environment)
     stack = Stack(process, port)
     family: list[psutil.Process] = []
+    shared: set[Path] = set()
     try:
         process.wait_for("Ready.")
         family = stack.family()
+        shared = arenas(family)
+        assert len(shared) == 1
         yield stack
     finally:
         code = process.stop(signal.SIGINT)
     assert code == 0, process.text
     assert not [child for child in family if child.is_running()]
-    assert arenas() == before
+    assert not [path for path in shared if path.exists()]

