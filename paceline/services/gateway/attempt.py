@@ -198,7 +198,11 @@ class Attempt:
         # A call that has failed already says so better when it is read.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             async with asyncio.timeout(ADMIT_SECONDS):
-                await self._decode_call.write(command)
+                try:
+                    await self._decode_call.write(command)
+                except asyncio.CancelledError:
+                    if _is_cancelled():
+                        raise
 
     async def _read(self, call: Any, worker: Worker, seconds: float) -> Any:
         name = f"{worker.member.role} worker {worker.member.worker_id}"
@@ -210,8 +214,7 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             raise _error_of(error, worker, name) from error
         except asyncio.CancelledError:
-            # gRPC raises this also where the other side cancelled; ours is to pass on, theirs is a failure.
-            if (task := asyncio.current_task()) is not None and task.cancelling():
+            if _is_cancelled():
                 raise
             raise WorkerFailedError(f"{name} cancelled the call", worker, True) from None
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
@@ -222,6 +225,12 @@ class Attempt:
     def _out_of_turn(worker: Worker) -> WorkerFailedError:
         name = f"{worker.member.role} worker {worker.member.worker_id}"
         return WorkerFailedError(f"{name} said something that was not its turn to say", worker, False)
+
+
+def _is_cancelled() -> bool:
+    """Whether a CancelledError is for this task. gRPC raises it also where a call was cancelled, by whomever."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _error_of(error: grpc.aio.AioRpcError, worker: Worker, name: str) -> PacelineError:
