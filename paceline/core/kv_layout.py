@@ -17,6 +17,9 @@ from dataclasses import dataclass
 BASE_TOKENS = 16
 """Tokens of the smallest block, and of one link of the hash chain."""
 
+KV_FORMAT = 1
+"""Grows when the meaning of a block's bytes changes, so that old and new workers share nothing."""
+
 NO_SLOT = 0xFFFFFFFF
 """Stands in a block table where a block was given back or never needed."""
 
@@ -96,7 +99,7 @@ def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str) ->
         KVGroup(shape, BASE_TOKENS * _floor_power_of_two(largest // size)) for shape, size in zip(shapes, base_bytes)
     )
     slot_bytes = -(-largest // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-    described = repr((identity, itemsize, slot_bytes, groups))
+    described = repr((KV_FORMAT, identity, itemsize, slot_bytes, groups))
     return KVLayout(groups, itemsize, slot_bytes, hashlib.sha256(described.encode()).hexdigest())
 
 

@@ -81,16 +81,20 @@ class Engine:
             idle = False
             while self._obey_commands(wait=idle):
                 step = self._scheduler.plan()
+                self._report()  # what commands and plan have caused need not wait for the step
                 idle = step is None
                 if step is not None:
                     began = time.perf_counter()
                     self._scheduler.apply(step, self._runner.execute(step))
                     self.busy_seconds += time.perf_counter() - began
-                if events := self._scheduler.take_events():
-                    self._on_events(events)
+                    self._report()
         except BaseException as error:
             log.exception("the engine failed")
             self._on_failure(error)
+
+    def _report(self) -> None:
+        if events := self._scheduler.take_events():
+            self._on_events(events)
 
     def _obey_commands(self, wait: bool) -> bool:
         """Carries out what is in the inbox; with `wait`, sleeps until there is something. False means stop."""

@@ -18,6 +18,8 @@ from torch import Tensor
 from paceline.core.types import Logprob, SamplingParams, Token
 
 _MASK64 = (1 << 64) - 1
+_COLDEST = 1e-5
+"""Below this temperature the best token has all of the probability, as far as numbers can tell."""
 _TOP_CANDIDATES = 1024
 """top_p looks at this many tokens first; a full sort of the vocabulary is seldom needed."""
 
@@ -46,7 +48,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Token]:
         _shape_logits(logits[index], row)
     chosen: list[int] = logits.argmax(dim=-1).tolist()
     for index, row in enumerate(rows):
-        if row.params.temperature > 0:
+        if row.params.temperature >= _COLDEST:
             u = uniform(row.params.seed, len(row.token_ids))
             chosen[index] = _draw(logits[index], row.params, u)
     return [Token(token, report.of(token) if report else ()) for token, report in zip(chosen, reports)]

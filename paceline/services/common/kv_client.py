@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import grpc.aio
 
@@ -125,13 +126,13 @@ class KVClient:
         """Takes over filled blocks."""
         return await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))))
 
-    def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | None], None]) -> None:
-        """Grows a hold; the answer is None where that cannot be."""
+    def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | PacelineError], None]) -> None:
+        """Grows a hold; the answer is BusyError where there are no blocks now."""
         future = self._submit(pb.Operation(extend=pb.Extend(key=key_to_pb(key), token_count=token_count)))
 
         def answer(done: asyncio.Future[Hold | None]) -> None:
-            failed = done.cancelled() or done.exception() is not None
-            on_answer(None if failed else done.result())
+            error = done.exception()
+            on_answer(error if isinstance(error, PacelineError) else cast(Hold, done.result()))
 
         future.add_done_callback(answer)
 

@@ -9,6 +9,7 @@ import socket
 import uuid
 
 from paceline.core.config import ServiceConfig
+from paceline.core.errors import ConfigError
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -30,7 +31,12 @@ def reachable_address(config: ServiceConfig, port: int) -> str:
     """host:port under which others reach this service."""
     host = config.advertise or config.host
     if host in ("0.0.0.0", "::"):
-        host = socket.gethostbyname(socket.gethostname())
+        try:
+            host = socket.gethostbyname(socket.gethostname())
+        except OSError as error:
+            raise ConfigError(
+                f"cannot tell under which address others reach {socket.gethostname()}; name it with --advertise"
+            ) from error
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

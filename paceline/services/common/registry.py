@@ -11,8 +11,8 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Awaitable, Callable
+from typing import Literal, cast
 
 import redis.asyncio as redis
 from redis.exceptions import RedisError
@@ -53,11 +53,17 @@ class Member:
 
     @staticmethod
     def from_json(text: str | bytes) -> Member | None:
-        """None for what another version or a stranger wrote."""
+        """None for what a stranger wrote. Fields that this version does not know are left out."""
         try:
-            return Member(**json.loads(text))
+            values = json.loads(text)
+            known = {field.name: values[field.name] for field in dataclasses.fields(Member) if field.name in values}
+            member = Member(**known)
         except (ValueError, TypeError):
             return None
+        numbers = (member.epoch, member.max_model_len, member.max_seqs, member.running, member.waiting)
+        words = (member.worker_id, member.role, member.address, member.host_id, member.state, member.model)
+        well_formed = all(type(n) is int for n in numbers) and all(type(w) is str for w in words)
+        return member if well_formed and isinstance(member.stats, dict) else None
 
 
 def connect(url: str) -> redis.Redis:
@@ -70,10 +76,19 @@ def _prefix(cluster: str) -> str:
     return f"paceline:{cluster}:member:"
 
 
+def _names_key(cluster: str) -> str:
+    """A set of names, so that nobody has to search all keys of a Redis for those of members."""
+    return f"paceline:{cluster}:members"
+
+
 async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
     """All members that Redis knows now. Raises RedisError."""
-    keys = [key async for key in client.scan_iter(match=_prefix(cluster) + "*", count=1000)]
-    values = await client.mget(keys) if keys else []
+    names = sorted(await cast(Awaitable[set[bytes]], client.smembers(_names_key(cluster))))
+    if not names:
+        return []
+    values = await client.mget([_prefix(cluster) + name.decode() for name in names])
+    if ended := [name for name, value in zip(names, values) if value is None]:
+        await client.srem(_names_key(cluster), *ended)
     members = (Member.from_json(value) for value in values if value is not None)
     return sorted((member for member in members if member is not None), key=lambda member: member.worker_id)
 
@@ -83,7 +98,7 @@ class Registrar:
 
     def __init__(self, url: str, cluster: str, describe: Callable[[], Member]) -> None:
         self._client = connect(url)
-        self._key_prefix = _prefix(cluster)
+        self._cluster = cluster
         self._describe = describe
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -97,7 +112,7 @@ class Registrar:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         with contextlib.suppress(RedisError, OSError):
-            await self._client.delete(self._key_prefix + self._describe().worker_id)
+            await self._client.delete(_prefix(self._cluster) + self._describe().worker_id)
         await self._client.aclose()
 
     def announce(self) -> None:
@@ -109,8 +124,11 @@ class Registrar:
         while True:
             try:
                 member = self._describe()
-                key = self._key_prefix + member.worker_id
-                await self._client.set(key, member.to_json(), px=int(TTL_SECONDS * 1000))
+                async with self._client.pipeline(transaction=False) as pipeline:
+                    key = _prefix(self._cluster) + member.worker_id
+                    pipeline.set(key, member.to_json(), px=int(TTL_SECONDS * 1000))
+                    pipeline.sadd(_names_key(self._cluster), member.worker_id)
+                    await pipeline.execute()
                 if not reachable:
                     log.info("Redis answers again")
                 reachable = True

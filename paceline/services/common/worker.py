@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from paceline.core.errors import BusyError, InvalidRequestError, StaleError, UnavailableError
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError, UnavailableError
 from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
@@ -172,6 +172,15 @@ class Worker:
         self._streams.pop(key, None)
         self.engine.remove(key)
 
+    @property
+    def requests(self) -> int:
+        """Requests whose events somebody waits for."""
+        return len(self._streams)
+
+    def forget(self, key: Key) -> None:
+        """A request that has left the engine, and whose blocks are in other hands."""
+        self._streams.pop(key, None)
+
     def _dispatch(self, events: list[Event]) -> None:
         """Carries out what concerns blocks, in the engine's order; hands the rest to the requests' handlers."""
         for event in events:
@@ -184,23 +193,29 @@ class Worker:
                     self._extend(key, token_count)
                 case Removed(key):
                     self.kv.release(key)
-                case Sampled(key) | Scored(key) | Preempted(key):
-                    if isinstance(event, Preempted):
-                        # At once, so that the request that was short of blocks finds them when it asks next.
-                        self.kv.release(key)
-                    if stream := self._streams.get(key):
-                        stream.put(event)
+                case Preempted(key):
+                    # At once, so that the request that was short of blocks finds them when it asks next.
+                    self.kv.release(key)
+                    self._tell(key, event)
+                    self.forget(key)
+                case Sampled(key) | Scored(key):
+                    self._tell(key, event)
+
+    def _tell(self, key: Key, event: RequestEvent | StaleError) -> None:
+        if stream := self._streams.get(key):
+            stream.put(event)
 
     def _on_hold_lost(self, key: Key) -> None:
         self.engine.remove(key)
-        if stream := self._streams.get(key):
-            stream.put(StaleError(f"the lease of {key} ended before it was renewed"))
+        self._tell(key, StaleError(f"the blocks of {key} are lost: its lease ended before it was renewed"))
 
     def _extend(self, key: Key, token_count: int) -> None:
-        def answer(hold: Hold | None) -> None:
-            if hold is None:
+        def answer(outcome: Hold | PacelineError) -> None:
+            if isinstance(outcome, Hold):
+                self.engine.grow(key, outcome.tables)
+            elif isinstance(outcome, BusyError):
                 self.engine.starve(key)
             else:
-                self.engine.grow(key, hold.tables)
+                self._on_hold_lost(key)
 
         self.kv.extend(key, token_count, answer)

@@ -43,9 +43,11 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             except TimeoutError:
                 raise InvalidRequestError("no admit command came") from None
             carrier = carrier_of(context.invocation_metadata())
-            with request_span("decode", work.key.request_id, carrier), self._worker.admission():
-                self._worker.check(work)
-                await _Attempt(self._worker, work, context).run(commands)
+            with request_span("decode", work.key.request_id, carrier):
+                async with mapped_errors(context):
+                    with self._worker.admission():
+                        self._worker.check(work)
+                        await _Attempt(self._worker, work, context).run(commands)
 
 
 class _Attempt:

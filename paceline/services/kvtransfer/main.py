@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from paceline.core.config import GIB, KVTransferConfig, parse_bytes
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_memory
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
@@ -43,7 +44,9 @@ async def run(config: KVTransferConfig) -> None:
     log.info("kvtransfer %s serves at %s", host_id, address)
     try:
         while not stop.is_set():
-            await server.set_ready(service.healthy)
+            if not service.healthy:
+                # Workers lose their session, end, and everything starts again from nothing.
+                raise UnavailableError("the KV ledger is out of balance; see the log above")
             try:
                 async with asyncio.timeout(_WATCH_SECONDS):
                     await stop.wait()
@@ -60,7 +63,10 @@ def _kv_memory(config: KVTransferConfig) -> int:
     """Bytes of the arena; "auto" leaves most of the machine to weights and to others."""
     if config.kv_memory != "auto":
         return parse_bytes(config.kv_memory)
-    folder = os.statvfs(config.arena_dir)
+    try:
+        folder = os.statvfs(config.arena_dir)
+    except OSError as error:
+        raise ConfigError(f"cannot use {config.arena_dir} ({error.strerror}); choose another --arena-dir") from error
     room = min(available_memory() or _AUTO_MOST, folder.f_bavail * folder.f_frsize)
     return min(_AUTO_MOST, room // 4)
 

@@ -7,7 +7,6 @@ import logging
 import grpc.aio
 
 from paceline.core.telemetry import carrier_of, request_span
-from paceline.core.types import Key
 from paceline.engine.step import Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import mapped_errors
@@ -29,15 +28,15 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
         work = request.work
         carrier = carrier_of(context.invocation_metadata())
-        async with mapped_errors(context):
-            with request_span("prefill", work.key.request_id, carrier), self._worker.admission():
-                self._worker.check(work)
-                key = await self._fill(work, context)
-                log.info("prefilled %d tokens", len(work.token_ids))
-                await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(key))))
+        with request_span("prefill", work.key.request_id, carrier):
+            async with mapped_errors(context):
+                with self._worker.admission():
+                    self._worker.check(work)
+                    await self._prefill(work, context)
+                    log.info("prefilled %d tokens", len(work.token_ids))
 
-    async def _fill(self, work: common_pb2.Work, context: Context) -> Key:
-        """Computes the context and reports on the way; returns the key under which the blocks can be adopted."""
+    async def _prefill(self, work: common_pb2.Work, context: Context) -> None:
+        """Computes the context, reports on the way, and ends with the key under which the blocks can be adopted."""
         worker = self._worker
         hold = await worker.kv.open(key_from_pb(work.key))
         try:
@@ -50,7 +49,12 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             # The client gets its first token now; the handoff follows behind it.
             first = worker_pb2.FirstToken(token=token_to_pb(event.token), finish_reason=reason_to_pb(event.reason))
             await context.write(worker_pb2.PrefillEvent(first_token=first))
-            return (await worker.kv.fill(hold.key, len(work.token_ids))).key
+            if event.reason is not None:
+                worker.retire(hold.key)
+                return
+            key = (await worker.kv.fill(hold.key, len(work.token_ids))).key
         except BaseException:
             worker.retire(hold.key)
             raise
+        worker.forget(hold.key)
+        await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(key))))

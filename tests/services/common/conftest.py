@@ -143,6 +143,9 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
         host = Host(prefill, decode, address, clock)
         try:
             yield host
+            async with asyncio.timeout(5):  # a handler may still be on its way out
+                while prefill.worker.requests or decode.worker.requests:
+                    await asyncio.sleep(0.01)
         finally:
             for channel in host.channels:
                 await channel.close()
