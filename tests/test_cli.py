@@ -69,7 +69,7 @@ def test_help_tells_a_default_where_it_tells_something(capsys: pytest.CaptureFix
         (["serve", "--prot", "1"], "paceline: unrecognized arguments: --prot; see paceline --help"),
         (["serve", "--log-format", "xml"], "paceline: argument --log-format: invalid choice: 'xml'"),
         (["prepare"], "paceline: the following arguments are required: MODEL"),
-        (["serve", "--decode", "0"], "paceline: a stack needs a decode worker: --decode 1 or more"),
+        (["serve", "--decode", "0"], "paceline: --decode must be at least 1, not 0"),
         (["decode"], "paceline: decode needs a model: paceline decode MODEL"),
         (["decode", "m", "--log-level", "loud"], "paceline: log-level must be debug, info, warning or error"),
         (["serve", "--config", "/no/such.toml"], "paceline: cannot read /no/such.toml"),
@@ -89,7 +89,7 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str) -> None:
         ('log-format = "xml"', "log-format must be text or json, not 'xml'"),
         ("[serve]\ndecode = 'two'", "decode must be of type int, not str"),
         ("[serve]\ndecoders = 2", "[serve] has no option 'decoders'"),
-        ("[serve]\ndecode = 0", "--decode 1 or more"),
+        ("[serve]\ndecode = 0", "--decode must be at least 1"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_sentence(tmp_path: Path, toml: str, sentence: str) -> None:
@@ -106,7 +106,7 @@ def test_a_flag_wins_over_the_file_even_with_its_default(tmp_path: Path) -> None
     # Were the flag not to win, the sentence would be about decode workers.
     file.write_text("[serve]\ndecode = 0\nprefill = -1")
     done = paceline("serve", "--config", str(file), "--decode", "1")
-    assert "--prefill is a number of workers" in done.stderr
+    assert "--prefill must be at least 0" in done.stderr
 
 
 def test_a_missing_package_is_told_with_its_extra() -> None:

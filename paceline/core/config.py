@@ -13,6 +13,7 @@ Order of precedence: flag, table of the service, top of the file, default.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -26,9 +27,11 @@ from paceline.core.telemetry import LogFormat
 GIB = 1 << 30
 
 
-def option(default: Any, help: str, group: str = "options") -> Any:
-    """A field that is a flag: `max_seqs` is --max-seqs and `max-seqs`."""
-    metadata = {"help": help, "group": group}
+def option(
+    default: Any, help: str, group: str = "options", *, at_least: float = -math.inf, at_most: float = math.inf
+) -> Any:
+    """A field that is a flag: `max_seqs` is --max-seqs and `max-seqs`. Numbers outside of their range are refused."""
+    metadata = {"help": help, "group": group, "range": (at_least, at_most)}
     if isinstance(default, (list, dict, set)):
         raise TypeError("options are immutable")
     return dataclasses.field(default=default, metadata=metadata)
@@ -41,11 +44,13 @@ class ServiceConfig:
     cluster: str = option("default", "name that separates stacks that share one Redis", "cluster")
     redis: str = option("redis://127.0.0.1:6379/0", "URL of the Redis that knows who is alive", "cluster")
     host: str = option("127.0.0.1", "address to listen on", "network")
-    port: int = option(0, "port to listen on; 0 takes a free one", "network")
+    port: int = option(0, "port to listen on; 0 takes a free one", "network", at_least=0, at_most=65535)
     advertise: str = option("", "host name under which other services reach this one; empty takes --host", "network")
     log_level: str = option("info", "debug, info, warning or error", "logs")
     log_format: LogFormat = option("text", "text for people, json for machines", "logs")
-    drain_seconds: float = option(30.0, "after SIGTERM, time for running requests to end", "limits")
+    drain_seconds: float = option(
+        30.0, "after SIGTERM, time for running requests to end", "limits", at_least=0, at_most=86400
+    )
     ready_fd: int = option(-1, "open file descriptor that is told this service's address once it is ready", "network")
 
 
@@ -53,17 +58,21 @@ class ServiceConfig:
 class GatewayConfig(ServiceConfig):
     """The HTTP API."""
 
-    port: int = option(8000, "port to listen on", "network")
+    port: int = option(8000, "port to listen on", "network", at_least=0, at_most=65535)
     model: str = option("", "Hugging Face folder of the model (tokenizer and chat template are read)", "model")
     served_model_name: str = option("", "name of the model in the API; empty takes the folder's name", "model")
     chat_template: str = option("", "file with a Jinja chat template, for a model that has none", "model")
     api_key: str = option("", "keys that clients must send, separated by commas; empty lets everybody in", "network")
-    max_body_bytes: int = option(8 << 20, "largest request body", "limits")
-    max_waiting: int = option(256, "requests that may wait for a worker before clients get 429", "limits")
-    queue_seconds: float = option(60.0, "longest wait for a free worker before a client gets 429", "limits")
-    request_seconds: float = option(1800.0, "longest life of a request", "limits")
-    stall_seconds: float = option(120.0, "longest silence of a worker before its request moves to another", "limits")
-    max_attempts: int = option(3, "tries at one request when workers fail", "limits")
+    max_body_bytes: int = option(8 << 20, "largest request body", "limits", at_least=1)
+    max_waiting: int = option(256, "requests that may wait for a worker before clients get 429", "limits", at_least=1)
+    queue_seconds: float = option(
+        60.0, "longest wait for a free worker before a client gets 429", "limits", at_least=0.1
+    )
+    request_seconds: float = option(1800.0, "longest life of a request", "limits", at_least=0.1)
+    stall_seconds: float = option(
+        120.0, "longest silence of a worker before its request moves to another", "limits", at_least=0.1
+    )
+    max_attempts: int = option(3, "tries at one request when workers fail", "limits", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,28 +82,30 @@ class WorkerConfig(ServiceConfig):
     model: str = option("", "Hugging Face folder of the model", "model")
     dtype: str = option("auto", "bfloat16, float32, or auto for that of the checkpoint", "model")
     max_model_len: int = option(
-        0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model"
+        0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model", at_least=0
     )
     kvtransfer_address: str = option("127.0.0.1:7300", "address of this host's kvtransfer service", "network")
     worker_id: str = option("", "unique name of this worker; empty makes one", "cluster")
-    max_seqs: int = option(64, "requests that run at the same time", "limits")
-    max_batched_tokens: int = option(512, "tokens of one step; longer prompts are computed in chunks of this", "limits")
+    max_seqs: int = option(64, "requests that run at the same time", "limits", at_least=1)
+    max_batched_tokens: int = option(
+        512, "tokens of one step; longer prompts are computed in chunks of this", "limits", at_least=1
+    )
     device: str = option("cpu", "torch device to compute on", "compute")
     kernels: str = option("auto", "kernel backend: auto or reference", "compute")
-    threads: int = option(0, "CPU threads; 0 takes all cores", "compute")
+    threads: int = option(0, "CPU threads; 0 takes all cores", "compute", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig(ServiceConfig):
     """The owner of a host's KV memory."""
 
-    port: int = option(7300, "port to listen on; 0 takes a free one", "network")
+    port: int = option(7300, "port to listen on; 0 takes a free one", "network", at_least=0, at_most=65535)
     kv_memory: str = option(
         "auto", "KV memory of this host, e.g. 512MiB or 4GiB; auto takes a share of what is free", "memory"
     )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     host_id: str = option("", "unique name of this host; empty makes one", "cluster")
-    lease_seconds: float = option(10.0, "a hold that is not renewed for this long ends", "limits")
+    lease_seconds: float = option(10.0, "a hold that is not renewed for this long ends", "limits", at_least=0.1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,25 +116,29 @@ class ServeConfig:
     served_model_name: str = option("", "name of the model in the API; empty takes that of MODEL", "model")
     dtype: str = option("auto", "bfloat16, float32, or auto for that of the checkpoint", "model")
     max_model_len: int = option(
-        0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model"
+        0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model", at_least=0
     )
     chat_template: str = option("", "file with a Jinja chat template, for a model that has none", "model")
     cache_dir: str = option(str(env.default_cache_dir()), "folder of converted models", "model")
-    prefill: int = option(1, "prefill workers; 0 lets the decode workers compute prompts", "fleet")
-    decode: int = option(1, "decode workers", "fleet")
+    prefill: int = option(1, "prefill workers; 0 lets the decode workers compute prompts", "fleet", at_least=0)
+    decode: int = option(1, "decode workers", "fleet", at_least=1)
     kv_memory: str = option("auto", "KV memory, e.g. 512MiB or 4GiB; auto takes a share of what is free", "fleet")
-    max_seqs: int = option(64, "requests that run at the same time on one worker", "fleet")
-    max_batched_tokens: int = option(512, "tokens of one step; longer prompts are computed in chunks of this", "fleet")
+    max_seqs: int = option(64, "requests that run at the same time on one worker", "fleet", at_least=1)
+    max_batched_tokens: int = option(
+        512, "tokens of one step; longer prompts are computed in chunks of this", "fleet", at_least=1
+    )
     device: str = option("cpu", "torch device to compute on", "fleet")
     kernels: str = option("auto", "kernel backend: auto or reference", "fleet")
-    threads: int = option(0, "CPU threads of each worker; 0 takes all cores", "fleet")
+    threads: int = option(0, "CPU threads of each worker; 0 takes all cores", "fleet", at_least=0)
     host: str = option("127.0.0.1", "address of the HTTP API", "network")
-    port: int = option(8000, "port of the HTTP API", "network")
+    port: int = option(8000, "port of the HTTP API", "network", at_least=0, at_most=65535)
     api_key: str = option("", "keys that clients must send, separated by commas; empty lets everybody in", "network")
     redis: str = option("", "URL of a Redis to use; empty starts one", "network")
     log_level: str = option("warning", "debug, info, warning or error", "logs")
     log_format: LogFormat = option("text", "text for people, json for machines", "logs")
-    drain_seconds: float = option(10.0, "after Ctrl-C, time for running requests to end", "limits")
+    drain_seconds: float = option(
+        10.0, "after Ctrl-C, time for running requests to end", "limits", at_least=0, at_most=86400
+    )
 
 
 Config = TypeVar("Config", bound="ServiceConfig | ServeConfig")
@@ -140,9 +155,22 @@ def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping
     if file is not None:
         values = _read_toml(cls, table, file)
     try:
-        return cls(**{**values, **flags})
+        config = cls(**{**values, **flags})
     except TypeError as error:
         raise ConfigError(str(error)) from error
+    check_ranges(config)
+    return config
+
+
+def check_ranges(config: ServiceConfig | ServeConfig) -> None:
+    """Raises ConfigError for a number that no service could work with."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        least, most = field.metadata["range"]
+        if isinstance(value, (int, float)) and not least <= value <= most:
+            flag = "--" + field.name.replace("_", "-")
+            wanted = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise ConfigError(f"{flag} must be {wanted}, not {value:g}")
 
 
 def parse_bytes(text: str) -> int:

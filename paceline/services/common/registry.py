@@ -17,6 +17,8 @@ from typing import Literal, cast
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
+from paceline.core.errors import ConfigError
+
 HEARTBEAT_SECONDS = 0.5
 TTL_SECONDS = 3.0
 
@@ -67,8 +69,11 @@ class Member:
 
 
 def connect(url: str) -> redis.Redis:
-    """A client whose every call ends soon, so that a dead Redis delays nobody."""
-    client: redis.Redis = redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
+    """A client whose every call ends soon, so that a dead Redis delays nobody. Raises ConfigError."""
+    try:
+        client: redis.Redis = redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
+    except ValueError as error:
+        raise ConfigError(f"--redis {url} is no URL of a Redis: {error}") from error
     return client
 
 

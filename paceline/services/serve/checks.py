@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import math
 import socket
 from pathlib import Path
 
-from paceline.core.config import GIB, ServeConfig, parse_bytes
+from paceline.core.config import GIB, ServeConfig, check_ranges, parse_bytes
 from paceline.core.errors import ConfigError
 from paceline.models.config import read_config
 from paceline.models.folder import weight_files
@@ -22,22 +21,9 @@ _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def check_config(config: ServeConfig) -> None:
     """Raises ConfigError for numbers that make no stack."""
-    if config.decode < 1:
-        raise ConfigError("a stack needs a decode worker: --decode 1 or more; --prefill may be 0")
+    check_ranges(config)
     if config.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"--dtype must be auto, bfloat16 or float32, not {config.dtype!r}")
-    if config.prefill < 0:
-        raise ConfigError("--prefill is a number of workers, 0 or more")
-    for name in ("max_seqs", "max_batched_tokens"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more")
-    for name in ("max_model_len", "threads"):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more")
-    if not 0 <= config.port <= 65535:
-        raise ConfigError("--port must be 0 to 65535")
-    if not 0 <= config.drain_seconds < math.inf:
-        raise ConfigError("--drain-seconds must be 0 or more")
     if config.kv_memory != "auto":
         parse_bytes(config.kv_memory)
 
