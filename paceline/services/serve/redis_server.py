@@ -38,10 +38,7 @@ async def wait_for_redis(url: str, seconds: float) -> None:
         ConfigError: `url` is none.
         UnavailableError: no answer within `seconds`.
     """
-    try:
-        client = connect(url)
-    except ValueError as error:
-        raise ConfigError(f"--redis {url}: {error}") from error
+    client = connect(url)
     problem: Exception | None = None
     try:
         async with asyncio.timeout(seconds):

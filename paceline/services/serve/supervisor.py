@@ -85,7 +85,7 @@ class Supervisor:
 
     async def _serve(self, folder: Path) -> None:
         """Returns when a signal came."""
-        start, watch = asyncio.create_task(self._start(folder)), asyncio.create_task(self._watch())
+        start, watch = asyncio.create_task(self._start(folder)), asyncio.create_task(self._watch(folder))
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({start, watch, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -99,9 +99,15 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(start, watch, stop, return_exceptions=True)
 
-    async def _watch(self) -> None:
-        """Raises when a process ends by itself."""
-        raise (await self._ended.get()).failure()
+    async def _watch(self, folder: Path) -> None:
+        """Raises when a process ends by itself. Redis is started again: heartbeats bring back what it knew."""
+        while True:
+            child = await self._ended.get()
+            if child not in self._stages["redis"] or not child.is_ready:
+                raise child.failure()
+            warn(f"{child.failure()}; starting it again")
+            self._stages["redis"].remove(child)
+            await self._start_redis(folder / "redis.sock")
 
     async def _start(self, folder: Path) -> None:
         model = await self._prepare()

@@ -68,7 +68,7 @@ class Stack:
     def leftovers(self) -> list[str]:
         """Processes that live on, sockets and shared memory: of all that it named."""
         alive = [f"{name} {pid}" for name, pid in self.pids().items() if psutil.pid_exists(pid)]
-        paths = [Path(path) for path in re.findall(r"(?:arena=|unix://)(\S+)", self.text)]
+        paths = sorted({Path(path) for path in re.findall(r"(?:arena=|unix://)(\S+)", self.text)})
         folders = [path.parent for path in paths if path.suffix == ".sock"]
         assert len(paths) == 2
         assert len(folders) == 1
@@ -156,6 +156,19 @@ def test_a_process_that_dies_takes_the_stack_down(start: Start) -> None:
     os.kill(stack.pids()["decode-0"], signal.SIGKILL)
     assert stack.end() == 1
     assert "decode-0 ended by SIGKILL" in stack.lines[-1]
+    assert stack.leftovers() == []
+
+
+def test_a_redis_that_dies_is_started_again(start: Start) -> None:
+    stack = start()
+    stack.read_until("Ctrl-C stops")
+    first = stack.pids()["redis"]
+    os.kill(first, signal.SIGKILL)
+    stack.read_until("starting it again")
+    stack.read_until("redis.sock")
+    assert stack.pids()["redis"] != first
+    stack.signal(signal.SIGINT)
+    assert stack.end() == 0
     assert stack.leftovers() == []
 
 
