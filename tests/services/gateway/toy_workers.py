@@ -91,7 +91,9 @@ class ToyWorker(
         await self._rpc.set_ready(serving)
 
     async def crash(self) -> None:
-        """Takes down the server; Redis goes on naming the worker."""
+        """Dies: server and heartbeat end, and Redis goes on naming the worker until its entry's time is over."""
+        if self._registrar is not None and self._registrar._task is not None:
+            self._registrar._task.cancel()
         await self._rpc.server.stop(None)
 
     def _member(self) -> Member:
