@@ -50,6 +50,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.busy_seconds = 0.0
         """Time spent computing, since the start."""
+        self._step_began: float | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -73,6 +74,12 @@ class Engine:
         self._inbox.put(lambda: self._scheduler.starve(key))
 
     @property
+    def step_seconds(self) -> float:
+        """How long the step under way has taken so far; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.perf_counter() - began
+
+    @property
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats
 
@@ -84,9 +91,10 @@ class Engine:
                 self._report()  # what commands and plan have caused need not wait for the step
                 idle = step is None
                 if step is not None:
-                    began = time.perf_counter()
+                    self._step_began = began = time.perf_counter()
                     self._scheduler.apply(step, self._runner.execute(step))
                     self.busy_seconds += time.perf_counter() - began
+                    self._step_began = None
                     self._report()
         except BaseException as error:
             log.exception("the engine failed")

@@ -183,6 +183,7 @@ class Work(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """Digest of the model's config and tokenizer; a worker of another model refuses."""
     prompt_tokens: _builtins.int
     cache_salt: _builtins.str
     """Isolates cached blocks between tenants."""
@@ -262,6 +263,23 @@ class Token(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Token: _TypeAlias = Token  # noqa: Y015
+
+@_typing.final
+class Alive(_message.Message):
+    """Nothing to report, but the work goes on: it may wait for its turn behind others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alive: _TypeAlias = Alive  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):

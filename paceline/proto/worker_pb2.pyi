@@ -48,24 +48,28 @@ class PrefillEvent(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     FILLED_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_logprobs(self) -> _common_pb2.PromptLogprobs: ...
     @_builtins.property
     def first_token(self) -> Global___FirstToken: ...
     @_builtins.property
     def filled(self) -> Global___Filled: ...
+    @_builtins.property
+    def alive(self) -> _common_pb2.Alive: ...
     def __init__(
         self,
         *,
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
         first_token: Global___FirstToken | None = ...,
         filled: Global___Filled | None = ...,
+        alive: _common_pb2.Alive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "filled", b"filled", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "event", b"event", "filled", b"filled", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "filled", b"filled", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "event", b"event", "filled", b"filled", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prompt_logprobs", "first_token", "filled"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prompt_logprobs", "first_token", "filled", "alive"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -199,6 +203,7 @@ class DecodeEvent(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___Admitted: ...
     @_builtins.property
@@ -207,6 +212,8 @@ class DecodeEvent(_message.Message):
     def tokens(self) -> Global___Tokens: ...
     @_builtins.property
     def finished(self) -> Global___Finished: ...
+    @_builtins.property
+    def alive(self) -> _common_pb2.Alive: ...
     def __init__(
         self,
         *,
@@ -214,12 +221,13 @@ class DecodeEvent(_message.Message):
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
         tokens: Global___Tokens | None = ...,
         finished: Global___Finished | None = ...,
+        alive: _common_pb2.Alive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "alive", b"alive", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "alive", b"alive", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "prompt_logprobs", "tokens", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "prompt_logprobs", "tokens", "finished", "alive"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

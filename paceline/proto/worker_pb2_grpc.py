@@ -45,7 +45,8 @@ class PrefillServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Run(self, request, context):
-        """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token.
+        """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token. The first
+        event is Alive, as soon as the work is accepted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,13 +32,17 @@ class PrefillStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
     Run: _grpc.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillEvent]
-    """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token."""
+    """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token. The first
+    event is Alive, as soon as the work is accepted.
+    """
 
 @_typing.type_check_only
 class PrefillAsyncStub(PrefillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Run: _aio.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillEvent]  # type: ignore[assignment]
-    """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token."""
+    """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token. The first
+    event is Alive, as soon as the work is accepted.
+    """
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -47,7 +51,9 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.PrefillEvent], _abc.AsyncIterator[_worker_pb2.PrefillEvent]]:
-        """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token."""
+        """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token. The first
+        event is Alive, as soon as the work is accepted.
+        """
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

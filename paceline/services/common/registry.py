@@ -42,7 +42,9 @@ class Member:
     """kvtransfer instance whose arena it uses; equal for two workers means a handoff moves no bytes."""
     state: State = "ready"
     model: str = ""
-    """KV layout fingerprint; workers may hand over only where it is equal."""
+    """Digest of the model's config and tokenizer; a gateway gives requests only to workers of its own."""
+    layout: str = ""
+    """Fingerprint of the KV layout; workers may hand over only where it is equal."""
     max_model_len: int = 0
     max_seqs: int = 0
     running: int = 0
@@ -63,8 +65,9 @@ class Member:
         except (ValueError, TypeError):
             return None
         numbers = (member.epoch, member.max_model_len, member.max_seqs, member.running, member.waiting)
-        words = (member.worker_id, member.role, member.address, member.host_id, member.state, member.model)
-        well_formed = all(type(n) is int for n in numbers) and all(type(w) is str for w in words)
+        words = (member.worker_id, member.role, member.address, member.host_id, member.state)
+        well_formed = all(type(n) is int for n in numbers)
+        well_formed &= all(type(w) is str for w in (*words, member.model, member.layout))
         return member if well_formed and isinstance(member.stats, dict) else None
 
 

@@ -29,6 +29,9 @@ Argument = TypeVar("Argument")
 RequestEvent = Sampled | Scored | Preempted
 """What the handler of a request gets to see."""
 
+ALIVE_SECONDS = 1.0
+"""A handler that has nothing to report says so this often, while the engine works."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
@@ -46,19 +49,24 @@ class EventStream:
     def put(self, event: RequestEvent | StaleError) -> None:
         self._queue.put_nowait(event)
 
-    async def next(self) -> RequestEvent:
-        """Waits for the next event. Raises StaleError where the request lost its blocks."""
-        event = await self._queue.get()
-        if isinstance(event, StaleError):
-            raise event
-        return event
-
     async def batch(self) -> list[RequestEvent]:
-        """The next event and all that are there behind it."""
-        events = [await self.next()]
-        while not self._queue.empty():
-            events.append(await self.next())
-        return events
+        """The next event and all that are there behind it; none where none came within ALIVE_SECONDS.
+
+        Raises StaleError where the request lost its blocks.
+        """
+        events: list[RequestEvent] = []
+        try:
+            async with asyncio.timeout(ALIVE_SECONDS):
+                event = await self._queue.get()
+        except TimeoutError:
+            return events
+        while True:
+            if isinstance(event, StaleError):
+                raise event
+            events.append(event)
+            if self._queue.empty():
+                return events
+            event = self._queue.get_nowait()
 
 
 class Worker:
@@ -67,10 +75,14 @@ class Worker:
     `failed` gets an exception when the engine broke.
 
     Args:
+        model_id: digest of the model's config and tokenizer.
         pool: the arena as a flat tensor of the cache's dtype.
     """
 
-    def __init__(self, model: Model, layout: KVLayout, pool: torch.Tensor, kv: KVClient, limits: WorkerLimits) -> None:
+    def __init__(
+        self, model: Model, model_id: str, layout: KVLayout, pool: torch.Tensor, kv: KVClient, limits: WorkerLimits
+    ) -> None:
+        self.model_id = model_id
         self.kv = kv
         kv.on_hold_lost = self._on_hold_lost
         self.layout = layout
@@ -79,6 +91,7 @@ class Worker:
         """Requests that were admitted and have not ended."""
         self.draining = False
         """Whether new requests are refused."""
+        self._preempted: list[Key] = []
         self._idle = asyncio.Event()
         self._idle.set()
         self._vocab_size = model.config.vocab_size
@@ -107,6 +120,8 @@ class Worker:
     @contextlib.contextmanager
     def admission(self) -> Iterator[None]:
         """A place for one request. Raises BusyError or UnavailableError."""
+        if self._preempted:
+            raise BusyError(f"{len(self._preempted)} requests that were preempted wait for blocks, and they come first")
         if self.draining:
             raise UnavailableError("this worker is draining")
         if self.active >= self.limits.max_seqs:
@@ -120,6 +135,25 @@ class Worker:
             if self.active == 0:
                 self._idle.set()
 
+    @contextlib.contextmanager
+    def waiting_for_blocks(self, key: Key) -> Iterator[Callable[[], bool]]:
+        """A place in the line of preempted requests, before all newcomers; yields what says whether it is the first."""
+        self._preempted.append(key)
+        try:
+            yield lambda: self._preempted[0] == key
+        finally:
+            self._preempted.remove(key)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were preempted and wait for blocks."""
+        return len(self._preempted)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the engine waits for work or takes its steps in time; a silent request then only waits its turn."""
+        return self.engine.step_seconds < ALIVE_SECONDS
+
     async def drain(self, seconds: float) -> None:
         """Waits so long at most for what runs. Set `draining` before."""
         with contextlib.suppress(TimeoutError):
@@ -127,7 +161,9 @@ class Worker:
                 await self._idle.wait()
 
     def check(self, work: pb.Work) -> None:
-        """Refuses what this worker can never do. Raises InvalidRequestError."""
+        """Refuses what this worker can never do. Raises InvalidRequestError, or UnavailableError: another one can."""
+        if work.model != self.model_id:
+            raise UnavailableError("this worker serves another model")
         length, sampling = len(work.token_ids), work.sampling
         if not work.key.request_id:
             raise InvalidRequestError("a request needs an id", "request_id")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -17,6 +17,8 @@ import torch
 from paceline.core.config import WorkerConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.kv_layout import KVLayout, make_layout
+from paceline.core.machine import available_cores
+from paceline.core.model_folder import model_digest
 from paceline.kernels import select_kernels
 from paceline.models.base import Model
 from paceline.models.config import read_config
@@ -24,7 +26,13 @@ from paceline.models.identity import model_identity
 from paceline.models.loader import load_model
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.kv_client import Arena, KVClient
-from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
+from paceline.services.common.lifecycle import (
+    announce_ready,
+    reachable_address,
+    start_unless_stopped,
+    stop_on_signals,
+    unique_name,
+)
 from paceline.services.common.registry import Member, Registrar, Role
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.worker import Worker, WorkerLimits
@@ -33,14 +41,13 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-
 AddService = Callable[[grpc.aio.Server, Worker], None]
 
 
 async def run_worker(config: WorkerConfig, role: Role, add_service: AddService) -> None:
     """Serves until SIGTERM, then drains. Raises PacelineError where the worker cannot start or go on."""
     stop = stop_on_signals()
-    process = await WorkerProcess.start(config, role, add_service)
+    process = await start_unless_stopped(WorkerProcess.start(config, role, add_service), stop)
     announce_ready(config, process.address)
     log.info("%s %s serves at %s", role, process.worker_id, process.address)
     try:
@@ -64,24 +71,36 @@ class WorkerProcess:
         self._epoch = time.time_ns()
         self._server = RpcServer(config.host, config.port, config.worker_id)
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
+        self._undo = contextlib.AsyncExitStack()
 
     @classmethod
     async def start(cls, config: WorkerConfig, role: Role, add_service: AddService) -> WorkerProcess:
-        """Loads the model, joins the arena, serves. Raises PacelineError."""
+        """Loads the model, joins the arena, serves. Raises PacelineError, and leaves nothing then or when cancelled."""
         config = replace(config, worker_id=config.worker_id or unique_name(role))
-        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        torch.set_num_threads(config.threads or available_cores())
         model, layout = await asyncio.to_thread(_load, config)
-        kv = KVClient(config.kvtransfer_address, config.worker_id, role)
-        arena = await kv.attach(layout)
-        pool = torch.frombuffer(map_arena(arena.path, arena.size), dtype=_dtype(config))
-        limits = WorkerLimits(_max_model_len(config, model, layout, arena), config.max_batched_tokens, config.max_seqs)
-        process = cls(config, role, Worker(model, layout, pool, kv, limits), kv, arena.host_id)
-        add_service(process._server.server, process.worker)
-        process.address = reachable_address(config, await process._server.start())
-        process.worker.engine.start()
-        await process._registrar.start()
-        await process._server.set_ready(True)
+        async with contextlib.AsyncExitStack() as undo:
+            kv = KVClient(config.kvtransfer_address, config.worker_id, role)
+            undo.push_async_callback(kv.close)
+            arena = await kv.attach(layout)
+            pool = torch.frombuffer(map_arena(arena.path, arena.size), dtype=_dtype(config))
+            max_model_len = _max_model_len(config, model, layout, arena)
+            limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs)
+            worker = Worker(model, model_digest(Path(config.model)), layout, pool, kv, limits)
+            process = cls(config, role, worker, kv, arena.host_id)
+            add_service(process._server.server, worker)
+            await process._serve(undo)
+            process._undo = undo.pop_all()
         return process
+
+    async def _serve(self, undo: contextlib.AsyncExitStack) -> None:
+        self.worker.engine.start()
+        undo.push_async_callback(asyncio.to_thread, self.worker.engine.stop)
+        undo.push_async_callback(self._server.close, 0)
+        self.address = reachable_address(self._config, await self._server.start())
+        undo.push_async_callback(self._registrar.stop)
+        await self._registrar.start()
+        await self._server.set_ready(True)
 
     async def wait(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set. Raises UnavailableError when the worker cannot go on."""
@@ -104,10 +123,8 @@ class WorkerProcess:
         await self.worker.drain(seconds)
 
     async def close(self) -> None:
-        await self._registrar.stop()
-        await self._server.close(0)
-        await asyncio.to_thread(self.worker.engine.stop)
-        await self._kv.close()
+        """Leaves the cluster, then the host."""
+        await self._undo.aclose()
 
     def _describe(self) -> Member:
         worker, stats = self.worker, self.worker.engine.stats
@@ -118,10 +135,12 @@ class WorkerProcess:
             address=self.address,
             host_id=self._host_id,
             state="draining" if worker.draining else "ready",
-            model=worker.layout.fingerprint,
+            model=worker.model_id,
+            layout=worker.layout.fingerprint,
             max_model_len=worker.limits.max_model_len,
             max_seqs=worker.limits.max_seqs,
-            running=worker.active,
+            running=worker.active - worker.waiting,
+            waiting=worker.waiting,
             stats={**asdict(stats), "busy_seconds": worker.engine.busy_seconds},
         )
 

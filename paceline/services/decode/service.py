@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
+import time
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -18,7 +20,7 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.kv_client import Hold
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
-from paceline.services.common.worker import RequestEvent, Worker
+from paceline.services.common.worker import ALIVE_SECONDS, RequestEvent, Worker
 
 FIRST_COMMAND_SECONDS = 10.0
 
@@ -97,7 +99,7 @@ class _Attempt:
             while True:
                 batch = await events.batch()
                 await self._report(batch)
-                last = batch[-1]
+                last = batch[-1] if batch else None
                 if isinstance(last, Sampled) and last.reason is not None:
                     return last.reason
                 if isinstance(last, Preempted):
@@ -106,7 +108,9 @@ class _Attempt:
             hold = await self._reserve_again()
 
     async def _report(self, batch: list[RequestEvent]) -> None:
-        """Writes what happened; tokens that are there at the same time travel together."""
+        """Writes what happened, or that the request waits its turn. Tokens that are there together travel together."""
+        if not batch and self._worker.goes_on:
+            await self._write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
         for event in batch:
             if isinstance(event, Scored):
                 scores = scores_to_pb(event.first, event.tokens)
@@ -117,11 +121,15 @@ class _Attempt:
     async def _reserve_again(self) -> Hold:
         """After a preemption: waits until blocks are free. What is still cached need not be computed again."""
         self._key = Key(self._key.request_id, self._key.attempt, self._key.generation + 1)
-        while True:
-            try:
-                return await self._reserve()
-            except BusyError:
-                await asyncio.sleep(random.uniform(0.01, 0.05))
+        with self._worker.waiting_for_blocks(self._key) as is_first:
+            while True:
+                give_up = time.monotonic() + ALIVE_SECONDS
+                while time.monotonic() < give_up:
+                    if is_first():
+                        with contextlib.suppress(BusyError):
+                            return await self._reserve()
+                    await asyncio.sleep(random.uniform(0.01, 0.05))
+                await self._report([])
 
     async def _write(self, event: worker_pb2.DecodeEvent) -> None:
         await self._context.write(event)

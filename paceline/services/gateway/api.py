@@ -9,11 +9,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from paceline.core.telemetry import set_request_id
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.middleware import is_valid_id
-from paceline.services.gateway.plan import Plan, encode_chat, plan_chat, plan_completion
+from paceline.services.gateway.plan import Plan, check_ids, encode_chat, plan_chat, plan_completion
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 from paceline.services.gateway.schemas import (
     ChatRequest,
@@ -21,8 +22,7 @@ from paceline.services.gateway.schemas import (
     DetokenizeRequest,
     GenerationRequest,
     StreamOptions,
-    TokenizeChatRequest,
-    TokenizePromptRequest,
+    TokenizeRequest,
 )
 from paceline.services.gateway.streaming import EventStreamResponse, event_stream, until_disconnect
 
@@ -59,13 +59,13 @@ def make_api(gateway: Gateway) -> APIRouter:
         return await _respond(gateway, body, plan, response_format, request)
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizePromptRequest | TokenizeChatRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
         tokenizer = gateway.tokenizer
-        if isinstance(body, TokenizeChatRequest):
-            _, tokens = await asyncio.to_thread(encode_chat, body, tokenizer, body.add_special_tokens)
+        if body.prompt is None:
+            _, tokens = await asyncio.to_thread(encode_chat, body, tokenizer, body.add_special_tokens is True)
         else:
-            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
+            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
         return {
             "count": len(tokens),
             "max_model_len": gateway.fleet.max_model_len(),
@@ -76,9 +76,7 @@ def make_api(gateway: Gateway) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
-        if body.tokens and max(body.tokens) >= gateway.tokenizer.vocab_size:
-            message = f"tokens: ids must be below the vocabulary's size, {gateway.tokenizer.vocab_size}"
-            raise ApiError(400, message, param="tokens")
+        check_ids(body.tokens, gateway.tokenizer.vocab_size, "tokens")
         return {"prompt": await asyncio.to_thread(gateway.tokenizer.decode, body.tokens)}
 
     return router
@@ -94,7 +92,6 @@ async def _respond(
     generation = Generation(
         plan,
         request_id,
-        gateway.model,
         runner=gateway.runner,
         tokenizer=gateway.tokenizer,
         metrics=gateway.metrics,
@@ -114,6 +111,7 @@ def _response_id(body: GenerationRequest, request: Request) -> str:
         if not is_valid_id(body.request_id):
             message = "request_id must be 1 to 128 visible ASCII characters"
             raise ApiError(400, message, param="request_id")
+        set_request_id(body.request_id)
         request.state.request_id = body.request_id
         request.state.client_chose_id = True
     return str(request.state.request_id)

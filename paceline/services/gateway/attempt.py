@@ -1,9 +1,10 @@
 """One attempt at one request: the two calls that make it up, and what comes out of them in order.
 
     decode:   Admit ─▶ Admitted ───────────────(Handoff | PrefillHere)─▶ Tokens… ─▶ Finished
-    prefill:                    Run ─▶ PromptLogprobs… ─▶ FirstToken ─▶ Filled
+    prefill:                    Run ─▶ Alive ─▶ PromptLogprobs… ─▶ FirstToken ─▶ Filled
 
-Both calls are linked: when one fails, the other is cancelled at once.
+A worker says Alive from time to time while a request waits its turn there: only a longer silence is a failure. Both
+calls are linked: when one fails, the other is cancelled at once.
 """
 
 from __future__ import annotations
@@ -132,20 +133,29 @@ class Attempt:
         self.cached_tokens = event.admitted.cached_tokens
         if self.prefill is None:
             await self._command(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
-            return
+        else:
+            await self._start_prefill(event.admitted.key)
+
+    async def _start_prefill(self, key: common_pb2.Key) -> None:
+        assert self.prefill is not None
         work = common_pb2.Work()
         work.CopyFrom(self._work)
-        work.key.CopyFrom(event.admitted.key)
+        work.key.CopyFrom(key)
         self._prefill_call = worker_pb2_grpc.PrefillStub(self.prefill.channel).Run(
             worker_pb2.PrefillRequest(work=work), timeout=self._seconds, metadata=trace_headers()
         )
         self._resources.callback(self._prefill_call.cancel)
         prefill_call = self._prefill_call
         self._decode_call.add_done_callback(lambda _: prefill_call.cancel())
+        if not (await self._read_prefill(ADMIT_SECONDS)).HasField("alive"):
+            raise self._out_of_turn(self.prefill)
 
     async def next(self) -> Event:
         """What happens next. Raises what `admit` does. Behind Ended comes nothing."""
-        return await (self._next_of_decode() if self._prefill_call is None else self._next_of_prefill())
+        event = None
+        while event is None:
+            event = await (self._next_of_decode() if self._prefill_call is None else self._next_of_prefill())
+        return event
 
     async def farewell(self) -> None:
         """After Ended: lets a decode worker that has finished end its call itself; `close` would make it an abort."""
@@ -157,19 +167,14 @@ class Attempt:
         """Ends whatever still runs."""
         self._resources.close()
 
-    async def _next_of_prefill(self) -> Event:
+    async def _next_of_prefill(self) -> Event | None:
         assert self.prefill is not None
         if self._first is not None and (reason := reason_from_pb(self._first.finish_reason)):
             return Ended(reason)
-        try:
-            event = await self._read(self._prefill_call, self.prefill, self._stall_seconds)
-        except WorkerFailedError:
-            if self._decode_call.done():
-                # That is why the prefill was cancelled; reading the decode call tells what happened.
-                await self._read(self._decode_call, self.decode, self._stall_seconds)
-                raise self._out_of_turn(self.decode) from None
-            raise
+        event = await self._read_prefill(self._stall_seconds)
         match event.WhichOneof("event"):
+            case "alive":
+                return None
             case "prompt_logprobs":
                 return _scores(event.prompt_logprobs)
             case "first_token" if self._first is None:
@@ -182,9 +187,11 @@ class Attempt:
                 return HandedOver()
         raise self._out_of_turn(self.prefill)
 
-    async def _next_of_decode(self) -> Event:
+    async def _next_of_decode(self) -> Event | None:
         event = await self._read(self._decode_call, self.decode, self._stall_seconds)
         match event.WhichOneof("event"):
+            case "alive":
+                return None
             case "tokens" if event.tokens.tokens:
                 return Generated([token_from_pb(token) for token in event.tokens.tokens])
             case "prompt_logprobs":
@@ -193,6 +200,18 @@ class Attempt:
                 self._finished = True
                 return Ended(reason)
         raise self._out_of_turn(self.decode)
+
+    async def _read_prefill(self, seconds: float) -> worker_pb2.PrefillEvent:
+        assert self.prefill is not None
+        try:
+            event: worker_pb2.PrefillEvent = await self._read(self._prefill_call, self.prefill, seconds)
+        except WorkerFailedError:
+            if self._decode_call.done():
+                # That is why the prefill was cancelled; reading the decode call tells what happened.
+                await self._read(self._decode_call, self.decode, seconds)
+                raise self._out_of_turn(self.decode) from None
+            raise
+        return event
 
     async def _command(self, command: worker_pb2.DecodeCommand) -> None:
         # A call that has failed already says so better when it is read.

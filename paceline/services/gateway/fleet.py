@@ -54,11 +54,16 @@ class Worker:
 
 
 class Fleet:
-    """Members of one cluster, from `start` to `close`."""
+    """Members of one cluster, from `start` to `close`.
 
-    def __init__(self, redis: Redis, cluster: str) -> None:
+    Args:
+        model: digest of the model whose workers get requests; others are only shown.
+    """
+
+    def __init__(self, redis: Redis, cluster: str, model: str) -> None:
         self._redis = redis
         self._cluster = cluster
+        self.model = model
         self._workers: dict[str, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -81,19 +86,18 @@ class Fleet:
 
     def snapshot(self) -> list[Candidate]:
         """What may get new work."""
-        return [Candidate(worker.member, worker.in_flight) for worker in self.workers() if worker.available]
+        return [
+            Candidate(worker.member, worker.in_flight)
+            for worker in self.workers()
+            if worker.available and worker.member.model == self.model
+        ]
 
     def worker(self, worker_id: str) -> Worker:
         return self._workers[worker_id]
 
-    def knows_room_for(self, context_tokens: int) -> bool:
-        """Whether any decode worker, even one that is set aside now, takes contexts of this length."""
-        members = (worker.member for worker in self._workers.values())
-        return any(m.role == "decode" and m.state == "ready" and m.max_model_len >= context_tokens for m in members)
-
     def max_model_len(self) -> int:
-        """The longest context that a decode worker takes, in tokens; 0 where there is none."""
-        members = (worker.member for worker in self._workers.values())
+        """The longest context that a decode worker takes, even one that is set aside now; 0 where there is none."""
+        members = (worker.member for worker in self._workers.values() if worker.member.model == self.model)
         return max((m.max_model_len for m in members if m.role == "decode" and m.state == "ready"), default=0)
 
     @contextlib.contextmanager
@@ -139,6 +143,12 @@ class Fleet:
                     self._drop(worker)
                 self._workers[name] = Worker(member)
                 log.info("%s %s joined at %s", member.role, name, member.address)
+                if member.role in ("prefill", "decode") and member.model != self.model:
+                    log.warning(
+                        "%s %s gets no requests: config.json or tokenizer.json of its model differ from this gateway's",
+                        member.role,
+                        name,
+                    )
         for name, worker in self._workers.items():
             worker.listed = name in listed
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.model_folder import model_digest
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.gateway.errors import ApiError
@@ -36,7 +37,7 @@ class Gateway:
         self.draining = False
         """Whether new requests are refused."""
         self._redis = connect(config.redis)
-        self.fleet = Fleet(self._redis, config.cluster)
+        self.fleet = Fleet(self._redis, config.cluster, model_digest(Path(config.model)))
         self._placements = PlacementLog(self._redis, config.cluster)
         self.runner = RequestRunner(config, self.fleet, self._placements)
         self.metrics = Metrics(self.model, self.fleet.workers, self.runner)

@@ -57,7 +57,6 @@ class Generation:
         self,
         plan: Plan,
         request_id: str,
-        model: str,
         *,
         runner: RequestRunner,
         tokenizer: Tokenizer,
@@ -67,7 +66,6 @@ class Generation:
         self.plan = plan
         self.completion_tokens = 0
         self._request_id = request_id
-        self._model = model
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -136,10 +134,10 @@ class Generation:
         several = len(self._has_begun) * self.plan.n > 1
         request = GenerateRequest(
             request_id=f"{self._request_id}-{index}" if several else self._request_id,
-            model=self._model,
             token_ids=prompt.token_ids,
             sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + index) % 2**64),
             cache_salt=self.plan.cache_salt,
+            follows=index > 0,
         )
         choice = _Choice(index, prompt, self.plan, self._tokenizer)
         record = RequestRecord()

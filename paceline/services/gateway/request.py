@@ -45,10 +45,11 @@ class GenerateRequest:
 
     request_id: str
     """Unique among all requests that run in the cluster."""
-    model: str
     token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    follows: bool = False
+    """Whether another sequence of the same client's request came before it: the client is being served already."""
 
     @property
     def context_tokens(self) -> int:
@@ -78,18 +79,21 @@ class _Progress:
         self.request = request
         self.generated: list[int] = []
         self.tries = 0
+        self.failures = 0
+        self.last_failure: WorkerFailedError | None = None
         self.scored = 0
         """Prompt tokens whose logprobs have come."""
-        self.refused: frozenset[str] = frozenset()
         self.failed: frozenset[str] = frozenset()
 
-    def work(self, attempt: int) -> common_pb2.Work:
+    def work(self, model: str) -> common_pb2.Work:
+        """What the next try asks of workers."""
+        self.tries += 1
         request, sampling = self.request, self.request.sampling
         if self.scored >= len(request.token_ids):
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)
         return common_pb2.Work(
-            key=key_to_pb(Key(request.request_id, attempt, 1)),
-            model=request.model,
+            key=key_to_pb(Key(request.request_id, self.tries, 1)),
+            model=model,
             token_ids=[*request.token_ids, *self.generated],
             prompt_tokens=len(request.token_ids),
             sampling=sampling_to_pb(sampling),
@@ -161,34 +165,27 @@ class RequestRunner:
         """
         progress = _Progress(request)
         deadline = record.arrived + self._config.request_seconds
-        failures = 0
         with self._counted():
             while True:
-                attempt: Attempt | None = None
-                reason: Exception
+                attempt = await self._admit(progress, record, deadline)
                 try:
-                    attempt = await self._admit(progress, record, deadline)
                     while True:
                         if (event := progress.note(await attempt.next(), record)) is not None:
                             yield event
                         if isinstance(event, Ended):
                             await attempt.farewell()
                             return
-                except WorkerBusyError as error:
-                    # A full prefill worker is no failure: the next attempt does without it.
-                    progress.refused |= {error.worker.member.worker_id}
-                    failures += attempt is not None and error.worker is attempt.decode
-                    reason = error
                 except WorkerFailedError as error:
                     self._note_failure(error, progress)
-                    failures += 1
-                    reason = error
+                except WorkerBusyError as error:  # after it had admitted
+                    self._note_failure(WorkerFailedError(str(error), error.worker, unreachable=False), progress)
                 finally:
-                    self._end(attempt)
+                    self._discard(attempt)
+                    self.line.wake()
                 if finish := progress.end():
                     yield Ended(finish)
                     return
-                self._check_can_go_on(failures, deadline, reason)
+                self._check_can_go_on(progress, deadline)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -207,10 +204,12 @@ class RequestRunner:
         span.add_event("queue")
         try:
             attempt = await self.line.admit(
-                lambda: self._try_to_admit(progress, record, deadline), first=record.attempts > 0
+                lambda: self._try_to_admit(progress, record, deadline),
+                first=record.attempts > 0,
+                patient=progress.request.follows and record.attempts == 0,
             )
         except BusyError as error:
-            if self._fleet.knows_room_for(progress.request.context_tokens):
+            if self._fleet.max_model_len() >= progress.request.context_tokens:
                 raise
             raise UnavailableError("no worker has come back in time; try again later") from error
         span.add_event("admitted", {"decode": attempt.decode.member.worker_id, "attempt": progress.tries})
@@ -225,21 +224,20 @@ class RequestRunner:
 
     async def _try_to_admit(self, progress: _Progress, record: RequestRecord, deadline: float) -> Attempt | None:
         """Asks the workers in the router's order, until one admits; None where all are full or none is there now."""
-        refused, context_tokens = progress.refused, progress.request.context_tokens
+        context_tokens = progress.request.context_tokens
+        refused: frozenset[str] = frozenset()
         while True:
-            self._check_can_go_on(0, deadline, None)
+            self._check_can_go_on(progress, deadline)
             placement = place(Need(context_tokens, refused, progress.failed), self._fleet.snapshot())
             if placement is None:
-                progress.refused = frozenset()
-                if record.attempts == 0 and not self._fleet.knows_room_for(context_tokens):
+                if record.attempts == 0 and self._fleet.max_model_len() < context_tokens:
                     raise UnavailableError("no decode worker is ready; try again later")
                 return None
-            progress.tries += 1
             attempt = Attempt(
                 self._fleet,
                 self._fleet.worker(placement.decode.worker_id),
                 self._fleet.worker(placement.prefill.worker_id) if placement.prefill is not None else None,
-                progress.work(progress.tries),
+                progress.work(self._fleet.model),
                 seconds=max(deadline - time.monotonic(), 0.1),
                 stall_seconds=self._config.stall_seconds,
             )
@@ -250,6 +248,11 @@ class RequestRunner:
             except WorkerBusyError as error:
                 self._discard(attempt)
                 refused |= {error.worker.member.worker_id}
+            except WorkerFailedError as error:
+                self._discard(attempt)
+                # Nothing was begun: a worker that restarts or drains costs no attempt, however often that happens.
+                self._note_failure(error, progress, begun=not error.unreachable)
+                refused |= {error.worker.member.worker_id}
             except BaseException:
                 self._discard(attempt)
                 raise
@@ -258,23 +261,21 @@ class RequestRunner:
         self._running.discard(attempt)
         attempt.close()
 
-    def _end(self, attempt: Attempt | None) -> None:
-        if attempt is not None:
-            self._discard(attempt)
-            self.line.wake()
-
-    def _note_failure(self, error: WorkerFailedError, progress: _Progress) -> None:
+    def _note_failure(self, error: WorkerFailedError, progress: _Progress, begun: bool = True) -> None:
         progress.failed |= {error.worker.member.worker_id}
+        progress.failures += begun
+        progress.last_failure = error
         if self._aborted:
             return
         log.warning("attempt %d failed after %d tokens: %s", progress.tries, len(progress.generated), error)
         if error.unreachable:
             error.worker.set_aside()
 
-    def _check_can_go_on(self, failures: int, deadline: float, reason: Exception | None) -> None:
+    def _check_can_go_on(self, progress: _Progress, deadline: float) -> None:
+        reason = progress.last_failure
         if self._aborted:
             raise UnavailableError("the gateway is shutting down; try again on another one")
         if time.monotonic() >= deadline:
             raise UnavailableError(f"the request took longer than {self._config.request_seconds:g} seconds") from reason
-        if failures >= self._config.max_attempts:
-            raise UnavailableError(f"all {failures} attempts failed; the last one: {reason}") from reason
+        if progress.failures >= self._config.max_attempts:
+            raise UnavailableError(f"all {progress.failures} attempts failed; the last one: {reason}") from reason

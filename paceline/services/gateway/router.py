@@ -33,6 +33,11 @@ class Candidate:
         member = self.member
         return (member.running + member.waiting + self.in_flight) / max(member.max_seqs, 1)
 
+    @property
+    def has_room(self) -> bool:
+        """As far as this gateway's own calls tell; the worker has the last word."""
+        return self.in_flight < self.member.max_seqs
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -45,24 +50,31 @@ class Placement:
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     """The least loaded decode worker, and the least loaded prefill worker that hands over to it without moving bytes.
 
-    Returns None where no decode worker can take the request.
+    A decode worker computes prompts itself only where there is no prefill worker for it at all. Where there are some,
+    all full, the request waits for them, so that a burst of prompts does not slow down everybody's tokens.
+
+    Returns None where nothing can take the request now.
     """
-    usable = [c for c in snapshot if c.member.state == "ready" and c.member.worker_id not in need.refused]
-    fitting = [c for c in usable if c.member.max_model_len >= need.context_tokens]
-    decode = _least_loaded((c for c in fitting if c.member.role == "decode"), need.failed)
-    if decode is None:
+    fitting = [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
+    prefills = [c for c in fitting if c.member.role == "prefill"]
+
+    def rank(candidate: Candidate) -> tuple[bool, float, str]:
+        # The id breaks ties, so that equal snapshots give equal placements.
+        return candidate.member.worker_id in need.failed, candidate.load, candidate.member.worker_id
+
+    choices: list[tuple[bool, Candidate, Candidate | None]] = []
+    for decode in fitting:
+        if decode.member.role != "decode" or decode.member.worker_id in need.refused:
+            continue
+        neighbours = [c for c in prefills if _can_hand_over(c.member, decode.member)]
+        open_ones = [c for c in neighbours if c.member.worker_id not in need.refused and c.has_room]
+        if open_ones or not neighbours:
+            choices.append((not neighbours, decode, min(open_ones, key=rank, default=None)))
+    if not choices:
         return None
-    prefill = _least_loaded(
-        (c for c in fitting if c.member.role == "prefill" and _can_hand_over(c.member, decode)), need.failed
-    )
-    return Placement(decode, prefill)
+    _, decode, prefill = min(choices, key=lambda choice: (choice[0], rank(choice[1])))
+    return Placement(decode.member, prefill.member if prefill is not None else None)
 
 
 def _can_hand_over(prefill: Member, decode: Member) -> bool:
-    return prefill.host_id == decode.host_id and prefill.model == decode.model
-
-
-def _least_loaded(candidates: Iterable[Candidate], failed: frozenset[str]) -> Member | None:
-    # The id breaks ties, so that equal snapshots give equal placements.
-    best = min(candidates, key=lambda c: (c.member.worker_id in failed, c.load, c.member.worker_id), default=None)
-    return None if best is None else best.member
+    return prefill.host_id == decode.host_id and prefill.layout == decode.layout

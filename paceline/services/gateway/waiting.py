@@ -33,19 +33,22 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._line)
 
-    async def admit(self, attempt: Callable[[], Awaitable[T | None]], *, first: bool = False) -> T:
+    async def admit(
+        self, attempt: Callable[[], Awaitable[T | None]], *, first: bool = False, patient: bool = False
+    ) -> T:
         """Tries until there is room, in turn.
 
         Args:
             attempt: returns None where there is no room now.
             first: for a request that had its place already and lost it with its worker; waits before all others.
+            patient: for a sequence whose client is being served already; waits behind the others, as long as it takes.
 
         Raises:
             BusyError: the line is full, or the time is over.
         """
         if not self._line and (admitted := await attempt()) is not None:
             return admitted
-        if len(self._line) >= self._max_waiting and not first:
+        if len(self._line) >= self._max_waiting and not (first or patient):
             raise BusyError("the server is busy and its queue is full; try again later")
         turn = asyncio.Event()
         if first:
@@ -54,7 +57,7 @@ class WaitingLine:
         else:
             self._line.append(turn)
         try:
-            async with asyncio.timeout(self._queue_seconds) as limit:
+            async with asyncio.timeout(None if patient else self._queue_seconds) as limit:
                 while True:
                     await self._wait(turn)
                     if self._line[0] is turn and (admitted := await attempt()) is not None:

@@ -79,7 +79,7 @@ def _describe(service: KVTransferService, host_id: str, epoch: int, address: str
         epoch=epoch,
         address=address,
         host_id=host_id,
-        model=snapshot.fingerprint,
+        layout=snapshot.fingerprint,
         stats={
             **{f"blocks_{name}": count for name, count in snapshot.counts._asdict().items()},
             "slot_bytes": snapshot.slot_bytes,

@@ -11,7 +11,7 @@ from paceline.engine.step import Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
-from paceline.services.common.worker import Worker
+from paceline.services.common.worker import RequestEvent, Worker
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,13 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         worker = self._worker
         hold = await worker.kv.open(key_from_pb(work.key))
         try:
+            await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive()))
             events = worker.submit(worker.make_request(work, hold, list(work.token_ids), only_first_token=True))
-            while not isinstance(event := await events.next(), Sampled):
-                if isinstance(event, Scored):
-                    await context.write(
-                        worker_pb2.PrefillEvent(prompt_logprobs=scores_to_pb(event.first, event.tokens))
-                    )
+            while True:
+                batch = await events.batch()
+                await self._report(batch, context)
+                if batch and isinstance(event := batch[-1], Sampled):
+                    break
             # The client gets its first token now; the handoff follows behind it.
             first = worker_pb2.FirstToken(token=token_to_pb(event.token), finish_reason=reason_to_pb(event.reason))
             await context.write(worker_pb2.PrefillEvent(first_token=first))
@@ -58,3 +59,12 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             raise
         worker.forget(hold.key)
         await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(key))))
+
+    async def _report(self, batch: list[RequestEvent], context: Context) -> None:
+        """Writes what happened before the first token; or that the request waits its turn."""
+        for event in batch:
+            if isinstance(event, Scored):
+                scores = scores_to_pb(event.first, event.tokens)
+                await context.write(worker_pb2.PrefillEvent(prompt_logprobs=scores))
+        if not batch and self._worker.goes_on:
+            await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive()))

@@ -54,6 +54,7 @@ class Host:
         self.clock = clock
         self.prefill = prefill
         self.decode = decode
+        self.model = decode.worker.model_id
         self.channels = [open_channel(address) for address in (prefill.address, decode.address, kvtransfer)]
         self.prefill_stub = worker_pb2_grpc.PrefillStub(self.channels[0])
         self.decode_stub = worker_pb2_grpc.DecodeStub(self.channels[1])
@@ -70,7 +71,7 @@ class Host:
         """Plays the gateway for one request."""
         key = common_pb2.Key(request_id=f"r{random.getrandbits(64)}", attempt=1, generation=1)
         params = common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-        work = common_pb2.Work(key=key, token_ids=prompt, prompt_tokens=len(prompt), sampling=params)
+        work = common_pb2.Work(key=key, model=self.model, token_ids=prompt, prompt_tokens=len(prompt), sampling=params)
         outcome = Outcome([], 0, [])
         call = self.decode_stub.Generate(timeout=60)
         try:

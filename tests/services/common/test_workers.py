@@ -202,7 +202,8 @@ async def test_impossible_work_is_refused(
         fields["prompt_tokens"] = len(change["token_ids"])  # type: ignore[arg-type]
     async with start_host(tmp_path) as host:
         call = host.decode_stub.Generate(timeout=10)
-        await call.write(worker_pb2.DecodeCommand(admit=common_pb2.Work(**fields)))  # type: ignore[arg-type]
+        work = common_pb2.Work(model=host.model, **fields)  # type: ignore[arg-type]
+        await call.write(worker_pb2.DecodeCommand(admit=work))
         with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
             await call.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -217,6 +218,7 @@ async def test_prefill_without_a_reservation_is_refused(
     async with start_host(tmp_path) as host:
         work = common_pb2.Work(
             key=common_pb2.Key(request_id="nobody", attempt=1, generation=1),
+            model=host.model,
             token_ids=[5, 6],
             prompt_tokens=2,
             sampling=common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=3),

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from paceline.core.config import GatewayConfig
+from paceline.core.model_folder import model_digest
 from paceline.services.common.registry import Role, connect, read_members
 from paceline.services.gateway.main import run
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -45,6 +46,7 @@ class Stack:
 
     async def add(self, role: Role, worker_id: str, **options: Any) -> ToyWorker:
         worker = ToyWorker(role, worker_id, **options)
+        worker.model = model_digest(Path(self._config.model))
         self.workers[worker_id] = worker
         await worker.start(self.redis_url, self.cluster)
         await eventually(lambda: self._is_listed(worker_id))

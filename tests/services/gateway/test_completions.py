@@ -175,4 +175,4 @@ async def test_the_sampling_reaches_the_workers(stack: Stack) -> None:
     for worker in stack.workers.values():
         work = worker.calls[0].work
         assert (work.sampling.temperature, work.sampling.top_k, work.sampling.seed) == (0.5, 3, 7)
-        assert (work.model, work.cache_salt, work.prompt_tokens, work.sampling.max_tokens) == ("toy", "me", 1, 5)
+        assert (work.cache_salt, work.prompt_tokens, work.sampling.max_tokens) == ("me", 1, 5)

@@ -22,7 +22,7 @@ class Cluster:
         self._name = uuid.uuid4().hex
         self._redis = connect(redis_url)
         self._workers: list[ToyWorker] = []
-        self.fleet = Fleet(self._redis, self._name)
+        self.fleet = Fleet(self._redis, self._name, "")
 
     async def add_stranger(self, worker_id: str, role: Role, port: int = 0) -> ToyWorker:
         worker = await ToyWorker(role, worker_id, port=port).start(self._redis_url, self._name)
@@ -94,10 +94,10 @@ async def test_a_crashed_member_is_set_aside_and_dropped_when_redis_forgets_it(c
     await worker.crash()
     cluster.fleet.worker("d").set_aside()
     assert cluster.usable() == []
-    assert cluster.fleet.knows_room_for(512)
+    assert cluster.fleet.max_model_len() == 512
     await worker.leave_redis()
     await eventually(lambda: cluster.names() == [])
-    assert not cluster.fleet.knows_room_for(1)
+    assert cluster.fleet.max_model_len() == 0
 
 
 async def test_who_was_set_aside_comes_back_when_it_serves(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ NEED = Need(context_tokens=100)
 
 
 def member(worker_id: str, role: str = "decode", **fields: object) -> Member:
-    base = Member(worker_id, role, 1, "127.0.0.1:1", "host", model="m", max_model_len=1000, max_seqs=8)  # type: ignore[arg-type]
+    base = Member(worker_id, role, 1, "127.0.0.1:1", "host", layout="m", max_model_len=1000, max_seqs=8)  # type: ignore[arg-type]
     return dataclasses.replace(base, **fields)  # type: ignore[arg-type]
 
 
@@ -49,7 +49,7 @@ def test_own_calls_count_between_heartbeats() -> None:
 
 def test_a_prefill_worker_must_share_the_arena_and_the_layout() -> None:
     assert placed(NEED, member("d"), member("p", "prefill", host_id="other")) == ("d", None)
-    assert placed(NEED, member("d"), member("p", "prefill", model="other")) == ("d", None)
+    assert placed(NEED, member("d"), member("p", "prefill", layout="other")) == ("d", None)
 
 
 def test_draining_and_short_workers_get_nothing() -> None:
@@ -60,7 +60,22 @@ def test_draining_and_short_workers_get_nothing() -> None:
 
 def test_who_refused_is_not_asked_again() -> None:
     need = Need(100, refused=frozenset({"d1", "p1"}))
-    assert placed(need, member("d1"), member("d2", running=9), member("p1", "prefill")) == ("d2", None)
+    prefills = (member("p1", "prefill"), member("p2", "prefill", running=9))
+    assert placed(need, member("d1"), member("d2", running=9), *prefills) == ("d2", "p2")
+
+
+def test_full_prefill_workers_are_waited_for() -> None:
+    full = Candidate(member("p", "prefill", max_seqs=3), in_flight=3)
+    assert placed(NEED, member("d"), full) is None
+    assert placed(Need(100, refused=frozenset({"p"})), member("d"), member("p", "prefill")) is None
+    assert placed(NEED, member("d"), full, member("p2", "prefill", running=9)) == ("d", "p2")
+
+
+def test_a_host_with_prefill_workers_is_preferred() -> None:
+    apart = member("d1", host_id="other")
+    assert placed(NEED, apart, member("d2", running=5), member("p", "prefill")) == ("d2", "p")
+    full = Candidate(member("p", "prefill", max_seqs=3), in_flight=3)
+    assert placed(NEED, apart, member("d2", running=5), full) == ("d1", None)
 
 
 def test_who_failed_is_taken_only_where_there_is_no_other() -> None:
@@ -92,11 +107,24 @@ def test_a_placement_is_allowed_and_does_not_depend_on_the_order(fleet: list[Can
     can_decode = [
         c for c in fleet if (c.member.role, c.member.state) == ("decode", "ready") and c.member.max_model_len >= 100
     ]
-    assert (placement is None) == (not can_decode)
+    neighbours = {
+        decode.member.worker_id: [
+            c
+            for c in fleet
+            if (c.member.role, c.member.state, c.member.host_id) == ("prefill", "ready", decode.member.host_id)
+            and c.member.max_model_len >= 100
+        ]
+        for decode in can_decode
+    }
+    open_ones = {name: [c for c in found if c.in_flight < c.member.max_seqs] for name, found in neighbours.items()}
+    placeable = [c for c in can_decode if open_ones[c.member.worker_id] or not neighbours[c.member.worker_id]]
+    assert (placement is None) == (not placeable)
     if placement is None:
         return
     decode, prefill = placement.decode, placement.prefill
-    loads = {c.member.worker_id: c.load for c in fleet}
-    assert loads[decode.worker_id] == min(c.load for c in can_decode)
-    if prefill is not None:
-        assert (prefill.role, prefill.state, prefill.host_id) == ("prefill", "ready", decode.host_id)
+    equals = [c for c in placeable if bool(neighbours[c.member.worker_id]) == (prefill is not None)]
+    assert decode.worker_id in [c.member.worker_id for c in equals if c.load == min(c.load for c in equals)]
+    if prefill is None:
+        assert not any(neighbours[c.member.worker_id] for c in placeable)
+    else:
+        assert prefill in [c.member for c in open_ones[decode.worker_id]]

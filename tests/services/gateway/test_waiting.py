@@ -81,6 +81,18 @@ async def test_who_had_a_place_already_waits_before_all_others() -> None:
     assert room.taken_by == ["b", "a"]
 
 
+async def test_the_patient_are_not_refused_and_wait_behind_the_others() -> None:
+    line, room = WaitingLine(1, 0.01), Room()
+    waiting = asyncio.create_task(line.admit(room.ask("a")))
+    await asyncio.sleep(0)
+    patient = asyncio.create_task(line.admit(room.ask("b"), patient=True))
+    with pytest.raises(BusyError, match=r"within 0\.01 seconds"):
+        await waiting
+    await asyncio.sleep(0.02)
+    room.places = 1
+    assert await patient == "b"
+
+
 async def test_a_full_line_refuses_at_once() -> None:
     line, room = WaitingLine(1, 60), Room()
     tasks = await queue_up(line, room, "a")

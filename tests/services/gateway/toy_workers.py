@@ -7,6 +7,7 @@ wants to happen (silence, failure, fullness) is an attribute of the worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -47,12 +48,15 @@ class ToyWorker(
         self.script = text.encode()
         self.host_id = host_id
         self.state: State = "ready"
-        self.model = "fingerprint"
+        self.model = ""
+        self.layout = "fingerprint"
         self.max_model_len = 512
         self.max_seqs = 8
         self.pause_after: int | None = None
         """Tokens of a call behind which the worker is silent until `resume` is set."""
         self.resume = asyncio.Event()
+        self.alive_seconds: float | None = None
+        """How often a decode worker says Alive in a pause."""
         self.fail_after: int | None = None
         """Tokens of a call behind which it fails, with `fail_code`; all calls do."""
         self.fail_code = grpc.StatusCode.UNAVAILABLE
@@ -105,6 +109,7 @@ class ToyWorker(
             host_id=self.host_id,
             state=self.state,
             model=self.model,
+            layout=self.layout,
             max_model_len=self.max_model_len,
             max_seqs=self.max_seqs,
             running=self.active,
@@ -121,6 +126,7 @@ class ToyWorker(
     ) -> None:
         async with mapped_errors(context), _Tracked(self, request.work, context) as call:
             work = request.work
+            await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive()))
             await self._progress(call, 0, context)
             for scores in self._scores(work):
                 await context.write(worker_pb2.PrefillEvent(prompt_logprobs=scores))
@@ -172,7 +178,12 @@ class ToyWorker(
         if self.fail_after == count:
             await context.abort(self.fail_code, "the toy was told to fail")
         if self.pause_after == count:
-            await self.resume.wait()
+            while not self.resume.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.alive_seconds):
+                        await self.resume.wait()
+                if self.alive_seconds is not None:
+                    await context.write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
         await asyncio.sleep(self.token_delay)
 
     def _token(self, work: common_pb2.Work, position: int) -> tuple[common_pb2.Token, int]:
@@ -200,7 +211,12 @@ class ToyWorker(
         self, request: kvtransfer_pb2.LedgerRequest, context: grpc.aio.ServicerContext
     ) -> kvtransfer_pb2.LedgerReply:
         if self.pause_after == 0:
-            await self.resume.wait()
+            while not self.resume.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.alive_seconds):
+                        await self.resume.wait()
+                if self.alive_seconds is not None:
+                    await context.write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
         hold = kvtransfer_pb2.HoldInfo(key=common_pb2.Key(request_id="r", attempt=1, generation=1), owner="d", age_ms=7)
         return kvtransfer_pb2.LedgerReply(
             host_id=self.host_id,
