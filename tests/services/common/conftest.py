@@ -35,6 +35,8 @@ class Outcome:
     tokens: list[int]
     cached_tokens: int
     scores: list[common_pb2.Token]
+    alive: int = 0
+    """How often a worker said that the work goes on."""
 
 
 class Clock:
@@ -98,6 +100,7 @@ class Host:
         call = self.prefill_stub.Run(worker_pb2.PrefillRequest(work=work), timeout=60)
         while not (event := await call.read()).HasField("first_token"):
             outcome.scores += event.prompt_logprobs.tokens
+            outcome.alive += event.HasField("alive")
         first = event.first_token
         outcome.tokens.append(first.token.id)
         if first.finish_reason != common_pb2.FINISH_REASON_NONE:

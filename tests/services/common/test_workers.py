@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 import torch
 
+from paceline.core.types import Key
 from paceline.proto import common_pb2, worker_pb2
 from tests.services.common.conftest import Host, StartHost
 from tests.tiny_checkpoints import SaveTiny
@@ -226,3 +227,27 @@ async def test_prefill_without_a_reservation_is_refused(
         call = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work), timeout=10)
         with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
             await call.read()
+
+
+async def test_who_waits_its_turn_is_said_to_be_alive(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.services.common.worker.ALIVE_SECONDS", 0.02)
+    save_llama()
+    async with start_host(tmp_path, max_batched_tokens=16) as host:
+        long, short = prompts(1, 2000, 2100)[0], [5, 6, 7]
+        first, second = await asyncio.gather(host.generate(long, 1), host.generate(short, 1))
+        assert (len(first.tokens), len(second.tokens)) == (1, 1)
+        assert second.alive > 1
+
+
+async def test_newcomers_wait_for_the_preempted(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        one, other = Key("one", 1, 2), Key("other", 1, 2)
+        with host.decode.worker.waiting_for_blocks(one) as is_first:
+            with host.decode.worker.waiting_for_blocks(other) as other_is_first:
+                assert (is_first(), other_is_first()) == (True, False)
+            with pytest.raises(grpc.aio.AioRpcError, match="they come first"):
+                await host.generate([5, 6, 7], 3)
+        assert len((await host.generate([5, 6, 7], 3)).tokens) == 3
