@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import dataclasses
 import importlib
+import os
 import shutil
 import signal
 import sys
@@ -131,6 +132,9 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         _prepare(arguments["model"], Path(arguments.get("cache_dir", ServeConfig().cache_dir)))
     else:
         config = _load(name, arguments.pop("config"), arguments)
+        # Until the service listens to signals itself there is nothing to clean up; and the first process of a
+        # container would not even be ended by SIGTERM.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         env.share_cores()
         run = importlib.import_module(f"paceline.services.{name}.main").run
         # A worker's name in its logs and traces is its name in the cluster.

@@ -37,6 +37,17 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def same_option(
+    service: type[ServiceConfig], name: str, *, default: Any = None, help: str = "", group: str = ""
+) -> Any:
+    """The option of this name that `service` has, except for what is given here."""
+    (field,) = (field for field in dataclasses.fields(service) if field.name == name)
+    changes = {key: value for key, value in (("help", help), ("group", group)) if value}
+    return dataclasses.field(
+        default=field.default if default is None else default, metadata={**field.metadata, **changes}
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """What every service has."""
@@ -49,7 +60,7 @@ class ServiceConfig:
     log_level: str = option("info", "debug, info, warning or error", "logs")
     log_format: LogFormat = option("text", "text for people, json for machines", "logs")
     drain_seconds: float = option(
-        30.0, "after SIGTERM, time for running requests to end", "limits", at_least=0, at_most=86400
+        30.0, "after SIGTERM or Ctrl-C, time for running requests to end", "limits", at_least=0, at_most=86400
     )
     ready_fd: int = option(-1, "open file descriptor that is told this service's address once it is ready", "network")
 
@@ -60,7 +71,7 @@ class GatewayConfig(ServiceConfig):
 
     port: int = option(8000, "port to listen on", "network", at_least=0, at_most=65535)
     model: str = option("", "Hugging Face folder of the model (tokenizer and chat template are read)", "model")
-    served_model_name: str = option("", "name of the model in the API; empty takes the folder's name", "model")
+    served_model_name: str = option("", "name of the model in the API; empty takes that of MODEL", "model")
     chat_template: str = option("", "file with a Jinja chat template, for a model that has none", "model")
     api_key: str = option("", "keys that clients must send, separated by commas; empty lets everybody in", "network")
     max_body_bytes: int = option(8 << 20, "largest request body", "limits", at_least=1)
@@ -86,13 +97,13 @@ class WorkerConfig(ServiceConfig):
     )
     kvtransfer_address: str = option("127.0.0.1:7300", "address of this host's kvtransfer service", "network")
     worker_id: str = option("", "unique name of this worker; empty makes one", "cluster")
-    max_seqs: int = option(64, "requests that run at the same time", "limits", at_least=1)
+    max_seqs: int = option(64, "requests that run at the same time on one worker", "limits", at_least=1)
     max_batched_tokens: int = option(
         512, "tokens of one step; longer prompts are computed in chunks of this", "limits", at_least=1
     )
     device: str = option("cpu", "torch device to compute on", "compute")
     kernels: str = option("auto", "kernel backend: auto or reference", "compute")
-    threads: int = option(0, "CPU threads; 0 takes all cores", "compute", at_least=0)
+    threads: int = option(0, "CPU threads; 0 takes all cores that the worker may use", "compute", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,32 +124,26 @@ class ServeConfig:
     """A whole stack on one machine."""
 
     model: str = option("smollm2-135m-instruct", "bundled name, Hugging Face folder or GGUF file", "model")
-    served_model_name: str = option("", "name of the model in the API; empty takes that of MODEL", "model")
-    dtype: str = option("auto", "bfloat16, float32, or auto for that of the checkpoint", "model")
-    max_model_len: int = option(
-        0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model", at_least=0
-    )
-    chat_template: str = option("", "file with a Jinja chat template, for a model that has none", "model")
+    served_model_name: str = same_option(GatewayConfig, "served_model_name")
+    dtype: str = same_option(WorkerConfig, "dtype")
+    max_model_len: int = same_option(WorkerConfig, "max_model_len")
+    chat_template: str = same_option(GatewayConfig, "chat_template")
     cache_dir: str = option(str(env.default_cache_dir()), "folder of converted models", "model")
     prefill: int = option(1, "prefill workers; 0 lets the decode workers compute prompts", "fleet", at_least=0)
     decode: int = option(1, "decode workers", "fleet", at_least=1)
-    kv_memory: str = option("auto", "KV memory, e.g. 512MiB or 4GiB; auto takes a share of what is free", "fleet")
-    max_seqs: int = option(64, "requests that run at the same time on one worker", "fleet", at_least=1)
-    max_batched_tokens: int = option(
-        512, "tokens of one step; longer prompts are computed in chunks of this", "fleet", at_least=1
-    )
-    device: str = option("cpu", "torch device to compute on", "fleet")
-    kernels: str = option("auto", "kernel backend: auto or reference", "fleet")
-    threads: int = option(0, "CPU threads of each worker; 0 takes all cores", "fleet", at_least=0)
-    host: str = option("127.0.0.1", "address of the HTTP API", "network")
-    port: int = option(8000, "port of the HTTP API", "network", at_least=0, at_most=65535)
-    api_key: str = option("", "keys that clients must send, separated by commas; empty lets everybody in", "network")
+    kv_memory: str = same_option(KVTransferConfig, "kv_memory", group="fleet")
+    max_seqs: int = same_option(WorkerConfig, "max_seqs", group="fleet")
+    max_batched_tokens: int = same_option(WorkerConfig, "max_batched_tokens", group="fleet")
+    device: str = same_option(WorkerConfig, "device", group="fleet")
+    kernels: str = same_option(WorkerConfig, "kernels", group="fleet")
+    threads: int = same_option(WorkerConfig, "threads", group="fleet")
+    host: str = same_option(GatewayConfig, "host", help="address of the HTTP API")
+    port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free one")
+    api_key: str = same_option(GatewayConfig, "api_key")
     redis: str = option("", "URL of a Redis to use; empty starts one", "network")
-    log_level: str = option("warning", "debug, info, warning or error", "logs")
-    log_format: LogFormat = option("text", "text for people, json for machines", "logs")
-    drain_seconds: float = option(
-        10.0, "after Ctrl-C, time for running requests to end", "limits", at_least=0, at_most=86400
-    )
+    log_level: str = same_option(ServiceConfig, "log_level", default="warning")
+    log_format: LogFormat = same_option(ServiceConfig, "log_format")
+    drain_seconds: float = same_option(ServiceConfig, "drain_seconds", default=10.0)
 
 
 Config = TypeVar("Config", bound="ServiceConfig | ServeConfig")
@@ -158,12 +163,12 @@ def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping
         config = cls(**{**values, **flags})
     except TypeError as error:
         raise ConfigError(str(error)) from error
-    check_ranges(config)
+    check_numbers(config)
     return config
 
 
-def check_ranges(config: ServiceConfig | ServeConfig) -> None:
-    """Raises ConfigError for a number that no service could work with."""
+def check_numbers(config: ServiceConfig | ServeConfig) -> None:
+    """Raises ConfigError for numbers that no service could work with."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         least, most = field.metadata["range"]
@@ -171,6 +176,11 @@ def check_ranges(config: ServiceConfig | ServeConfig) -> None:
             flag = "--" + field.name.replace("_", "-")
             wanted = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
             raise ConfigError(f"{flag} must be {wanted}, not {value:g}")
+    if isinstance(config, (WorkerConfig, ServeConfig)) and config.max_batched_tokens < config.max_seqs:
+        raise ConfigError(
+            f"--max-batched-tokens {config.max_batched_tokens} is less than --max-seqs {config.max_seqs}: "
+            "a step has to give every running request a token; raise the first or lower the second"
+        )
 
 
 def parse_bytes(text: str) -> int:

@@ -1,4 +1,7 @@
-"""The only file that reads Hugging Face's config.json and generation_config.json. Imports no torch."""
+"""Reads Hugging Face's config.json: the only file that knows what an architecture's fields mean. Imports no torch.
+
+What concerns text alone (special tokens, ends of generation, chat templates) the gateway reads from the same folder.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,6 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_position: int
     """Tokens of the longest context."""
-    eos_token_ids: tuple[int, ...]
     dtype: str
     """Of the checkpoint, as torch spells it: "bfloat16", "float16" or "float32"."""
 
@@ -74,8 +76,6 @@ def read_config(folder: Path) -> ModelConfig:
         ModelError: the files cannot be read, or ask for something that no model file of ours computes.
     """
     raw = _read_json(folder / "config.json")
-    generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
     architectures = raw.get("architectures") or ["none"]
     architecture = str(architectures[0])
     reader = _READERS.get(architecture)
@@ -84,7 +84,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{folder}: architecture {architecture} is not supported; supported are: {known}")
     try:
         _refuse_unsupported(raw)
-        config = reader(_Fields(raw, architecture, _eos_token_ids(raw, generation)))
+        config = reader(_Fields(raw, architecture))
         _check_shapes(config)
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from None
@@ -99,7 +99,6 @@ class _Fields:
 
     raw: Json
     architecture: str
-    eos_token_ids: tuple[int, ...]
 
     def get(self, name: str, default: Any) -> Any:
         value = self.raw.get(name)
@@ -126,7 +125,6 @@ class _Fields:
             "num_heads": self.size("num_attention_heads"),
             "norm_eps": float(self.get("rms_norm_eps", 1e-6)),
             "attention_bias": bool(self.get("attention_bias", False)),
-            "eos_token_ids": self.eos_token_ids,
             "dtype": dtype,
         }
 
@@ -241,15 +239,6 @@ def _factor(parameters: Json, name: str) -> float:
     if value <= 0:
         raise ModelError(f"rope's {name} must be given and above 0")
     return value
-
-
-def _eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
-    ids = generation.get("eos_token_id")
-    if ids is None:
-        ids = raw.get("eos_token_id")
-    if ids is None:
-        return ()
-    return tuple(int(token) for token in (ids if isinstance(ids, list) else [ids]))
 
 
 def _refuse_unsupported(raw: Json) -> None:

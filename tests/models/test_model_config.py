@@ -60,7 +60,7 @@ def test_llama(tmp_path: Path) -> None:
     assert config.attention_scale == 8**-0.5
     assert (config.activation, config.norm_eps, config.max_position) == ("silu", 1e-5, 8192)
     assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
-    assert (config.eos_token_ids, config.dtype, config.rope) == ((2,), "bfloat16", Rope(10_000.0))
+    assert (config.dtype, config.rope) == ("bfloat16", Rope(10_000.0))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_gemma3_old_style(tmp_path: Path) -> None:
     )
     assert config.layer_types == ("sliding", "sliding", "full", "sliding", "sliding", "full", "sliding", "sliding")
     assert (config.rope, config.sliding_rope) == (Rope(2e6, "linear", 8.0), Rope(2e4))
-    assert (config.sliding_window, config.eos_token_ids) == (512, (1, 106))
+    assert config.sliding_window == 512
     assert (config.attention_scale, config.tie_word_embeddings) == (256**-0.5, True)
 
 
@@ -136,13 +136,6 @@ def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, mo
         "tie_word_embeddings": "tie_word_embeddings",
     }.items():
         assert getattr(ours, name) == getattr(theirs, their_name)
-
-
-def test_generation_config_decides_the_eos_tokens(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert read(tmp_path, LLAMA).eos_token_ids == (7, 8)
-    (tmp_path / "generation_config.json").write_text('{"do_sample": true}')
-    assert read(tmp_path, LLAMA).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize(

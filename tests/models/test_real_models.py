@@ -12,8 +12,8 @@ import transformers
 from tokenizers import Tokenizer
 
 from paceline.kernels import select_kernels
-from paceline.models.config import read_config
 from paceline.models.loader import load_model
+from paceline.services.gateway import tokenizer as gateway
 
 pytestmark = pytest.mark.model
 
@@ -53,10 +53,15 @@ def test_greedy_tokens_are_those_of_transformers(
         assert tokens == theirs[0, len(prompt) :].tolist()
 
 
+def end_token_ids(folder: Path) -> frozenset[int]:
+    """The tokens at which the gateway ends an answer."""
+    return gateway.Tokenizer(folder).eos_token_ids
+
+
 def test_smollm2_knows_its_capital_and_its_turn_end(real_model: Callable[[str], Path]) -> None:
     folder = real_model("smollm2-135m-instruct")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert tokenizer.token_to_id("<|im_end|>") in read_config(folder).eos_token_ids
+    assert tokenizer.token_to_id("<|im_end|>") in end_token_ids(folder)
     assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n").ids == [1, 4093, 198, 26843, 2, 198]
     # Digits stand alone and are cut off first, so that the two newlines stay one token.
     assert tokenizer.encode("a\n\n12").tokens == ["a", "ĊĊ", "1", "2"]
@@ -66,6 +71,6 @@ def test_smollm2_knows_its_capital_and_its_turn_end(real_model: Callable[[str], 
 def test_gemma_begins_with_bos_and_keeps_its_special_tokens_whole(real_model: Callable[[str], Path]) -> None:
     folder = real_model("gemma-3-270m")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert read_config(folder).eos_token_ids == (tokenizer.token_to_id("<eos>"),)
+    assert end_token_ids(folder) == {tokenizer.token_to_id("<eos>")}
     assert tokenizer.encode("Hello  world\n\n").tokens == ["<bos>", "Hello", "▁▁", "world", "\n\n"]
     assert tokenizer.encode("<start_of_turn>user", add_special_tokens=False).ids == [105, 2364]

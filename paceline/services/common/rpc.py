@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -43,6 +45,9 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (StaleError, grpc.StatusCode.ABORTED),
     (PacelineError, grpc.StatusCode.FAILED_PRECONDITION),
 )
+
+_PARAM = "paceline-param"
+"""Trailing metadata beside INVALID_ARGUMENT: the field at fault."""
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -113,19 +118,35 @@ async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None
         yield
     except PacelineError as error:
         code = next(code for kind, code in _CODES if isinstance(error, kind))
-        await context.abort(code, str(error))
+        param = error.param if isinstance(error, InvalidRequestError) else None
+        await _abort(context, code, str(error), ((_PARAM, param),) if param else ())
     except grpc.aio.AbortError:
         raise
     except Exception as error:
         log.exception("unexpected error in a call")
-        await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+        await _abort(context, grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+async def _abort(
+    context: grpc.aio.ServicerContext[Any, Any],
+    code: grpc.StatusCode,
+    message: str,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> None:
+    try:
+        await context.abort(code, message, metadata)
+    except grpc.aio.InternalError:
+        # The other side has cancelled the call: nobody is there to be told, and its streams ended for that reason.
+        raise asyncio.CancelledError from None
 
 
 def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
     """On the caller's side: a status code becomes one of our errors again. `who` names the other side."""
     details = error.details() or error.code().name
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return InvalidRequestError(details)
+        metadata = cast("Iterable[tuple[str, str | bytes]] | None", error.trailing_metadata())
+        params = [str(value) for key, value in metadata or () if key == _PARAM]
+        return InvalidRequestError(details, params[0] if params else None)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return BusyError(details)
     if error.code() is grpc.StatusCode.ABORTED:

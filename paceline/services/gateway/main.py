@@ -12,7 +12,7 @@ import uvicorn
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
-from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals
+from paceline.services.common.lifecycle import announce_ready, reachable_address, start_unless_stopped, stop_on_signals
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway, load_tokenizer
 
@@ -29,10 +29,12 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
         ConfigError: the port is taken, or the configuration does not fit.
         ModelError: the model's folder holds no usable tokenizer.
     """
+    stop = stop or stop_on_signals()
     listener = _listen(config.host, config.port)
     with contextlib.closing(listener):
         address = reachable_address(config, listener.getsockname()[1])
-        gateway = Gateway(config, await asyncio.to_thread(load_tokenizer, config), address)
+        tokenizer = await start_unless_stopped(asyncio.to_thread(load_tokenizer, config), stop)
+        gateway = Gateway(config, tokenizer, address)
         server = _Server(
             uvicorn.Config(
                 create_app(gateway),
@@ -44,7 +46,6 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
                 timeout_graceful_shutdown=LAST_WORDS_SECONDS,
             )
         )
-        stop = stop or stop_on_signals()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         # Whatever keeps it from starting, the wait below ends.
         serving.add_done_callback(lambda _: server.tried_to_start.set())

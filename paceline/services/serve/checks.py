@@ -6,7 +6,7 @@ import errno
 import socket
 from pathlib import Path
 
-from paceline.core.config import GIB, ServeConfig, check_ranges, parse_bytes
+from paceline.core.config import GIB, ServeConfig, check_numbers, parse_bytes
 from paceline.core.errors import ConfigError
 from paceline.models.config import read_config
 from paceline.models.folder import weight_files
@@ -21,7 +21,7 @@ _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def check_config(config: ServeConfig) -> None:
     """Raises ConfigError for numbers that make no stack."""
-    check_ranges(config)
+    check_numbers(config)
     if config.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"--dtype must be auto, bfloat16 or float32, not {config.dtype!r}")
     if config.kv_memory != "auto":

@@ -22,13 +22,13 @@ def arenas(folder: Path) -> list[Path]:
     return sorted(folder.glob("paceline-*.arena"))
 
 
-def test_an_arena_is_private_and_takes_no_memory_before_it_is_written(tmp_path: Path) -> None:
+def test_an_arena_is_private_and_has_all_its_memory_from_the_start(tmp_path: Path) -> None:
     arena = Arena(tmp_path, SIZE)
     status = arena.path.stat()
     assert arenas(tmp_path) == [arena.path]
     assert arena.path.name.startswith(f"paceline-{os.getuid()}-")
     assert stat.S_IMODE(status.st_mode) == 0o600
-    assert (status.st_size, status.st_blocks) == (SIZE, 0)
+    assert status.st_size == SIZE <= status.st_blocks * 512
     arena.close()
     assert arenas(tmp_path) == []
 
@@ -54,6 +54,20 @@ def test_more_than_the_machine_can_spare_names_the_flag(tmp_path: Path, monkeypa
     check_room(tmp_path, 3 << 20)
     with pytest.raises(ConfigError, match=r"needs 4 MiB and this machine has only 3 MiB free.*--kv-memory"):
         check_room(tmp_path, 4 << 20)
+
+
+def test_memory_that_is_gone_between_the_check_and_the_taking_is_told(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from paceline.services.kvtransfer.arena import Arena\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({SIZE // 2}, {SIZE // 2}))\n"
+        f"Arena(Path(sys.argv[1]), {SIZE})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert f"ConfigError: cannot make an arena of 1 MiB in {tmp_path} (" in done.stderr
+    assert done.stderr.endswith("lower it with --kv-memory\n")
+    assert arenas(tmp_path) == []
 
 
 def test_a_folder_that_is_not_there_names_the_flag(tmp_path: Path) -> None:
