@@ -1,0 +1,106 @@
+"""An error crosses the wire as itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+
+from paceline.core.errors import (
+    BusyError,
+    ConfigError,
+    InvalidRequestError,
+    PacelineError,
+    StaleError,
+    UnavailableError,
+)
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.rpc import RpcServer, is_serving, mapped_errors, open_channel, unmapped_error
+
+
+class Failing(pb_grpc.KVTransferServicer):
+    """A service whose every call ends in `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def Ledger(self, request: pb.LedgerRequest, context: grpc.aio.ServicerContext) -> pb.LedgerReply:  # type: ignore[override, type-arg]
+        async with mapped_errors(context):
+            raise self._error
+
+
+@contextlib.asynccontextmanager
+async def serve(error: Exception) -> AsyncIterator[grpc.aio.Channel]:
+    server = RpcServer("127.0.0.1", 0, "failing")
+    pb_grpc.add_KVTransferServicer_to_server(Failing(error), server.server)
+    async with open_channel(f"127.0.0.1:{await server.start()}") as channel:
+        await server.set_ready(True)
+        yield channel
+    await server.close(0)
+
+
+async def received(error: Exception) -> PacelineError:
+    """What the caller sees of an error."""
+    async with serve(error) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pb_grpc.KVTransferStub(channel).Ledger(pb.LedgerRequest(), timeout=10)
+    return unmapped_error(caught.value, "the other side")
+
+
+@pytest.mark.parametrize("kind", [InvalidRequestError, BusyError, StaleError])
+async def test_an_error_that_callers_act_on_stays_what_it_is(kind: type[PacelineError]) -> None:
+    error = await received(kind("there is äö no room"))
+    assert (type(error), str(error)) == (kind, "there is äö no room")
+
+
+async def test_the_field_at_fault_is_named_to_the_caller() -> None:
+    error = await received(InvalidRequestError("too long", "prompt"))
+    assert isinstance(error, InvalidRequestError)
+    assert error.param == "prompt"
+
+
+async def test_an_error_without_a_field_names_none() -> None:
+    error = await received(InvalidRequestError("too odd"))
+    assert isinstance(error, InvalidRequestError)
+    assert error.param is None
+
+
+@pytest.mark.parametrize("kind", [UnavailableError, ConfigError])
+async def test_whatever_else_goes_wrong_is_told_with_its_side(kind: type[PacelineError]) -> None:
+    error = await received(kind("it broke"))
+    assert (type(error), str(error)) == (UnavailableError, "the other side: it broke")
+
+
+async def test_a_bug_is_logged_there_and_told_here(caplog: pytest.LogCaptureFixture) -> None:
+    error = await received(ZeroDivisionError("division by zero"))
+    assert str(error) == "the other side: ZeroDivisionError: division by zero"
+    assert "unexpected error in a call" in caplog.text
+
+
+async def test_a_service_is_healthy_under_its_own_name_alone() -> None:
+    async with serve(BusyError("")) as channel:
+        assert await is_serving(channel, timeout=10)
+        assert await is_serving(channel, "failing", timeout=10)
+        assert not await is_serving(channel, "a stranger", timeout=10)
+
+
+async def test_a_second_service_on_a_taken_port_is_told_the_flag() -> None:
+    first = RpcServer("127.0.0.1", 0)
+    port = await first.start()
+    second = RpcServer("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
+        await second.start()
+    await first.close(0)
+
+
+async def test_ipv6_listens_too() -> None:
+    server = RpcServer("::1", 0)
+    port = await server.start()
+    await server.set_ready(True)
+    async with open_channel(f"[::1]:{port}") as channel:
+        assert await is_serving(channel, timeout=10)
+    await server.close(0)
