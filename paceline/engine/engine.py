@@ -1,6 +1,10 @@
-"""The engine: one thread that plans, computes and reports, until it is stopped.
+"""The engine: two threads, so that the one that computes never waits for the one that plans.
 
-It knows neither sockets nor event loops: commands come through a thread-safe queue, events leave through a callback.
+    host:    obey ─▶ plan step n+1 ─▶ launch ─▶ report ─▶ obey (the results of step n are a command like any other)
+    compute: ······ step n ······│······ step n+1 ······│
+
+Two steps are in flight: while one is computed, the next one waits in the queue already. It knows neither sockets nor
+event loops: commands come through a thread-safe queue, events leave through a callback.
 """
 
 from __future__ import annotations
@@ -10,29 +14,39 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from paceline.core.types import Key
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, SchedulerStats
 from paceline.engine.step import ChunkResult, Event, Step
 
+STEPS_IN_FLIGHT = 2
+
 log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Computes a step."""
+    """Computes steps, in order; each begins from the state that the one before has left."""
 
     def execute(self, step: Step) -> list[ChunkResult]:
         """One result for each chunk, in order."""
 
 
+class _Launch(NamedTuple):
+    step: Step
+    idle_until: float | None
+    """On time.perf_counter(); set where there was nothing to compute before."""
+
+
 class Engine:
-    """Drives a scheduler and a runner on a thread of its own.
+    """Drives a scheduler and a runner on threads of its own.
 
     Args:
-        on_events: called on the engine's thread after each step; must return at once.
-        on_failure: called on the engine's thread when computing failed; the engine has stopped then.
+        on_events: called on the host thread; must return at once.
+        on_failure: called when computing or planning failed; the engine has stopped then.
+        steps_in_flight: 1 waits for each step's results before the next is planned.
     """
 
     def __init__(
@@ -41,24 +55,39 @@ class Engine:
         runner: Runner,
         on_events: Callable[[list[Event]], None],
         on_failure: Callable[[BaseException], None],
+        steps_in_flight: int = STEPS_IN_FLIGHT,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._on_events = on_events
         self._on_failure = on_failure
+        self._most_in_flight = steps_in_flight
+        self._in_flight = 0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._launched: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=f"engine-{name}", daemon=True)
+            for name, work in (("host", self._run), ("compute", self._compute))
+        ]
         self.busy_seconds = 0.0
         """Time spent computing, since the start."""
+        self.bubble_seconds = 0.0
+        """Time that the compute thread waited although there was work."""
+        self.host_seconds = 0.0
+        """Time that the host thread spent on commands, results and plans; hidden behind steps."""
         self._step_began: float | None = None
+        self._idle = True
+        self._woken = 0.0
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Ends the thread after the step under way."""
+        """Ends the threads after the steps in flight."""
         self._inbox.put(None)
-        self._thread.join(timeout)
+        for thread in self._threads:
+            thread.join(timeout)
 
     def add(self, request: Request) -> None:
         self._inbox.put(lambda: self._scheduler.add(request))
@@ -83,35 +112,58 @@ class Engine:
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats
 
+    # ---- the host thread
+
     def _run(self) -> None:
-        try:
-            idle = False
-            while self._obey_commands(wait=idle):
-                step = self._scheduler.plan()
-                self._report()  # what commands and plan have caused need not wait for the step
-                idle = step is None
-                if step is not None:
-                    self._step_began = began = time.perf_counter()
-                    self._scheduler.apply(step, self._runner.execute(step))
-                    self.busy_seconds += time.perf_counter() - began
-                    self._step_began = None
-                    self._report()
-        except BaseException as error:
-            log.exception("the engine failed")
-            self._on_failure(error)
+        while self._obey_commands():
+            began = time.perf_counter()
+            while self._in_flight < self._most_in_flight and (step := self._scheduler.plan()) is not None:
+                self._launched.put(_Launch(step, self._woken if self._idle else None))
+                self._in_flight += 1
+                self._idle = False
+            self._idle = self._in_flight == 0
+            self._report()
+            self.host_seconds += time.perf_counter() - began
+        self._launched.put(None)
+
+    def _obey_commands(self) -> bool:
+        """Waits for commands, results among them, and carries out all that are there. False means stop."""
+        command = self._inbox.get()
+        self._woken = time.perf_counter()
+        while command is not None:
+            command()
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+        return False
+
+    def _take_results(self, step: Step, results: list[ChunkResult]) -> None:
+        self._in_flight -= 1
+        self._scheduler.apply(step, results)
 
     def _report(self) -> None:
         if events := self._scheduler.take_events():
             self._on_events(events)
 
-    def _obey_commands(self, wait: bool) -> bool:
-        """Carries out what is in the inbox; with `wait`, sleeps until there is something. False means stop."""
-        while True:
-            try:
-                command = self._inbox.get(block=wait)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-            wait = False
+    # ---- the compute thread
+
+    def _compute(self) -> None:
+        ended = time.perf_counter()
+        while (launch := self._launched.get()) is not None:
+            began = self._step_began = time.perf_counter()
+            # Time without any work is no bubble: it ends with the command that brought some.
+            self.bubble_seconds += began - max(ended, launch.idle_until or ended)
+            results = self._runner.execute(launch.step)
+            self._step_began, ended = None, time.perf_counter()
+            self.busy_seconds += ended - began
+            self._inbox.put(partial(self._take_results, launch.step, results))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            log.exception("the engine failed")
+            self._inbox.put(None)
+            self._launched.put(None)
+            self._on_failure(error)

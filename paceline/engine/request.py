@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.core.hashing import HashChain
@@ -33,8 +34,21 @@ class Request:
     """One a group: blocks before this one are sealed."""
     growing: bool = field(default=False, init=False)
     """Whether more blocks were asked for and no answer has come."""
+    row: int | None = field(default=None, init=False)
+    """Its place in the device's state."""
+    in_flight: int = field(default=0, init=False)
+    """Launched steps that include it and whose results have not come."""
+    joined_len: int = field(init=False)
+    """Tokens that it came with."""
+    planned_len: int = field(init=False)
+    """Tokens of `token_ids` at the front that are computed or in flight."""
+    unknown: deque[int] = field(default_factory=deque, init=False)
+    """For each launched step that samples and whose results have not come: the most tokens that it can give; one is
+    the least."""
 
     def __post_init__(self) -> None:
+        self.joined_len = len(self.token_ids)
+        self.planned_len = self.computed_len
         self.sealed_blocks = [self.computed_len // group.block_tokens for group in self.layout.groups]
 
     @property
@@ -42,8 +56,24 @@ class Request:
         return len(self.token_ids) - self.prompt_len
 
     @property
-    def uncomputed_len(self) -> int:
-        return len(self.token_ids) - self.computed_len
+    def least_len(self) -> int:
+        """Tokens that the context has at least, once all launched steps are done."""
+        return len(self.token_ids) + len(self.unknown)
+
+    @property
+    def most_len(self) -> int:
+        """Tokens that it then has at most."""
+        return len(self.token_ids) + sum(self.unknown)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all that the host knows is computed or in flight, but for the newest token: the device goes on."""
+        return bool(self.unknown) or len(self.token_ids) - self.planned_len <= 1
+
+    def limit(self, max_model_len: int) -> int:
+        """Tokens that the context may have at most."""
+        wanted = self.joined_len + 1 if self.only_first_token else self.prompt_len + self.sampling.max_tokens
+        return min(wanted, max_model_len)
 
     @property
     def capacity(self) -> int:

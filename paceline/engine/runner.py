@@ -1,18 +1,20 @@
-"""Computes steps: turns chunks into tensors, runs the model over the paged cache, samples."""
+"""Computes steps: forms their inputs on the device, runs the model over the paged cache, samples, drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Token
+from paceline.engine.drafter import Drafter
+from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, sample, score
+from paceline.engine.scheduler import Limits
 from paceline.engine.step import Chunk, ChunkResult, Step
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, view_pool
+from paceline.kernels.interface import LayerCache, view_pool
 from paceline.models.base import Model
 
 _SCORED_ROWS = 256
@@ -25,69 +27,77 @@ class ModelRunner:
     Args:
         pool: the blocks, flat, of the cache's dtype: [slots * layout.slot_bytes / itemsize]. On CPU this is the arena
             itself, so that what is stored is where others find it.
+        drafter: proposes tokens, where there is one.
     """
 
-    def __init__(self, model: Model, layout: KVLayout, pool: Tensor) -> None:
+    def __init__(
+        self, model: Model, layout: KVLayout, pool: Tensor, limits: Limits, drafter: Drafter | None = None
+    ) -> None:
         self._model = model
-        self._layout = layout
-        self._device = pool.device
+        self._drafter = drafter
+        self._rows = Rows(limits.max_seqs, limits.max_model_len, limits.max_drafts, layout, pool.device)
         self._caches = _layer_caches(layout, pool)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[ChunkResult]:
         """One forward pass; one result for each chunk, in order."""
-        chunks = step.chunks
-        token_ids = np.concatenate([chunk.request.token_ids[chunk.start : chunk.end] for chunk in chunks])
-        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        batch = self._attention_batch(chunks, positions)
-        hidden = self._model.forward(self._to_device(token_ids), self._to_device(positions), self._caches, batch)
-        sampled = iter(self._sample(hidden, chunks, batch.query_start))
-        return [
-            ChunkResult(next(sampled) if chunk.samples else None, self._score(hidden, chunk, start))
-            for chunk, start in zip(chunks, batch.query_start)
-        ]
+        self._rows.update(step.updates)
+        inputs = self._rows.form(step.chunks)
+        hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch)
+        return self._sample(hidden, step.chunks, inputs)
 
-    def _attention_batch(self, chunks: Sequence[Chunk], positions: np.ndarray) -> AttentionBatch:
-        lengths = [chunk.length for chunk in chunks]
-        owner = np.repeat(np.arange(len(chunks)), lengths)
-        groups = []
-        for index, group in enumerate(self._layout.groups):
-            tables = _stack_tables([chunk.request.tables[index] for chunk in chunks])
-            slots = tables[owner, positions // group.block_tokens]
-            groups.append(
-                GroupTables(
-                    block_tokens=group.block_tokens,
-                    window=group.shape.window,
-                    tables=self._to_device(tables.astype(np.int32)),
-                    write_slots=self._to_device(slots),
-                    write_offsets=self._to_device(positions % group.block_tokens),
-                )
-            )
-        return AttentionBatch(
-            query_start=(0, *np.cumsum(lengths).tolist()),
-            context_len=tuple(chunk.end for chunk in chunks),
-            groups=tuple(groups),
-        )
+    def _sample(self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs) -> list[ChunkResult]:
+        """Scores prompts, and chooses tokens behind every input that may be the newest of its context."""
+        spans = list(zip(inputs.batch.query_start, inputs.batch.query_start[1:]))
+        chosen_at = [range(end - 1 if not chunk.follows else begin, end) for chunk, (begin, end) in zip(chunks, spans)]
+        wanted = [index for chunk, span in zip(chunks, chosen_at) if chunk.samples for index in span]
+        logits = self._model.logits(hidden[wanted]) if wanted else hidden
+        results, first = [], 0
+        for chunk, span, (begin, _), start in zip(chunks, chosen_at, spans, inputs.starts):
+            scores = self._score(hidden, chunk, begin)
+            if not chunk.samples:
+                results.append(ChunkResult(scores=scores))
+                continue
+            own = logits[first : first + len(span)]
+            first += len(span)
+            tokens = self._verify(own, chunk.row, start + span.start - begin + 1)
+            results.append(ChunkResult(tokens, max(len(span) - 1, 0), scores))
+        return results
 
-    def _sample(self, hidden: Tensor, chunks: Sequence[Chunk], query_start: Sequence[int]) -> list[Token]:
-        ends = [end - 1 for chunk, end in zip(chunks, query_start[1:]) if chunk.samples]
-        if not ends:
-            return []
-        requests = [chunk.request for chunk in chunks if chunk.samples]
-        rows = [SamplingRow(request.sampling, request.token_ids, request.prompt_len) for request in requests]
-        return sample(self._model.logits(hidden[ends]), rows)
+    def _verify(self, logits: Tensor, row: int, length: int) -> list[Token]:
+        """Accepts drafts as long as they are what would have been sampled; ends with a token that was not drafted.
+
+        Sampling is a function of (logits, seed, position), so that the tokens are those of a run without drafts.
+
+        Args:
+            logits: fp32 [1 + drafts, vocab]; the first row chooses the token behind a context of `length` tokens.
+        """
+        state, fixed = self._rows, self._rows.rows[row]
+        assert fixed is not None
+        tokens: list[Token] = []
+        ended = False
+        for index in range(logits.shape[0]):
+            context = state.context(row, length + index)
+            (token,) = sample(logits[index : index + 1], [SamplingRow(fixed.sampling, context, fixed.prompt_len)])
+            tokens.append(token)
+            output_len = length + index + 1 - fixed.prompt_len
+            ended = token.id in fixed.sampling.stop_token_ids and output_len >= fixed.sampling.min_tokens
+            if ended or index + 1 == logits.shape[0] or token.id != state.token_ids[row, length + index]:
+                break
+        if tokens:
+            state.append(row, [token.id for token in tokens], ended)
+            if self._drafter is not None and not ended:
+                state.draft(row, self._drafter.propose(state.context(row, int(state.lengths[row]))))
+        return tokens
 
     def _score(self, hidden: Tensor, chunk: Chunk, start: int) -> list[Token]:
         tokens: list[Token] = []
         for first in range(0, len(chunk.scored), _SCORED_ROWS):
             positions = chunk.scored[first : first + _SCORED_ROWS]
             logits = self._model.logits(hidden[start + first : start + first + len(positions)])
-            targets = chunk.request.token_ids[positions.start : positions.stop]
+            targets = self._rows.token_ids[chunk.row, positions.start : positions.stop].tolist()
             tokens += score(logits, targets, chunk.request.sampling.prompt_logprobs or 0)
         return tokens
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
 
 
 def _layer_caches(layout: KVLayout, pool: Tensor) -> list[LayerCache]:
@@ -99,11 +109,3 @@ def _layer_caches(layout: KVLayout, pool: Tensor) -> list[LayerCache]:
         views = view_pool(pool, slot_elements, len(shape.layers), shape.kv_heads, group.block_tokens, shape.head_dim)
         by_layer.update(zip(shape.layers, views))
     return [by_layer[layer] for layer in sorted(by_layer)]
-
-
-def _stack_tables(tables: Sequence[list[int]]) -> np.ndarray:
-    """Block tables of several requests as one array [requests, blocks]; 0 fills what no query reads."""
-    stacked = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
-    for row, table in zip(stacked, tables):
-        row[: len(table)] = table
-    return stacked

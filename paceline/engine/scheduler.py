@@ -1,5 +1,10 @@
 """Which tokens to compute next. Pure: no clock, no I/O, no tensors; everything that happens is told by its methods.
 
+Steps are planned ahead of the results of those before (`plan` may be called again before `apply`). What a step in flight
+will give is known only between bounds: at least one token, at most one more than its drafts. Blocks and limits are
+checked against the upper bound; `apply` settles on what really came. Ends are therefore found late; what a step in
+flight computes for a request that has ended is dropped, and the request's row and blocks are kept until it is over.
+
 Blocks are not allocated here. A request comes with the blocks for its prompt; when it is about to outgrow them the
 scheduler asks (`NeedsBlocks`) some steps ahead, and computes on while the answer is under way. A request whose blocks
 are full waits. When there are no blocks (`starve`), the request that came last leaves (`Preempted`).
@@ -16,6 +21,8 @@ from paceline.engine.step import (
     Chunk,
     ChunkResult,
     Event,
+    Grown,
+    Joined,
     NeedsBlocks,
     Preempted,
     Removed,
@@ -38,6 +45,10 @@ class Limits:
     max_batched_tokens: int
     """Tokens of one step, at most."""
     max_model_len: int
+    max_seqs: int
+    """Rows: requests that run at the same time."""
+    max_drafts: int = 0
+    """Draft tokens that one request may have verified in one step."""
 
 
 @dataclass(slots=True)
@@ -47,6 +58,8 @@ class SchedulerStats:
     steps: int = 0
     computed_tokens: int = 0
     sampled_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
 
 
@@ -56,6 +69,9 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._requests: dict[Key, Request] = {}  # in order of arrival
+        self._leaving: dict[Key, tuple[Request, Event | None]] = {}  # over, but steps in flight include them; last word
+        self._free_rows = list(range(limits.max_seqs))
+        self._updates: list[Joined | Grown] = []
         self._events: list[Event] = []
         self._made_room = False
         self.stats = SchedulerStats()
@@ -65,19 +81,26 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """A request with the blocks for its context. Its key must be new."""
-        if request.key in self._requests:
+        if request.key in self._requests or request.key in self._leaving:
             raise ValueError(f"{request.key} is already running")
         self._requests[request.key] = request
 
     def remove(self, key: Key) -> None:
-        """Drops a request, if it is still here; confirms with `Removed` in any case."""
-        self._requests.pop(key, None)
-        self._events.append(Removed(key))
+        """Drops a request, if it is still here; confirms with `Removed` as soon as no step in flight includes it."""
+        request = self._requests.pop(key, None)
+        if request is None and key in self._leaving:
+            request = self._leaving[key][0]
+        if request is None:
+            self._events.append(Removed(key))
+        else:
+            self._leave(request, Removed(key))
 
     def grow(self, key: Key, tables: Sequence[list[int]]) -> None:
         """The blocks asked for have come: `tables` are the request's whole new tables."""
         if request := self._requests.get(key):
-            for own, new in zip(request.tables, tables):
+            for group, (own, new) in enumerate(zip(request.tables, tables)):
+                if request.row is not None and len(new) > len(own):
+                    self._updates.append(Grown(request.row, group, len(own), new[len(own) :]))
                 own.extend(new[len(own) :])
             request.growing = False
 
@@ -86,60 +109,116 @@ class Scheduler:
         if (request := self._requests.get(key)) is None:
             return
         request.growing = False  # asks again with the next plan
-        if self._made_room:
-            return  # room was made since the last plan; whether it suffices will show
-        victim = next(reversed(self._requests.values()))
-        del self._requests[victim.key]
+        if self._made_room or any(self._is_preempted(key) for key in self._leaving):
+            return  # room was made since the last plan, or will be soon; whether it suffices will show
+        victim = self._requests.pop(next(reversed(self._requests)))
         self._made_room = True
         self.stats.preemptions += 1
-        self._events.append(Preempted(victim.key, victim))
+        self._leave(victim, Preempted(victim.key, victim))
+
+    # ---- planning
 
     def plan(self) -> Step | None:
         """The next step, or None where no request can go on now. Decoding comes first, then prompts in order."""
         self._made_room = False
         budget = self._limits.max_batched_tokens
         chunks: list[Chunk] = []
-        for request in sorted(self._requests.values(), key=lambda request: request.uncomputed_len > 1):
-            self._ask_for_blocks(request)
-            length = min(request.uncomputed_len, budget, request.capacity - request.computed_len)
-            if length > 0:
-                chunks.append(Chunk(request, request.computed_len, length))
-                budget -= length
+        for request in sorted(self._requests.values(), key=lambda request: not request.decodes):
             if budget == 0:
                 break
-        return Step(tuple(chunks)) if chunks else None
+            if self._seat(request) and (chunk := self._next_chunk(request, budget)):
+                chunks.append(chunk)
+                budget -= chunk.length
+        if not chunks:
+            return None
+        updates, self._updates = self._updates, []
+        return Step(tuple(chunks), tuple(updates))
+
+    def _seat(self, request: Request) -> bool:
+        """Whether the request has a row; it gets one where one is free."""
+        if request.row is None and self._free_rows:
+            request.row = self._free_rows.pop()
+            limit = request.limit(self._limits.max_model_len)
+            tables = [list(table) for table in request.tables]
+            self._updates.append(
+                Joined(request.row, list(request.token_ids), request.prompt_len, request.sampling, limit, tables)
+            )
+        return request.row is not None
+
+    def _next_chunk(self, request: Request, budget: int) -> Chunk | None:
+        self._ask_for_blocks(request)
+        follows = request.decodes
+        if follows:
+            limit = request.limit(self._limits.max_model_len)
+            if request.least_len >= limit or request.most_len > request.capacity:
+                return None
+            drafts = min(
+                self._limits.max_drafts, budget - 1, limit - request.least_len - 1, request.capacity - request.most_len
+            )
+            start, length, samples = request.most_len - 1, 1 + drafts, True
+        else:
+            start = request.planned_len
+            length = min(len(request.token_ids) - start, budget, request.capacity - start)
+            if length <= 0:
+                return None
+            request.planned_len = start + length
+            samples = request.planned_len == len(request.token_ids)
+        if samples:
+            request.unknown.append(length if follows else 1)
+        request.in_flight += 1
+        assert request.row is not None
+        return Chunk(request, request.row, start, length, follows, samples)
+
+    def _ask_for_blocks(self, request: Request) -> None:
+        wanted = request.most_len + self._limits.max_drafts
+        most = request.limit(self._limits.max_model_len)
+        if request.growing or request.only_first_token or request.capacity >= min(wanted + LOOKAHEAD_TOKENS, most):
+            return
+        request.growing = True
+        self._events.append(NeedsBlocks(request.key, min(wanted + GROWTH_TOKENS, most)))
+
+    # ---- what came of it
 
     def apply(self, step: Step, results: Sequence[ChunkResult]) -> None:
-        """Takes in what a step computed."""
+        """Takes in what the oldest step in flight computed."""
         self.stats.steps += 1
         for chunk, result in zip(step.chunks, results, strict=True):
             request = chunk.request
-            request.computed_len = chunk.end
-            self.stats.computed_tokens += chunk.length
-            self._settle_blocks(request)
-            if result.scores:
-                self._events.append(Scored(request.key, chunk.scored.start, result.scores))
-            if result.sampled is None:
-                continue
-            request.token_ids.append(result.sampled.id)
-            self.stats.sampled_tokens += 1
-            reason = request.finish_reason(self._limits.max_model_len)
-            self._events.append(Sampled(request.key, result.sampled, reason))
-            if reason is not None or request.only_first_token:
-                del self._requests[request.key]
+            request.in_flight -= 1
+            if chunk.samples:
+                request.unknown.popleft()
+            if request.key in self._requests or self._is_preempted(request.key):
+                self._take(chunk, result)
+            if request.in_flight == 0 and request.key in self._leaving:
+                self._let_go(request)
 
     def take_events(self) -> list[Event]:
         """What has happened since the last call, in order."""
         events, self._events = self._events, []
         return events
 
-    def _ask_for_blocks(self, request: Request) -> None:
-        wanted = len(request.token_ids) + LOOKAHEAD_TOKENS
-        most = min(request.prompt_len + request.sampling.max_tokens, self._limits.max_model_len)
-        if request.growing or request.only_first_token or request.capacity >= min(wanted, most):
-            return
-        request.growing = True
-        self._events.append(NeedsBlocks(request.key, min(len(request.token_ids) + GROWTH_TOKENS, most)))
+    def _take(self, chunk: Chunk, result: ChunkResult) -> None:
+        request, events = chunk.request, self._events
+        if result.scores:
+            events.append(Scored(request.key, chunk.scored.start, result.scores))
+        sampled: list[Sampled] = []
+        for token in result.tokens:
+            request.token_ids.append(token.id)
+            sampled.append(Sampled(request.key, token, request.finish_reason(self._limits.max_model_len)))
+            if sampled[-1].reason is not None:
+                break
+        # The newest token is never computed: it is the input of the next step.
+        request.computed_len = len(request.token_ids) - 1 if chunk.samples else chunk.end
+        request.planned_len = max(request.planned_len, request.computed_len)
+        self.stats.computed_tokens += chunk.length
+        self.stats.sampled_tokens += len(sampled)
+        self.stats.draft_tokens += result.drafted
+        self.stats.accepted_tokens += max(len(result.tokens) - 1, 0)
+        self._settle_blocks(request)
+        events += sampled
+        if sampled and (sampled[-1].reason is not None or request.only_first_token):
+            self._requests.pop(request.key, None)
+            self._leave(request, None)
 
     def _settle_blocks(self, request: Request) -> None:
         for index in range(len(request.tables)):
@@ -148,3 +227,21 @@ class Scheduler:
                 self._events.append(Sealed(request.key, index, first, hashes))
             if first_kept := request.trim_behind_window(index):
                 self._events.append(Trimmed(request.key, index, first_kept))
+
+    # ---- leaving
+
+    def _leave(self, request: Request, last_word: Event | None) -> None:
+        self._leaving[request.key] = (request, last_word)
+        if request.in_flight == 0:
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        _, last_word = self._leaving.pop(request.key)
+        if request.row is not None:
+            self._free_rows.append(request.row)
+            request.row = None
+        if last_word is not None:
+            self._events.append(last_word)
+
+    def _is_preempted(self, key: Key) -> bool:
+        return key in self._leaving and isinstance(self._leaving[key][1], Preempted)

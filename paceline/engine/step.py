@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.core.types import FinishReason, Key, Token
+from paceline.core.types import FinishReason, Key, SamplingParams, Token
 from paceline.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, start + length) of one request, to be computed in this step."""
+    """What one step computes of one request.
+
+    A chunk of a prompt is tokens [start, start + length), which the host knows. A chunk that `follows` goes on from what
+    the device has sampled last, which the host may not know yet: it is that token and at most length - 1 drafts behind
+    it, and `start` is the furthest place where it may begin.
+    """
 
     request: Request
+    row: int
     start: int
     length: int
+    follows: bool
+    samples: bool
+    """Whether the context is complete with this chunk, so that its next tokens can be chosen."""
 
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def samples(self) -> bool:
-        """Whether the context is complete with this chunk, so that its next token can be chosen."""
-        return self.end == len(self.request.token_ids)
 
     @property
     def scored(self) -> range:
@@ -34,16 +38,43 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """A request takes a row of the device's state, with all that the host knows of it."""
+
+    row: int
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    limit: int
+    """Tokens that the context may have at most."""
+    tables: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """The blocks of a row from first_block on."""
+
+    row: int
+    group: int
+    first_block: int
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass."""
+    """One forward pass, and what the device has to know first."""
 
     chunks: tuple[Chunk, ...]
+    updates: tuple[Joined | Grown, ...] = ()
+    """Come first, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    sampled: Token | None
-    """Where the chunk samples."""
+    tokens: list[Token] = field(default_factory=list)
+    """Where the chunk samples: the accepted drafts and one token more; none where the row had come to its end."""
+    drafted: int = 0
+    """Draft tokens that were verified."""
     scores: list[Token] = field(default_factory=list)
     """One for each position of `Chunk.scored`."""
 

@@ -29,7 +29,10 @@ def start(runner: ToyRunner | BrokenRunner) -> tuple[Engine, queue.Queue[Event],
     events: queue.Queue[Event] = queue.Queue()
     failures: queue.Queue[BaseException] = queue.Queue()
     engine = Engine(
-        Scheduler(Limits(16, 4096)), runner, lambda batch: [events.put(event) for event in batch] and None, failures.put
+        Scheduler(Limits(16, 4096, 16)),
+        runner,
+        lambda batch: [events.put(event) for event in batch] and None,
+        failures.put,
     )
     engine.start()
     return engine, events, failures

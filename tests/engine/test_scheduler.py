@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -12,7 +15,18 @@ from paceline.core.kv_layout import NO_SLOT, GroupShape, KVLayout, make_layout
 from paceline.core.types import FinishReason, Key, SamplingParams, Token
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Limits, Scheduler
-from paceline.engine.step import ChunkResult, NeedsBlocks, Preempted, Removed, Sampled, Sealed, Step, Trimmed
+from paceline.engine.step import (
+    Chunk,
+    ChunkResult,
+    Joined,
+    NeedsBlocks,
+    Preempted,
+    Removed,
+    Sampled,
+    Sealed,
+    Step,
+    Trimmed,
+)
 
 FULL = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
 MIXED = make_layout(
@@ -35,7 +49,42 @@ def make_request(
 
 
 def compute(step: Step) -> list[ChunkResult]:
-    return [ChunkResult(Token(next_token(chunk.request.token_ids)) if chunk.samples else None) for chunk in step.chunks]
+    """A device without a memory of its own: right only where each step is applied before the next is planned."""
+    return [ChunkResult([Token(next_token(chunk.request.token_ids))] if chunk.samples else []) for chunk in step.chunks]
+
+
+class ToyDevice:
+    """A device with rows: it knows what the steps before have given, and accepts some of its drafts."""
+
+    def __init__(self, accept: Callable[[int], int] = lambda most: most) -> None:
+        self.contexts: dict[int, list[int]] = {}
+        self.limits: dict[int, int] = {}
+        self.blocks: dict[int, int] = {}
+        self._accept = accept
+
+    def execute(self, step: Step) -> list[ChunkResult]:
+        for update in step.updates:
+            if isinstance(update, Joined):
+                self.contexts[update.row], self.limits[update.row] = list(update.token_ids), update.limit
+                self.blocks[update.row] = len(update.tables[0])
+            else:
+                assert update.first_block == self.blocks[update.row]
+                self.blocks[update.row] += len(update.slots)
+        return [self._compute(chunk) for chunk in step.chunks]
+
+    def _compute(self, chunk: Chunk) -> ChunkResult:
+        context, limit = self.contexts[chunk.row], self.limits[chunk.row]
+        assert chunk.end <= self.blocks[chunk.row] * 16
+        if not chunk.samples:
+            assert chunk.end < len(context)
+            return ChunkResult()
+        assert chunk.start >= len(context) - 1 if chunk.follows else chunk.end == len(context)
+        most = min(chunk.length, limit - len(context)) if chunk.follows else 1
+        tokens = []
+        for _ in range(self._accept(most) if most else 0):
+            context.append(next_token(context))
+            tokens.append(Token(context[-1]))
+        return ChunkResult(tokens, max(most - 1, 0))
 
 
 def run(scheduler: Scheduler) -> list[object]:
@@ -47,7 +96,7 @@ def run(scheduler: Scheduler) -> list[object]:
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
-    scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096))
+    scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
     scheduler.add(make_request("a", list(range(80)), 1))
     lengths = []
     while step := scheduler.plan():
@@ -57,7 +106,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
 
 
 def test_decoding_comes_before_prompts() -> None:
-    scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096))
+    scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
     scheduler.add(make_request("prompt", list(range(100)), 1))
     scheduler.add(make_request("decoding", list(range(20)), 10, computed_len=19))
     step = scheduler.plan()
@@ -67,7 +116,7 @@ def test_decoding_comes_before_prompts() -> None:
 
 def test_output_ends_at_max_tokens_and_at_the_context_limit() -> None:
     for max_tokens, limit, expected in ((5, 4096, 5), (50, 24, 4)):
-        scheduler = Scheduler(Limits(32, limit))
+        scheduler = Scheduler(Limits(32, limit, max_seqs=16))
         scheduler.add(make_request("a", list(range(20)), max_tokens))
         sampled = [event for event in run(scheduler) if isinstance(event, Sampled)]
         assert len(sampled) == expected
@@ -80,14 +129,14 @@ def test_a_stop_token_ends_the_request_unless_it_comes_too_early() -> None:
     for min_tokens, expected in ((0, 2), (2, 2), (3, 10)):
         request = make_request("a", list(prompt), 10)
         request.sampling = SamplingParams(max_tokens=10, min_tokens=min_tokens, stop_token_ids=frozenset({stop}))
-        scheduler = Scheduler(Limits(32, 4096))
+        scheduler = Scheduler(Limits(32, 4096, max_seqs=16))
         scheduler.add(request)
         sampled = [event for event in run(scheduler) if isinstance(event, Sampled)]
         assert len(sampled) == expected
 
 
 def test_only_first_token_leaves_the_engine_without_a_reason() -> None:
-    scheduler = Scheduler(Limits(32, 4096))
+    scheduler = Scheduler(Limits(32, 4096, max_seqs=16))
     scheduler.add(make_request("a", list(range(20)), 10, only_first_token=True))
     sampled = [event for event in run(scheduler) if isinstance(event, Sampled)]
     assert [event.reason for event in sampled] == [None]
@@ -96,7 +145,7 @@ def test_only_first_token_leaves_the_engine_without_a_reason() -> None:
 
 def test_full_blocks_are_sealed_once_with_the_hashes_of_the_chain() -> None:
     prompt = list(range(50))
-    scheduler = Scheduler(Limits(20, 4096))
+    scheduler = Scheduler(Limits(20, 4096, max_seqs=16))
     scheduler.add(make_request("a", list(prompt), 20))
     sealed = [event for event in run(scheduler) if isinstance(event, Sealed)]
     context = list(prompt)
@@ -109,7 +158,7 @@ def test_full_blocks_are_sealed_once_with_the_hashes_of_the_chain() -> None:
 
 
 def test_blocks_behind_a_window_are_trimmed_and_the_others_kept() -> None:
-    scheduler = Scheduler(Limits(16, 4096))
+    scheduler = Scheduler(Limits(16, 4096, max_seqs=16))
     request = make_request("a", list(range(100)), 30, MIXED)
     scheduler.add(request)
     trims = [event for event in run(scheduler) if isinstance(event, Trimmed)]
@@ -122,7 +171,7 @@ def test_blocks_behind_a_window_are_trimmed_and_the_others_kept() -> None:
 
 
 def test_remove_is_confirmed_even_for_strangers() -> None:
-    scheduler = Scheduler(Limits(16, 4096))
+    scheduler = Scheduler(Limits(16, 4096, max_seqs=16))
     request = make_request("a", list(range(4)), 30)
     scheduler.add(request)
     scheduler.remove(request.key)
@@ -132,7 +181,7 @@ def test_remove_is_confirmed_even_for_strangers() -> None:
 
 
 def test_a_request_asks_for_blocks_ahead_of_need_and_only_once() -> None:
-    scheduler = Scheduler(Limits(64, 4096))
+    scheduler = Scheduler(Limits(64, 4096, max_seqs=16))
     scheduler.add(make_request("a", list(range(30)), 200, capacity=64))
     asked = [event for event in run(scheduler) if isinstance(event, NeedsBlocks)]
     assert len(asked) == 1
@@ -140,12 +189,15 @@ def test_a_request_asks_for_blocks_ahead_of_need_and_only_once() -> None:
 
 
 def test_starving_preempts_the_newest_and_room_is_made_once_a_plan() -> None:
-    scheduler = Scheduler(Limits(64, 4096))
+    scheduler = Scheduler(Limits(64, 4096, max_seqs=16))
     for name in ("old", "middle", "new"):
         scheduler.add(make_request(name, list(range(30)), 200, capacity=32))
-    scheduler.plan()
+    step = scheduler.plan()
+    assert step is not None
     scheduler.starve(Key("old", 1, 1))
     scheduler.starve(Key("middle", 1, 1))
+    assert not any(isinstance(event, Preempted) for event in scheduler.take_events())  # a step in flight writes
+    scheduler.apply(step, compute(step))
     preempted = [event.key.request_id for event in scheduler.take_events() if isinstance(event, Preempted)]
     assert preempted == ["new"]
 
@@ -174,13 +226,26 @@ class ToyPool:
     prompts=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 120)), min_size=1, max_size=8),
     pool_blocks=st.integers(14, 40),
     budget=st.integers(1, 64),
+    rows=st.integers(1, 8),
+    drafts=st.integers(0, 6),
+    most_in_flight=st.integers(1, 3),
     data=st.data(),
 )
 def test_every_request_gets_its_tokens_on_a_small_pool(
-    prompts: list[tuple[int, int]], pool_blocks: int, budget: int, data: st.DataObject
+    prompts: list[tuple[int, int]],
+    pool_blocks: int,
+    budget: int,
+    rows: int,
+    drafts: int,
+    most_in_flight: int,
+    data: st.DataObject,
 ) -> None:
     pool = ToyPool(pool_blocks)
-    scheduler = Scheduler(Limits(budget, 4096))
+    scheduler = Scheduler(Limits(budget, 4096, rows, drafts))
+    rng = random.Random(data.draw(st.integers(0, 1000)))
+    device = ToyDevice(lambda most: rng.randint(1, most))
+    in_flight: deque[tuple[Step, list[ChunkResult]]] = deque()
+    removed: set[str] = set()
     waiting = [make_request(str(index), [index] * length, tokens) for index, (length, tokens) in enumerate(prompts)]
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     answers: list[NeedsBlocks] = []
@@ -196,25 +261,32 @@ def test_every_request_gets_its_tokens_on_a_small_pool(
                 scheduler.grow(ask.key, [list(range(pool.used[ask.key]))])
             else:
                 scheduler.starve(ask.key)
-        if step := scheduler.plan():
+        while len(in_flight) < most_in_flight and (step := scheduler.plan()):
             assert sum(chunk.length for chunk in step.chunks) <= budget
             for chunk in step.chunks:
                 assert chunk.end <= pool.used[chunk.request.key] * 16
-            scheduler.apply(step, compute(step))
+            in_flight.append((step, device.execute(step)))
+        if in_flight:
+            scheduler.apply(*in_flight.popleft())
         for event in scheduler.take_events():
             match event:
                 case Sampled(key, token, reason):
                     outputs[key.request_id].append(token.id)
                     if reason is not None:
-                        pool.release(key)
+                        scheduler.remove(key)  # as a worker does
+                        removed.add(key.request_id)
+                case Removed(key):
+                    assert all(key != chunk.request.key for step, _ in in_flight for chunk in step.chunks)
+                    pool.release(key)
                 case NeedsBlocks():
                     answers.append(event)
                 case Preempted(key, request):
+                    assert all(key != chunk.request.key for step, _ in in_flight for chunk in step.chunks)
                     pool.release(key)
                     again = make_request(key.request_id, request.token_ids, request.sampling.max_tokens)
                     again.key, again.prompt_len = Key(key.request_id, 1, key.generation + 1), request.prompt_len
                     waiting.append(again)
-        if not waiting and len(scheduler) == 0:
+        if not waiting and len(removed) == len(prompts) and not pool.used:
             break
     assert pool.free == pool_blocks
     for index, (length, tokens) in enumerate(prompts):

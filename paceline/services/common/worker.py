@@ -98,9 +98,10 @@ class Worker:
         self._streams: dict[Key, EventStream] = {}
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
+        engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs)
         self.engine = Engine(
-            Scheduler(Limits(limits.max_batched_tokens, limits.max_model_len)),
-            ModelRunner(model, layout, pool),
+            Scheduler(engine_limits),
+            ModelRunner(model, layout, pool, engine_limits),
             on_events=self._on_loop(self._dispatch),
             on_failure=self._on_loop(self._fail),
         )
