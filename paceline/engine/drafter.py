@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
+
+from paceline.engine.rows import Inputs, Rows
+from paceline.engine.sampler import SamplingRow, choose
+from paceline.engine.step import Chunk
+from paceline.kernels.interface import LayerCache
+from paceline.models.base import Model
 
 
 class Drafter(Protocol):
     """Proposes what may come next. A wrong guess costs time, never a token."""
 
-    def propose(self, context: np.ndarray) -> list[int]:
-        """Token ids that may follow int32 [tokens]; none where there is no idea."""
+    def observe(self, rows: Rows, chunks: Sequence[Chunk]) -> None:
+        """Sees what the target model computes in a step."""
+
+    def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
+        """Puts up to wanted[row] tokens behind the context of each row, with `Rows.draft`."""
 
 
 class PromptLookup:
     """What followed the last time that the context ended like this (n-gram, prompt lookup).
 
     Args:
-        count: tokens to propose at most.
         min_tokens, max_tokens: how much of the end must agree, and how much is looked at to choose the best place.
     """
 
-    def __init__(self, count: int, min_tokens: int, max_tokens: int) -> None:
-        self._count = count
+    def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._min_tokens = min_tokens
         self._max_tokens = max_tokens
 
-    def propose(self, context: np.ndarray) -> list[int]:
+    def observe(self, rows: Rows, chunks: Sequence[Chunk]) -> None:
+        pass
+
+    def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
+        for row, count in wanted.items():
+            rows.draft(row, self.propose(rows.context(row), count))
+
+    def propose(self, context: np.ndarray, count: int) -> list[int]:
+        """Up to `count` token ids that may follow int32 [tokens]; none where there is no idea."""
         last = len(context) - 1
         # Places before the end where the last token stands, narrowed to those where more and more of the end agrees.
         places = np.flatnonzero(context[:last] == context[last])
@@ -41,4 +58,63 @@ class PromptLookup:
         if len(places) == 0:
             return []
         begin = int(places[-1]) + 1
-        return context[begin : begin + self._count].tolist()
+        return [int(token) for token in context[begin : begin + count]]
+
+
+class ModelDrafter:
+    """A model that drafts: a smaller one with KV groups of its own, or the target's first layers with its head.
+
+    It chooses with the numbers that the target will choose with, so that where the two agree on the distribution they
+    agree on the token, at any temperature.
+
+    Args:
+        layers: how many layers run; None is all. The target's own first layers share its KV.
+        first_group: index of the model's first group in the layout.
+    """
+
+    def __init__(
+        self, model: Model, caches: Sequence[LayerCache], first_group: int = 0, layers: int | None = None
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._first_group = first_group
+        self._layers = layers
+        self._shares_kv = layers is not None
+
+    def observe(self, rows: Rows, chunks: Sequence[Chunk]) -> None:
+        """Computes its own KV of prompts; of the tokens behind them it computes it when it drafts."""
+        prompts = [chunk for chunk in chunks if not chunk.follows]
+        if prompts and not self._shares_kv:
+            own = [chunk.row for chunk in prompts]
+            self._forward(rows.span(own, [chunk.start for chunk in prompts], [chunk.end for chunk in prompts]))
+            rows.drafted[own] = [chunk.end for chunk in prompts]
+
+    def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
+        wanted = {row: count for row, count in wanted.items() if count > 0}
+        # Of its own drafts, those that were accepted are computed already; of the target's layers all but the newest.
+        starts = {row: int(rows.lengths[row]) - 1 for row in wanted}
+        if not self._shares_kv:
+            starts = {row: min(start, int(rows.drafted[row])) for row, start in starts.items()}
+        drafts: dict[int, list[int]] = {row: [] for row in wanted}
+        while wanted:
+            order = list(wanted)
+            ends = [int(rows.lengths[row]) + len(drafts[row]) for row in order]
+            inputs = rows.span(order, [starts[row] for row in order], ends)
+            hidden = self._forward(inputs)
+            logits = self._model.logits(hidden[[end - 1 for end in inputs.batch.query_start[1:]]])
+            for index, (row, end) in enumerate(zip(order, ends)):
+                fixed = rows.row(row)
+                context = SamplingRow(fixed.sampling, rows.context(row, end), fixed.prompt_len)
+                token = choose(logits[index], context)
+                drafts[row].append(token)
+                rows.token_ids[row, end] = token
+                starts[row] = end
+                if len(drafts[row]) == wanted[row] or fixed.ends(token, end + 1):
+                    del wanted[row]
+        for row, tokens in drafts.items():
+            rows.draft(row, tokens)
+            rows.drafted[row] = starts[row]
+
+    def _forward(self, inputs: Inputs) -> Tensor:
+        batch = inputs.batch.from_group(self._first_group)
+        return self._model.forward(inputs.token_ids, inputs.positions, self._caches, batch, self._layers)

@@ -1,7 +1,7 @@
 """What the device remembers of running requests, one row each.
 
-A step's inputs are formed here from what the steps before it have left, so that it can be launched before the host knows
-their results. On CPU the "device" is the thread that computes.
+A step's inputs are formed here from what the steps before it have left, so that it can be launched before the host
+knows their results. On CPU the "device" is the thread that computes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from paceline.core.types import SamplingParams
 from paceline.engine.step import Chunk, Grown, Joined
 from paceline.kernels.interface import AttentionBatch, GroupTables
 
+Indices = Sequence[int] | np.ndarray
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """What sampling needs to know of a row and never changes while it is taken."""
 
     sampling: SamplingParams
     prompt_len: int
+
+    def ends(self, token_id: int, length: int) -> bool:
+        """Whether a token that makes the context `length` tokens long is its last."""
+        return token_id in self.sampling.stop_token_ids and length - self.prompt_len >= self.sampling.min_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +49,9 @@ class Inputs:
 class Rows:
     """The state of up to `count` requests.
 
-    `token_ids` int32 [count, max_len] holds contexts, and behind each its drafts; `lengths` and `drafts` int64 [count]
-    say how many tokens of either there are; `limits` how long a context may grow.
+    `token_ids` int32 [count, max_len] holds contexts, and behind each its drafts. int64 [count] are: `lengths` and
+    `drafts`, how many tokens of either there are; `limits`, how long a context may grow; `capacities`, how many tokens
+    have room in its blocks; `drafted`, for how many tokens the drafter has computed its own KV.
 
     Args:
         max_len: tokens of the longest context.
@@ -56,7 +63,9 @@ class Rows:
         self.lengths = np.zeros(count, dtype=np.int64)
         self.drafts = np.zeros(count, dtype=np.int64)
         self.limits = np.zeros(count, dtype=np.int64)
-        self.rows: list[Row | None] = [None] * count
+        self.capacities = np.zeros(count, dtype=np.int64)
+        self.drafted = np.zeros(count, dtype=np.int64)
+        self._rows: list[Row | None] = [None] * count
         self._layout = layout
         self._device = device
         self._tables = [np.zeros((count, group.blocks_for(max_len)), dtype=np.int64) for group in layout.groups]
@@ -65,32 +74,36 @@ class Rows:
         """Takes in what the host has told."""
         for update in updates:
             row = update.row
-            if isinstance(update, Grown):
-                end = update.first_block + len(update.slots)
-                self._tables[update.group][row, update.first_block : end] = update.slots
-                continue
-            self.rows[row] = Row(update.sampling, update.prompt_len)
-            self.token_ids[row, : len(update.token_ids)] = update.token_ids
-            self.lengths[row], self.drafts[row], self.limits[row] = len(update.token_ids), 0, update.limit
+            if isinstance(update, Joined):
+                self._rows[row] = Row(update.sampling, update.prompt_len)
+                self.token_ids[row, : len(update.token_ids)] = update.token_ids
+                self.lengths[row], self.drafts[row], self.limits[row] = len(update.token_ids), 0, update.limit
+                self.drafted[row] = update.computed_len
             for table, slots in zip(self._tables, update.tables):
                 table[row, : len(slots)] = slots
+            self.capacities[row] = update.capacity
 
     def form(self, chunks: Sequence[Chunk]) -> Inputs:
         """The inputs of a step. A row that has come to its end has no token in it."""
         rows = np.array([chunk.row for chunk in chunks])
-        starts = np.array([chunk.start for chunk in chunks])
-        counts = np.array([chunk.length for chunk in chunks])
-        follows = np.array([chunk.follows for chunk in chunks])
         lengths = self.lengths[rows]
+        follows = np.array([chunk.follows for chunk in chunks])
         left = self.limits[rows] - lengths  # 0 where the row has ended
-        starts = np.where(follows, lengths - 1, starts)
+        counts = np.array([chunk.length for chunk in chunks])
         counts = np.where(follows, np.minimum(1 + self.drafts[rows], np.minimum(counts, left)), counts)
-        owner = np.repeat(np.arange(len(chunks)), counts)
-        ends = np.cumsum(counts)
-        positions = np.arange(len(owner)) - (ends - counts)[owner] + starts[owner]
+        starts = np.where(follows, lengths - 1, np.array([chunk.start for chunk in chunks]))
+        return self.span(rows, starts, starts + counts)
+
+    def span(self, rows: Indices, starts: Indices, ends: Indices) -> Inputs:
+        """Tokens [starts[i], ends[i]) of each row."""
+        rows, starts, ends = np.asarray(rows), np.asarray(starts), np.asarray(ends)
+        counts = ends - starts
+        owner = np.repeat(np.arange(len(rows)), counts)
+        query_end = np.cumsum(counts)
+        positions = np.arange(len(owner)) + (ends - query_end)[owner]
         tokens = self.token_ids[rows[owner], positions].astype(np.int64)
         groups = tuple(self._group(index, rows, owner, positions) for index in range(len(self._tables)))
-        batch = AttentionBatch((0, *ends.tolist()), tuple((starts + counts).tolist()), groups)
+        batch = AttentionBatch((0, *query_end.tolist()), tuple(ends.tolist()), groups)
         return Inputs(self._to_device(tokens), self._to_device(positions), starts.tolist(), batch)
 
     def _group(self, index: int, rows: np.ndarray, owner: np.ndarray, positions: np.ndarray) -> GroupTables:
@@ -104,9 +117,18 @@ class Rows:
             write_offsets=self._to_device(positions % group.block_tokens),
         )
 
-    def context(self, row: int, length: int) -> np.ndarray:
-        """int32 [length]: the row's first tokens, drafts included where `length` reaches into them."""
-        return self.token_ids[row, :length]
+    def row(self, row: int) -> Row:
+        fixed = self._rows[row]
+        assert fixed is not None
+        return fixed
+
+    def context(self, row: int, length: int | None = None) -> np.ndarray:
+        """int32 [length]: the row's first tokens, drafts included where `length` reaches into them; by default none."""
+        return self.token_ids[row, : self.lengths[row] if length is None else length]
+
+    def room_for_drafts(self, row: int) -> int:
+        """Tokens that may be drafted for a row: each takes a place in its blocks, and one token more must follow."""
+        return max(0, int(min(self.capacities[row], self.limits[row] - 1) - self.lengths[row]))
 
     def append(self, row: int, token_ids: Sequence[int], ended: bool) -> None:
         """Tokens that were sampled for a row; the drafts behind its context are gone. A row that has ended stays so."""

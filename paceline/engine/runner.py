@@ -44,7 +44,13 @@ class ModelRunner:
         self._rows.update(step.updates)
         inputs = self._rows.form(step.chunks)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch)
-        return self._sample(hidden, step.chunks, inputs)
+        results = self._sample(hidden, step.chunks, inputs)
+        if self._drafter is not None:
+            self._drafter.observe(self._rows, step.chunks)
+            wanted = {chunk.row: chunk.drafts for chunk, result in zip(step.chunks, results) if result.tokens}
+            room = {row: min(count, self._rows.room_for_drafts(row)) for row, count in wanted.items()}
+            self._drafter.draft(self._rows, {row: count for row, count in room.items() if count > 0})
+        return results
 
     def _sample(self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs) -> list[ChunkResult]:
         """Scores prompts, and chooses tokens behind every input that may be the newest of its context."""
@@ -72,22 +78,18 @@ class ModelRunner:
         Args:
             logits: fp32 [1 + drafts, vocab]; the first row chooses the token behind a context of `length` tokens.
         """
-        state, fixed = self._rows, self._rows.rows[row]
-        assert fixed is not None
+        state, fixed = self._rows, self._rows.row(row)
         tokens: list[Token] = []
         ended = False
         for index in range(logits.shape[0]):
             context = state.context(row, length + index)
-            (token,) = sample(logits[index : index + 1], [SamplingRow(fixed.sampling, context, fixed.prompt_len)])
+            token = sample(logits[index], SamplingRow(fixed.sampling, context, fixed.prompt_len))
             tokens.append(token)
-            output_len = length + index + 1 - fixed.prompt_len
-            ended = token.id in fixed.sampling.stop_token_ids and output_len >= fixed.sampling.min_tokens
+            ended = fixed.ends(token.id, length + index + 1)
             if ended or index + 1 == logits.shape[0] or token.id != state.token_ids[row, length + index]:
                 break
         if tokens:
             state.append(row, [token.id for token in tokens], ended)
-            if self._drafter is not None and not ended:
-                state.draft(row, self._drafter.propose(state.context(row, int(state.lengths[row]))))
         return tokens
 
     def _score(self, hidden: Tensor, chunk: Chunk, start: int) -> list[Token]:

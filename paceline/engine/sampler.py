@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,29 +30,29 @@ class SamplingRow:
     """One row of logits and what it is for."""
 
     params: SamplingParams
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | np.ndarray
     """The context so far; the token to choose stands at position len(token_ids)."""
     prompt_len: int
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Token]:
-    """Chooses one token a row.
+def sample(logits: Tensor, row: SamplingRow) -> Token:
+    """Chooses a token, and reports on it where that is asked for.
 
     Args:
-        logits: fp32 [rows, vocab]; overwritten.
+        logits: fp32 [vocab]; overwritten.
     """
-    reports = [
-        raw_logprobs(logits[index], row.params.logprobs) if row.params.logprobs is not None else None
-        for index, row in enumerate(rows)
-    ]
-    for index, row in enumerate(rows):
-        _shape_logits(logits[index], row)
-    chosen: list[int] = logits.argmax(dim=-1).tolist()
-    for index, row in enumerate(rows):
-        if row.params.temperature >= _COLDEST:
-            u = uniform(row.params.seed, len(row.token_ids))
-            chosen[index] = _draw(logits[index], row.params, u)
-    return [Token(token, report.of(token) if report else ()) for token, report in zip(chosen, reports)]
+    top = row.params.logprobs
+    report = raw_logprobs(logits, top) if top is not None else None
+    token = choose(logits, row)
+    return Token(token, report.of(token) if report else ())
+
+
+def choose(logits: Tensor, row: SamplingRow) -> int:
+    """Chooses a token from fp32 [vocab], which is overwritten."""
+    _shape_logits(logits, row)
+    if row.params.temperature < _COLDEST:
+        return int(logits.argmax())
+    return _draw(logits, row.params, uniform(row.params.seed, len(row.token_ids)))
 
 
 def score(logits: Tensor, token_ids: Sequence[int], top: int) -> list[Token]:

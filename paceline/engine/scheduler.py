@@ -1,8 +1,8 @@
 """Which tokens to compute next. Pure: no clock, no I/O, no tensors; everything that happens is told by its methods.
 
-Steps are planned ahead of the results of those before (`plan` may be called again before `apply`). What a step in flight
-will give is known only between bounds: at least one token, at most one more than its drafts. Blocks and limits are
-checked against the upper bound; `apply` settles on what really came. Ends are therefore found late; what a step in
+Steps are planned ahead of the results of those before (`plan` may be called again before `apply`). What a step in
+flight will give is known only between bounds: at least one token, at most one more than its drafts. Blocks and limits
+are checked against the upper bound; `apply` settles on what really came. Ends are therefore found late; what a step in
 flight computes for a request that has ended is dropped, and the request's row and blocks are kept until it is over.
 
 Blocks are not allocated here. A request comes with the blocks for its prompt; when it is about to outgrow them the
@@ -98,11 +98,11 @@ class Scheduler:
     def grow(self, key: Key, tables: Sequence[list[int]]) -> None:
         """The blocks asked for have come: `tables` are the request's whole new tables."""
         if request := self._requests.get(key):
-            for group, (own, new) in enumerate(zip(request.tables, tables)):
-                if request.row is not None and len(new) > len(own):
-                    self._updates.append(Grown(request.row, group, len(own), new[len(own) :]))
+            for own, new in zip(request.tables, tables):
                 own.extend(new[len(own) :])
             request.growing = False
+            if request.row is not None:
+                self._updates.append(Grown(request.row, _copied(request.tables), request.capacity))
 
     def starve(self, key: Key) -> None:
         """There are no blocks for this request now. The newest request leaves, so that the others go on."""
@@ -138,10 +138,17 @@ class Scheduler:
         """Whether the request has a row; it gets one where one is free."""
         if request.row is None and self._free_rows:
             request.row = self._free_rows.pop()
-            limit = request.limit(self._limits.max_model_len)
-            tables = [list(table) for table in request.tables]
             self._updates.append(
-                Joined(request.row, list(request.token_ids), request.prompt_len, request.sampling, limit, tables)
+                Joined(
+                    request.row,
+                    list(request.token_ids),
+                    request.prompt_len,
+                    request.computed_len,
+                    request.sampling,
+                    request.limit(self._limits.max_model_len),
+                    _copied(request.tables),
+                    request.capacity,
+                )
             )
         return request.row is not None
 
@@ -167,7 +174,7 @@ class Scheduler:
             request.unknown.append(length if follows else 1)
         request.in_flight += 1
         assert request.row is not None
-        return Chunk(request, request.row, start, length, follows, samples)
+        return Chunk(request, request.row, start, length, follows, samples, self._limits.max_drafts)
 
     def _ask_for_blocks(self, request: Request) -> None:
         wanted = request.most_len + self._limits.max_drafts
@@ -245,3 +252,8 @@ class Scheduler:
 
     def _is_preempted(self, key: Key) -> bool:
         return key in self._leaving and isinstance(self._leaving[key][1], Preempted)
+
+
+def _copied(tables: list[list[int]]) -> list[list[int]]:
+    """As they are now: the host goes on changing its own."""
+    return [list(table) for table in tables]

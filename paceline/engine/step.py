@@ -12,9 +12,9 @@ from paceline.engine.request import Request
 class Chunk:
     """What one step computes of one request.
 
-    A chunk of a prompt is tokens [start, start + length), which the host knows. A chunk that `follows` goes on from what
-    the device has sampled last, which the host may not know yet: it is that token and at most length - 1 drafts behind
-    it, and `start` is the furthest place where it may begin.
+    A chunk of a prompt is tokens [start, start + length), which the host knows. A chunk that `follows` goes on from
+    what the device has sampled last, which the host may not know yet: it is that token and at most length - 1 drafts
+    behind it, and `start` is the furthest place where it may begin.
     """
 
     request: Request
@@ -24,6 +24,8 @@ class Chunk:
     follows: bool
     samples: bool
     """Whether the context is complete with this chunk, so that its next tokens can be chosen."""
+    drafts: int = 0
+    """Tokens to draft behind those that are chosen, for the step after."""
 
     @property
     def end(self) -> int:
@@ -44,20 +46,22 @@ class Joined:
     row: int
     token_ids: list[int]
     prompt_len: int
+    computed_len: int
     sampling: SamplingParams
     limit: int
     """Tokens that the context may have at most."""
     tables: list[list[int]]
+    capacity: int
+    """Tokens that fit into the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """The blocks of a row from first_block on."""
+    """A row has more blocks: its whole new tables."""
 
     row: int
-    group: int
-    first_block: int
-    slots: list[int]
+    tables: list[list[int]]
+    capacity: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ place. Models receive a backend from their maker and call nothing else on their 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -40,6 +40,10 @@ class AttentionBatch:
     context_len: tuple[int, ...]
     """[requests]: tokens of each context, queries included."""
     groups: tuple[GroupTables, ...]
+
+    def from_group(self, first: int) -> AttentionBatch:
+        """The same batch for a model whose groups begin with this one."""
+        return self if first == 0 else replace(self, groups=self.groups[first:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,13 +30,19 @@ class Model(Protocol):
     """Group of each layer."""
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, caches: Sequence[LayerCache], batch: AttentionBatch
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[LayerCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
     ) -> Tensor:
         """Computes the tokens of one step and stores their KV.
 
         Args:
             token_ids, positions: int64 [tokens].
             caches: one a layer.
+            layers: run only the first so many; None runs all.
 
         Returns:
             hidden states behind the final norm, [tokens, hidden] in the model's dtype.

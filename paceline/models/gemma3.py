@@ -29,16 +29,18 @@ class Gemma3:
         ]
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, caches: Sequence[LayerCache], batch: AttentionBatch
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[LayerCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
     ) -> Tensor:
-        steps = [
-            AttentionStep(rotary(positions), batch, group)
-            for rotary, group in zip(self._rotaries, batch.groups, strict=True)
-        ]
+        steps = [AttentionStep(rotary(positions), batch, group) for rotary, group in zip(self._rotaries, batch.groups)]
         x = self._vocabulary.embed(token_ids)
         # The checkpoint was trained with the factor rounded to the embedding's dtype.
         x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
-        for layer, cache, group in zip(self._layers, caches, self.layer_groups, strict=True):
+        for layer, cache, group in zip(self._layers[:layers], caches, self.layer_groups):
             x = layer(x, cache, steps[group])
         return self._norm(x)
 

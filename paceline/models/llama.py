@@ -24,11 +24,16 @@ class Llama:
         self._rotary = Rotary(config.rope, config.head_dim, self._vocabulary.device)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, caches: Sequence[LayerCache], batch: AttentionBatch
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[LayerCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
     ) -> Tensor:
         step = AttentionStep(self._rotary(positions), batch, batch.groups[0])
         x = self._vocabulary.embed(token_ids)
-        for layer, cache in zip(self._layers, caches, strict=True):
+        for layer, cache in zip(self._layers[:layers], caches):
             x = layer(x, cache, step)
         return self._norm(x)
 

@@ -66,10 +66,7 @@ class ToyDevice:
         for update in step.updates:
             if isinstance(update, Joined):
                 self.contexts[update.row], self.limits[update.row] = list(update.token_ids), update.limit
-                self.blocks[update.row] = len(update.tables[0])
-            else:
-                assert update.first_block == self.blocks[update.row]
-                self.blocks[update.row] += len(update.slots)
+            self.blocks[update.row] = len(update.tables[0])
         return [self._compute(chunk) for chunk in step.chunks]
 
     def _compute(self, chunk: Chunk) -> ChunkResult:
