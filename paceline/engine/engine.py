@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from paceline.core.types import Key
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, SchedulerStats
-from paceline.engine.step import ChunkResult, Event, Step
+from paceline.engine.step import Event, Step, StepResult
 
 STEPS_IN_FLIGHT = 2
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class Runner(Protocol):
     """Computes steps, in order; each begins from the state that the one before has left."""
 
-    def execute(self, step: Step) -> list[ChunkResult]:
-        """One result for each chunk, in order."""
+    def execute(self, step: Step) -> StepResult:
+        """Must not be called twice at a time."""
 
 
 class _Launch(NamedTuple):
@@ -138,9 +138,9 @@ class Engine:
                 return True
         return False
 
-    def _take_results(self, step: Step, results: list[ChunkResult]) -> None:
+    def _take_result(self, step: Step, result: StepResult) -> None:
         self._in_flight -= 1
-        self._scheduler.apply(step, results)
+        self._scheduler.apply(step, result)
 
     def _report(self) -> None:
         if events := self._scheduler.take_events():
@@ -154,10 +154,10 @@ class Engine:
             began = self._step_began = time.perf_counter()
             # Time without any work is no bubble: it ends with the command that brought some.
             self.bubble_seconds += began - max(ended, launch.idle_until or ended)
-            results = self._runner.execute(launch.step)
+            result = self._runner.execute(launch.step)
             self._step_began, ended = None, time.perf_counter()
             self.busy_seconds += ended - began
-            self._inbox.put(partial(self._take_results, launch.step, results))
+            self._inbox.put(partial(self._take_result, launch.step, result))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

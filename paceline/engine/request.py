@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
 from paceline.core.types import FinishReason, Key, SamplingParams
+from paceline.engine.speculation import Acceptance
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +39,9 @@ class Request:
     """Its place in the device's state."""
     in_flight: int = field(default=0, init=False)
     """Launched steps that include it and whose results have not come."""
+    drafts: int = field(default=0, init=False)
+    """Tokens that the newest planned step drafts for the one after it."""
+    acceptance: Acceptance | None = field(default=None, init=False)
     joined_len: int = field(init=False)
     """Tokens that it came with."""
     planned_len: int = field(init=False)

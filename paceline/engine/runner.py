@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from paceline.engine.drafter import Drafter
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, sample, score
 from paceline.engine.scheduler import Limits
-from paceline.engine.step import Chunk, ChunkResult, Step
+from paceline.engine.step import Chunk, ChunkResult, Step, StepResult
 from paceline.kernels.interface import LayerCache, view_pool
 from paceline.models.base import Model
 
@@ -27,7 +28,7 @@ class ModelRunner:
     Args:
         pool: the blocks, flat, of the cache's dtype: [slots * layout.slot_bytes / itemsize]. On CPU this is the arena
             itself, so that what is stored is where others find it.
-        drafter: proposes tokens, where there is one.
+        drafter: proposes tokens, where there is one. What it keeps of its own comes behind the model's in the layout.
     """
 
     def __init__(
@@ -36,21 +37,32 @@ class ModelRunner:
         self._model = model
         self._drafter = drafter
         self._rows = Rows(limits.max_seqs, limits.max_model_len, limits.max_drafts, layout, pool.device)
-        self._caches = _layer_caches(layout, pool)
+        self._caches = layer_caches(layout, pool)
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> list[ChunkResult]:
-        """One forward pass; one result for each chunk, in order."""
+    def execute(self, step: Step) -> StepResult:
+        """One forward pass, and the drafts for the next."""
+        began = time.perf_counter()
         self._rows.update(step.updates)
         inputs = self._rows.form(step.chunks)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch)
         results = self._sample(hidden, step.chunks, inputs)
-        if self._drafter is not None:
-            self._drafter.observe(self._rows, step.chunks)
-            wanted = {chunk.row: chunk.drafts for chunk, result in zip(step.chunks, results) if result.tokens}
-            room = {row: min(count, self._rows.room_for_drafts(row)) for row, count in wanted.items()}
-            self._drafter.draft(self._rows, {row: count for row, count in room.items() if count > 0})
-        return results
+        verified = time.perf_counter()
+        drafted = self._draft(step.chunks, results)
+        ended = time.perf_counter()
+        return StepResult(results, ended - began, ended - verified, drafted)
+
+    def _draft(self, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> int:
+        """Drafts for the step after; returns how many tokens."""
+        if self._drafter is None:
+            return 0
+        rows = self._rows
+        self._drafter.observe(rows, chunks)
+        wanted = {chunk.row: chunk.drafts for chunk, result in zip(chunks, results) if result.tokens}
+        wanted = {row: min(count, rows.room_for_drafts(row)) for row, count in wanted.items()}
+        wanted = {row: count for row, count in wanted.items() if count > 0}
+        self._drafter.draft(rows, wanted)
+        return int(rows.drafts[list(wanted)].sum())
 
     def _sample(self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs) -> list[ChunkResult]:
         """Scores prompts, and chooses tokens behind every input that may be the newest of its context."""
@@ -102,7 +114,7 @@ class ModelRunner:
         return tokens
 
 
-def _layer_caches(layout: KVLayout, pool: Tensor) -> list[LayerCache]:
+def layer_caches(layout: KVLayout, pool: Tensor) -> list[LayerCache]:
     """One cache a layer of the model, in the model's order."""
     by_layer: dict[int, LayerCache] = {}
     for group in layout.groups:

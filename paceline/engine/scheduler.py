@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from paceline.core.types import Key
 from paceline.engine.request import Request
+from paceline.engine.speculation import Speculation
 from paceline.engine.step import (
     Chunk,
     ChunkResult,
@@ -30,6 +31,7 @@ from paceline.engine.step import (
     Scored,
     Sealed,
     Step,
+    StepResult,
     Trimmed,
 )
 
@@ -66,8 +68,9 @@ class SchedulerStats:
 class Scheduler:
     """Owns the running requests."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, speculation: Speculation | None = None) -> None:
         self._limits = limits
+        self._speculation = speculation or Speculation(most=limits.max_drafts)
         self._requests: dict[Key, Request] = {}  # in order of arrival
         self._leaving: dict[Key, tuple[Request, Event | None]] = {}  # over, but steps in flight include them; last word
         self._free_rows = list(range(limits.max_seqs))
@@ -159,10 +162,8 @@ class Scheduler:
             limit = request.limit(self._limits.max_model_len)
             if request.least_len >= limit or request.most_len > request.capacity:
                 return None
-            drafts = min(
-                self._limits.max_drafts, budget - 1, limit - request.least_len - 1, request.capacity - request.most_len
-            )
-            start, length, samples = request.most_len - 1, 1 + drafts, True
+            room = min(budget - 1, limit - request.least_len - 1, request.capacity - request.most_len)
+            start, length, samples = request.most_len - 1, 1 + min(request.drafts, room), True
         else:
             start = request.planned_len
             length = min(len(request.token_ids) - start, budget, request.capacity - start)
@@ -172,9 +173,15 @@ class Scheduler:
             samples = request.planned_len == len(request.token_ids)
         if samples:
             request.unknown.append(length if follows else 1)
+            request.drafts = self._choose_drafts(request)
         request.in_flight += 1
         assert request.row is not None
-        return Chunk(request, request.row, start, length, follows, samples, self._limits.max_drafts)
+        return Chunk(request, request.row, start, length, follows, samples, request.drafts)
+
+    def _choose_drafts(self, request: Request) -> int:
+        if request.acceptance is None:
+            request.acceptance = self._speculation.newcomer()
+        return 0 if request.only_first_token else self._speculation.choose(request.acceptance)
 
     def _ask_for_blocks(self, request: Request) -> None:
         wanted = request.most_len + self._limits.max_drafts
@@ -186,16 +193,17 @@ class Scheduler:
 
     # ---- what came of it
 
-    def apply(self, step: Step, results: Sequence[ChunkResult]) -> None:
+    def apply(self, step: Step, result: StepResult) -> None:
         """Takes in what the oldest step in flight computed."""
         self.stats.steps += 1
-        for chunk, result in zip(step.chunks, results, strict=True):
+        self._observe(step, result)
+        for chunk, own in zip(step.chunks, result.chunks, strict=True):
             request = chunk.request
             request.in_flight -= 1
             if chunk.samples:
                 request.unknown.popleft()
             if request.key in self._requests or self._is_preempted(request.key):
-                self._take(chunk, result)
+                self._take(chunk, own)
             if request.in_flight == 0 and request.key in self._leaving:
                 self._let_go(request)
 
@@ -203,6 +211,13 @@ class Scheduler:
         """What has happened since the last call, in order."""
         events, self._events = self._events, []
         return events
+
+    def _observe(self, step: Step, result: StepResult) -> None:
+        """Tells what a step took, if it tells anything about decoding: one with prompts does not."""
+        if all(chunk.follows for chunk in step.chunks):
+            tokens = sum(1 + chunk.drafted for chunk in result.chunks if chunk.tokens)
+            given = sum(len(chunk.tokens) for chunk in result.chunks)
+            self._speculation.observe_step(tokens, given, result.drafted, result.seconds, result.draft_seconds)
 
     def _take(self, chunk: Chunk, result: ChunkResult) -> None:
         request, events = chunk.request, self._events
@@ -219,8 +234,10 @@ class Scheduler:
         request.planned_len = max(request.planned_len, request.computed_len)
         self.stats.computed_tokens += chunk.length
         self.stats.sampled_tokens += len(sampled)
-        self.stats.draft_tokens += result.drafted
-        self.stats.accepted_tokens += max(len(result.tokens) - 1, 0)
+        if request.acceptance is not None and result.tokens:
+            self._speculation.observe_drafts(request.acceptance, result.drafted, len(result.tokens) - 1)
+            self.stats.draft_tokens += result.drafted
+            self.stats.accepted_tokens += len(result.tokens) - 1
         self._settle_blocks(request)
         events += sampled
         if sampled and (sampled[-1].reason is not None or request.only_first_token):

@@ -84,6 +84,17 @@ class ChunkResult:
 
 
 @dataclass(frozen=True, slots=True)
+class StepResult:
+    chunks: list[ChunkResult]
+    """One for each chunk, in order."""
+    seconds: float = 0.0
+    """Time that the step took to compute, drafting included."""
+    draft_seconds: float = 0.0
+    drafted: int = 0
+    """Tokens drafted for the step after."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """A token was chosen. With a reason the request is over for the engine."""
 

@@ -9,19 +9,19 @@ import pytest
 from paceline.core.types import Key
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Limits, Scheduler
-from paceline.engine.step import ChunkResult, Event, Removed, Sampled, Step
+from paceline.engine.step import Event, Removed, Sampled, Step, StepResult
 from tests.engine.test_scheduler import compute, make_request
 
 WAIT = 10.0
 
 
 class ToyRunner:
-    def execute(self, step: Step) -> list[ChunkResult]:
+    def execute(self, step: Step) -> StepResult:
         return compute(step)
 
 
 class BrokenRunner:
-    def execute(self, step: Step) -> list[ChunkResult]:
+    def execute(self, step: Step) -> StepResult:
         raise RuntimeError("no such instruction")
 
 

@@ -17,13 +17,12 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, 0.5])
 
 def draw(params: SamplingParams, context: list[int] | None = None, logits: torch.Tensor = LOGITS, **row: int) -> int:
     context = [0] if context is None else context
-    rows = [SamplingRow(params, context, row.get("prompt_len", 1))]
-    return sample(logits.clone().unsqueeze(0), rows)[0].id
+    return sample(logits.clone(), SamplingRow(params, context, row.get("prompt_len", 1))).id
 
 
 def frequencies(params: SamplingParams, n: int = 4000) -> list[float]:
     rows = [SamplingRow(params, range(position), 1) for position in range(1, n + 1)]  # type: ignore[arg-type]
-    tokens = Counter(token.id for token in sample(LOGITS.repeat(n, 1), rows))
+    tokens = Counter(sample(LOGITS.clone(), row).id for row in rows)
     return [tokens[index] / n for index in range(len(LOGITS))]
 
 
@@ -55,17 +54,9 @@ def test_top_k_top_p_and_min_p_cut_the_right_tokens() -> None:
 def test_a_nucleus_wider_than_the_candidates_is_sorted_whole() -> None:
     flat = torch.zeros(5000)
     rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9, seed=seed), [0], 1) for seed in range(300)]
-    tokens = {token.id for token in sample(flat.repeat(300, 1), rows)}
+    tokens = {sample(flat.clone(), row).id for row in rows}
     assert len(tokens) > 250
     assert max(tokens) > 1024
-
-
-def test_the_same_seed_and_position_give_the_same_token_in_any_batch() -> None:
-    params = SamplingParams(temperature=1.5, seed=11)
-    alone = draw(params, [5, 5, 5])
-    rows = [SamplingRow(SamplingParams(temperature=1.0, seed=s), [5] * s, 1) for s in range(1, 9)]
-    rows[4] = SamplingRow(params, [5, 5, 5], 1)
-    assert sample(LOGITS.repeat(8, 1), rows)[4].id == alone
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))
@@ -107,7 +98,7 @@ def test_bias_allowed_tokens_and_min_tokens_shape_the_choice() -> None:
 
 def test_logprobs_are_raw_and_ranked() -> None:
     params = SamplingParams(logprobs=2, logit_bias={4: 100.0}, temperature=0.0)
-    token = sample(LOGITS.clone().unsqueeze(0), [SamplingRow(params, [0], 1)])[0]
+    token = sample(LOGITS.clone(), SamplingRow(params, [0], 1))
     expected = torch.log_softmax(LOGITS, -1)
     assert [(entry.token_id, entry.rank) for entry in token.logprobs] == [(4, 6), (0, 1), (1, 2)]
     assert [entry.logprob for entry in token.logprobs] == pytest.approx(expected[[4, 0, 1]].tolist())

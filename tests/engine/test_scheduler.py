@@ -25,6 +25,7 @@ from paceline.engine.step import (
     Sampled,
     Sealed,
     Step,
+    StepResult,
     Trimmed,
 )
 
@@ -48,9 +49,10 @@ def make_request(
     return Request(Key(name, 1, 1), prompt, len(prompt), params, layout, chain, tables, **more)  # type: ignore[arg-type]
 
 
-def compute(step: Step) -> list[ChunkResult]:
+def compute(step: Step) -> StepResult:
     """A device without a memory of its own: right only where each step is applied before the next is planned."""
-    return [ChunkResult([Token(next_token(chunk.request.token_ids))] if chunk.samples else []) for chunk in step.chunks]
+    tokens = [[Token(next_token(chunk.request.token_ids))] if chunk.samples else [] for chunk in step.chunks]
+    return StepResult([ChunkResult(own) for own in tokens])
 
 
 class ToyDevice:
@@ -62,12 +64,12 @@ class ToyDevice:
         self.blocks: dict[int, int] = {}
         self._accept = accept
 
-    def execute(self, step: Step) -> list[ChunkResult]:
+    def execute(self, step: Step) -> StepResult:
         for update in step.updates:
             if isinstance(update, Joined):
                 self.contexts[update.row], self.limits[update.row] = list(update.token_ids), update.limit
             self.blocks[update.row] = len(update.tables[0])
-        return [self._compute(chunk) for chunk in step.chunks]
+        return StepResult([self._compute(chunk) for chunk in step.chunks])
 
     def _compute(self, chunk: Chunk) -> ChunkResult:
         context, limit = self.contexts[chunk.row], self.limits[chunk.row]
@@ -241,7 +243,7 @@ def test_every_request_gets_its_tokens_on_a_small_pool(
     scheduler = Scheduler(Limits(budget, 4096, rows, drafts))
     rng = random.Random(data.draw(st.integers(0, 1000)))
     device = ToyDevice(lambda most: rng.randint(1, most))
-    in_flight: deque[tuple[Step, list[ChunkResult]]] = deque()
+    in_flight: deque[tuple[Step, StepResult]] = deque()
     removed: set[str] = set()
     waiting = [make_request(str(index), [index] * length, tokens) for index, (length, tokens) in enumerate(prompts)]
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
