@@ -17,6 +17,8 @@ _KEPT = 0.95
 """Of what was measured before, with every new step."""
 _PROBE_SHARE = 0.005
 """Of the time, at most, goes into probes."""
+_LEAST_PRICE = 0.05
+"""Of a token's time: a draft always costs something, even where that is lost in the noise."""
 _HOPE = 0.6
 """How a drafter is judged before it has been seen."""
 
@@ -43,7 +45,7 @@ class StepCost:
     before it, so that a machine that others slow down for a while misleads nobody."""
 
     def __init__(self) -> None:
-        self._slopes: deque[float] = deque(maxlen=15)
+        self._slopes: deque[float] = deque(maxlen=31)
         self._last = (0, 0.0)
 
     @property
@@ -110,11 +112,11 @@ class Speculation:
             return self.most
         if self._token_seconds == 0.0:
             return 1
-        price = (self._cost.slope + self._draft_seconds) / self._token_seconds
+        price = max(_LEAST_PRICE, (self._cost.slope + self._draft_seconds) / self._token_seconds)
         worth = request.rate
         if worth > price:
             # the largest j with worth^j > price
-            return self.most if price <= 0.0 or worth >= 1.0 else min(self.most, int(math.log(price) / math.log(worth)))
+            return self.most if worth >= 1.0 else min(self.most, int(math.log(price) / math.log(worth)))
         if self._steps < self._next_probe:
             return 0
         self._next_probe = self._steps + math.ceil(price / _PROBE_SHARE)
