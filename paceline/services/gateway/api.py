@@ -97,6 +97,7 @@ async def _respond(
         metrics=gateway.metrics,
         carrier=dict(request.headers),
     )
+    gateway.metrics.observe_params(plan)
     if body.stream:
         return EventStreamResponse(event_stream(generation, response_format, body.stream_options or StreamOptions()))
     choices = await until_disconnect(request.receive, generation.whole())
