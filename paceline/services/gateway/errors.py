@@ -103,4 +103,6 @@ def _validation_error(request: Request, error: Exception) -> JSONResponse:
     # Behind the field, the path names alternatives of the schema, which mean nothing to a client.
     place = next((f"[{part}]" for part in location[1:] if isinstance(part, int)), "")
     param = f"{location[0]}{place}"
-    return ApiError(400, f"{param}: {first['msg']}", param=param, code=first["type"]).response()
+    # vLLM's clients look for the rule's name in the message, others in the code.
+    rule = first["type"]
+    return ApiError(400, f"{param}: {first['msg']} ({rule})", param=param, code=rule).response()

@@ -58,7 +58,11 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
     prompts = []
     for prompt in request.prompts:
         text = prompt if isinstance(prompt, str) else None
-        ids = tokenizer.encode(prompt, request.add_special_tokens) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            _check_length(prompt, request, tokenizer, max_model_len, "prompt")
+            ids = tokenizer.encode(prompt, request.add_special_tokens)
+        else:
+            ids = list(prompt)
         wanted = 1 if prompt_only else request.max_tokens
         prompts.append(
             _plan_prompt(
@@ -78,7 +82,9 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
 
 def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
     """The plan of POST /v1/chat/completions; arguments and errors as of `plan_completion`."""
-    text, ids = encode_chat(request, tokenizer, request.add_special_tokens)
+    text = render_chat(request, tokenizer)
+    _check_length(text, request, tokenizer, max_model_len, "messages")
+    ids = tokenizer.encode(text, request.add_special_tokens)
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     prompt = _plan_prompt(
@@ -87,15 +93,24 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) ->
     return _plan(request, [prompt], prompt_only=False)
 
 
-def encode_chat(request: ChatFields, tokenizer: Tokenizer, add_special_tokens: bool) -> tuple[str, list[int]]:
-    """A conversation as the model sees it: text and token ids. Raises InvalidRequestError."""
-    text = tokenizer.render_chat(
+def render_chat(request: ChatFields, tokenizer: Tokenizer) -> str:
+    """A conversation as the model sees it. Raises InvalidRequestError."""
+    return tokenizer.render_chat(
         [message.for_template() for message in request.messages],
         add_generation_prompt=_either(request.add_generation_prompt, not request.continue_final_message),
         continue_final_message=request.continue_final_message,
         template_kwargs=request.chat_template_kwargs,
     )
-    return text, tokenizer.encode(text, add_special_tokens)
+
+
+def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
+    """Refuses at once what is too long however it is cut: to count the tokens of a large text takes seconds."""
+    if request.truncate_prompt_tokens is None and len(text) > max_model_len * tokenizer.longest_token > 0:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens; {param} has {len(text)} characters, which "
+            f"are more tokens than that: shorten {param}",
+            param,
+        )
 
 
 def _plan(request: GenerationRequest, prompts: list[PromptPlan], prompt_only: bool) -> Plan:

@@ -105,8 +105,8 @@ class ResponseFormat(ABC):
             "prompt_token_ids": self._prompt(delta).token_ids if self._returns_ids else None,
         }
 
-    def _token_ids(self, delta: Delta) -> Json:
-        return {"token_ids": [token.id for token in delta.tokens]} if self._returns_ids else {}
+    def _token_ids(self, delta: Delta) -> list[int] | None:
+        return [token.id for token in delta.tokens] if self._returns_ids else None
 
     def _says_something(self, delta: Delta) -> bool:
         # Half a character or the possible start of a stop string has no text yet, but its tokens may be asked for.
@@ -142,7 +142,9 @@ class ChatFormat(ResponseFormat):
                 choice["logprobs"] = self._format.chat(delta.tokens)
             if delta.finish_reason is not None:
                 choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            yield self._chunk([choice | self._token_ids(delta)])
+            if self._returns_ids:
+                choice["token_ids"] = self._token_ids(delta)
+            yield self._chunk([choice])
 
     def _choice(self, choice: Delta) -> Json:
         return {
@@ -151,8 +153,7 @@ class ChatFormat(ResponseFormat):
             "logprobs": self._format.chat(choice.tokens) if self._format is not None else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
-            "token_ids": None,
-            **self._token_ids(choice),
+            "token_ids": self._token_ids(choice),
         }
 
     @staticmethod
@@ -173,8 +174,10 @@ class CompletionFormat(ResponseFormat):
         self._offsets: dict[int, int] = {}
 
     def whole(self, choices: list[Delta], usage: Json) -> Json:
-        nothing = {"token_ids": None}
-        formatted = [nothing | self._choice(choice, self._echo) | self._about_prompt(choice) for choice in choices]
+        formatted = [
+            {**self._choice(choice, self._echo), "token_ids": self._token_ids(choice), **self._about_prompt(choice)}
+            for choice in choices
+        ]
         return {**self._head, "object": self.whole_object, "choices": formatted, "usage": usage}
 
     def _chunks(self, delta: Delta) -> Iterator[Json]:
@@ -182,6 +185,8 @@ class CompletionFormat(ResponseFormat):
         self._sent_tokens += len(delta.tokens)
         if self._says_something(delta) or (first and (self._echo or self._returns_ids)):
             choice = self._choice(delta, first and self._echo)
+            if self._returns_ids:
+                choice["token_ids"] = self._token_ids(delta)
             if first and self._returns_ids:
                 choice["prompt_token_ids"] = self._prompt(delta).token_ids
             yield self._chunk([choice])
@@ -193,7 +198,6 @@ class CompletionFormat(ResponseFormat):
             "logprobs": self._logprobs(delta, echoed),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
-            **self._token_ids(delta),
         }
 
     def _prompt_text(self, delta: Delta) -> str:

@@ -127,6 +127,17 @@ def test_what_only_the_tokenizer_knows_to_be_wrong_is_refused(
     assert caught.value.param == param
 
 
+def test_what_is_far_too_long_is_refused_before_its_tokens_are_counted(tokenizer: Tokenizer) -> None:
+    text = "x" * (LIMIT * tokenizer.longest_token + 1)
+    for plan in (
+        lambda: completion(tokenizer, prompt=text),
+        lambda: chat(tokenizer, messages=[{"role": "user", "content": text}]),
+    ):
+        with pytest.raises(ContextLengthError, match="characters"):
+            plan()
+    assert len(completion(tokenizer, prompt=text, truncate_prompt_tokens=2).prompts[0].token_ids) == 2
+
+
 def test_without_a_worker_nothing_can_be_planned(tokenizer: Tokenizer) -> None:
     with pytest.raises(UnavailableError, match="no decode worker"):
         completion(tokenizer, limit=0)
