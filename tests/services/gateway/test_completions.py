@@ -44,7 +44,9 @@ async def test_the_synchronous_client(stack: Stack) -> None:
 
 async def test_usage_at_the_end_of_a_stream_and_all_along(stack: Stack) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    response = await stack.post("/v1/completions", prompt="hi", max_tokens=3, stream=True, stream_options=options)
+    response = await stack.post(
+        "/v1/completions", prompt="hi", max_tokens=3, seed=0, stream=True, stream_options=options
+    )
     *events, done, end = response.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
@@ -55,7 +57,9 @@ async def test_usage_at_the_end_of_a_stream_and_all_along(stack: Stack) -> None:
 
 async def test_continuous_usage_needs_usage(stack: Stack) -> None:
     options = {"include_usage": False, "continuous_usage_stats": True}
-    response = await stack.post("/v1/completions", prompt="hi", max_tokens=3, stream=True, stream_options=options)
+    response = await stack.post(
+        "/v1/completions", prompt="hi", max_tokens=3, seed=0, stream=True, stream_options=options
+    )
     assert "usage" not in response.text
 
 
