@@ -57,6 +57,11 @@ def request_span(name: str, request_id: str, carrier: Mapping[str, str] | None =
         _request_id.reset(token)
 
 
+def set_request_id(request_id: str) -> None:
+    """From now on, log lines of the current task and of those that it starts carry this id."""
+    _request_id.set(request_id)
+
+
 def trace_headers() -> tuple[tuple[str, str], ...]:
     """The current trace as gRPC metadata."""
     carrier: dict[str, str] = {}

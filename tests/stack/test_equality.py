@@ -20,7 +20,7 @@ STACKS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "one request at a time": (1, 8, ()),
     "eight requests at a time": (8, 32, ()),
     "two workers of each role": (8, 32, ("--prefill=2", "--decode=2", "--threads=1")),
-    "chunked prefill": (8, 32, ("--max-batched-tokens=32",)),
+    "chunked prefill": (8, 32, ("--max-batched-tokens=32", "--max-seqs=32")),
     "aggregated": (8, 32, ("--prefill=0",)),
 }
 

@@ -18,6 +18,7 @@ import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from paceline.core.errors import ConfigError
+from paceline.services.common.tasks import end_tasks
 
 HEARTBEAT_SECONDS = 0.5
 TTL_SECONDS = 3.0
@@ -116,9 +117,7 @@ class Registrar:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
         with contextlib.suppress(RedisError, OSError):
             await self._client.delete(_prefix(self._cluster) + self._describe().worker_id)
         await self._client.aclose()

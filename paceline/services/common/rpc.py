@@ -135,7 +135,7 @@ async def _abort(
 ) -> None:
     try:
         await context.abort(code, message, metadata)
-    except grpc.aio.InternalError:
+    except (grpc.aio.InternalError, grpc.aio.UsageError):
         # The other side has cancelled the call: nobody is there to be told, and its streams ended for that reason.
         raise asyncio.CancelledError from None
 

@@ -14,7 +14,7 @@ from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.middleware import is_valid_id
-from paceline.services.gateway.plan import Plan, check_ids, encode_chat, plan_chat, plan_completion
+from paceline.services.gateway.plan import Plan, check_ids, plan_chat, plan_completion, render_chat
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 from paceline.services.gateway.schemas import (
     ChatRequest,
@@ -45,16 +45,16 @@ def make_api(gateway: Gateway) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         gateway.check_request(body.model)
-        plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, gateway.fleet.max_model_len())
         response_id = _response_id(body, request)
+        plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, gateway.fleet.max_model_len())
         response_format = CompletionFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await _respond(gateway, body, plan, response_format, request)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         gateway.check_request(body.model)
-        plan = await asyncio.to_thread(plan_chat, body, gateway.tokenizer, gateway.fleet.max_model_len())
         response_id = _response_id(body, request)
+        plan = await asyncio.to_thread(plan_chat, body, gateway.tokenizer, gateway.fleet.max_model_len())
         response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await _respond(gateway, body, plan, response_format, request)
 
@@ -62,10 +62,10 @@ def make_api(gateway: Gateway) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
         tokenizer = gateway.tokenizer
-        if body.prompt is None:
-            _, tokens = await asyncio.to_thread(encode_chat, body, tokenizer, body.add_special_tokens is True)
-        else:
-            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
+        text, special = body.prompt, body.add_special_tokens is not False
+        if text is None:
+            text, special = await asyncio.to_thread(render_chat, body, tokenizer), body.add_special_tokens is True
+        tokens = await asyncio.to_thread(tokenizer.encode, text, special)
         return {
             "count": len(tokens),
             "max_model_len": gateway.fleet.max_model_len(),
@@ -97,6 +97,7 @@ async def _respond(
         metrics=gateway.metrics,
         carrier=dict(request.headers),
     )
+    gateway.metrics.observe_params(plan)
     if body.stream:
         return EventStreamResponse(event_stream(generation, response_format, body.stream_options or StreamOptions()))
     choices = await until_disconnect(request.receive, generation.whole())

@@ -45,6 +45,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template is not valid Jinja (line {error.lineno}): {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
 
     def render(
         self,
@@ -77,6 +78,10 @@ class ChatTemplate:
                 "chat_template_kwargs",
             )
         conversation = [_plain(message) for message in messages]
+        for message in conversation:
+            # OpenAI's newer name of the system, which templates that do not know it drop or take for a third party.
+            if message.get("role") == "developer" and not self._knows_developer:
+                message["role"] = "system"
         if not continue_final_message:
             return self._render(conversation, add_generation_prompt, template_kwargs)
         return self._render_open_end(conversation, template_kwargs)

@@ -21,7 +21,8 @@ class Detokenizer:
         stop_token_ids: tokens that end the text; such a token is no part of the text.
         include_stop: keeps the stop string, or the stop token's text, at the end.
         skip_special_tokens: special tokens are no part of the text.
-        min_tokens: stop strings that end within the first `min_tokens` tokens do not count.
+        min_tokens: stop strings that end within the first `min_tokens` tokens do not count; one that begins there and
+            ends later does, as in vLLM.
     """
 
     def __init__(
@@ -67,13 +68,11 @@ class Detokenizer:
         return text
 
     def _take(self, data: bytes) -> str:
-        text = self._held + self._decoder.decode(data)
+        held, text = len(self._held), self._held + self._decoder.decode(data)
         self._held = ""
         if not self._stop:
             return text
-        if self._tokens <= self._min_tokens:
-            return text
-        if (found := self._first_stop(text)) is not None:
+        if self._tokens > self._min_tokens and (found := self._first_stop(text, held)) is not None:
             start, stop = found
             self.stop_reason = stop
             self._decoder.reset()
@@ -82,9 +81,12 @@ class Detokenizer:
         self._held = text[certain:]
         return text[:certain]
 
-    def _first_stop(self, text: str) -> tuple[int, str] | None:
-        """Where the stop string that ends first begins; of two that end together, the longer one."""
-        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+    def _first_stop(self, text: str, held: int) -> tuple[int, str] | None:
+        """Where the stop string that ends first begins, of those that end behind `held`; of two that end together, the
+        longer one.
+        """
+        starts = ((text.find(stop, max(0, held + 1 - len(stop))), stop) for stop in self._stop)
+        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
         if not found:
             return None
         _, start, stop = min(found)

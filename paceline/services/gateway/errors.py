@@ -34,6 +34,10 @@ class ApiError(Exception):
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code or None}}
 
     def response(self) -> JSONResponse:
+        """The answer; logged, because a refused request leaves no other trace."""
+        # Escaped and cut: the message may hold what the client sent.
+        level = logging.WARNING if self.status >= 500 else logging.INFO
+        log.log(level, "answered %d: %.500r", self.status, str(self), extra={"status": self.status})
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -61,8 +65,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error of `app` becomes an OpenAI error body."""
-    app.add_exception_handler(Exception, _respond)
+    """Every error of `app` becomes an OpenAI error body; RequestIdMiddleware sees to those that nobody foresaw."""
     app.add_exception_handler(ApiError, _respond)
     app.add_exception_handler(PacelineError, _respond)
     app.add_exception_handler(HTTPException, _http_error)
@@ -76,6 +79,7 @@ def _respond(request: Request, error: Exception) -> JSONResponse:
 def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     messages = {
+        400: "the body is not valid JSON in UTF-8",
         404: f"no such path: {request.method} {request.url.path}",
         405: f"{request.url.path} does not take {request.method}",
     }
@@ -85,9 +89,11 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    """The first complaint, with the path of the field; OpenAI answers 400 where FastAPI would say 422."""
+    """The most telling complaint, with the path of the field; OpenAI answers 400 where FastAPI would say 422."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    errors = error.errors()
+    # Where a field may have several types, all but one of them complain of the type.
+    first = next((complaint for complaint in errors if not complaint["type"].endswith("_type")), errors[0])
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}").response()
     location = first["loc"][1:]
@@ -95,5 +101,8 @@ def _validation_error(request: Request, error: Exception) -> JSONResponse:
         message = "the body must be a JSON object, sent with the header Content-Type: application/json"
         return ApiError(400, message).response()
     # Behind the field, the path names alternatives of the schema, which mean nothing to a client.
-    param = str(location[0]) + "".join(f"[{part}]" for part in location[1:2] if isinstance(part, int))
-    return ApiError(400, f"{param}: {first['msg']}", param=param).response()
+    place = next((f"[{part}]" for part in location[1:] if isinstance(part, int)), "")
+    param = f"{location[0]}{place}"
+    # vLLM's clients look for the rule's name in the message, others in the code.
+    rule = first["type"]
+    return ApiError(400, f"{param}: {first['msg']} ({rule})", param=param, code=rule).response()

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving, open_channel
+from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.router import Candidate
 
 REFRESH_SECONDS = 0.5
@@ -75,9 +76,7 @@ class Fleet:
         _spawn(self._run(), self._tasks)
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         await asyncio.gather(*self._closing, *(worker.channel.close(None) for worker in self._workers.values()))
 
     def workers(self) -> list[Worker]:

@@ -10,11 +10,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from paceline.core.types import FinishReason
 from paceline.services.gateway.fleet import Worker
+from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.request import RequestRecord, RequestRunner
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class Metrics:
@@ -27,11 +30,12 @@ class Metrics:
         def counter(name: str, help: str) -> Counter:
             return Counter(f"paceline:{name}", help, ["model_name"], registry=self.registry)
 
-        def seconds(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
             labels = ["model_name"]
-            return Histogram(f"paceline:{name}_seconds", help, labels, buckets=buckets, registry=self.registry).labels(
-                model
-            )
+            return Histogram(f"paceline:{name}", help, labels, buckets=buckets, registry=self.registry).labels(model)
+
+        def seconds(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return histogram(f"{name}_seconds", help, buckets)
 
         def gauge(name: str, help: str) -> Gauge:
             return Gauge(f"paceline:{name}", help, ["model_name"], registry=self.registry).labels(model)
@@ -49,14 +53,27 @@ class Metrics:
         self._success = Counter(
             "paceline:request_success", "Ended sequences", ["model_name", "finished_reason"], registry=self.registry
         )
+        for reason in (*(reason.value for reason in FinishReason), "abort", "error"):
+            self._success.labels(model, reason)  # so that a rate can be taken from the first request on
+        self._n = histogram("request_params_n", "Answers asked for, by prompt", _COUNTS)
+        self._max_tokens = histogram("request_params_max_tokens", "Most tokens of an answer, by prompt", _COUNTS)
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a sequence", _COUNTS)
+        self._request_generation = histogram("request_generation_tokens", "Generated tokens of a sequence", _COUNTS)
         self._ttft = seconds("time_to_first_token", "From arrival to the first token", (*_SHORT, 20, 40, 80, 160))
         self._itl = seconds("inter_token_latency", "Between messages with tokens", _SHORT)
         self._e2e = seconds("e2e_request_latency", "From arrival to the end", _LONG)
         self._queue = seconds("request_queue_time", "From arrival to admission by a worker", _LONG)
+        self._inference = seconds("request_inference_time", "From admission to the end", _LONG)
         self._prefill = seconds("request_prefill_time", "From admission to the first token", _LONG)
         self._decode = seconds("request_decode_time", "From the first token to the end", _LONG)
         self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
         self.registry.register(_FleetCollector(model, workers))
+
+    def observe_params(self, plan: Plan) -> None:
+        """Counts what a request that is to be served asks for."""
+        for prompt in plan.prompts:
+            self._n.observe(plan.n)
+            self._max_tokens.observe(prompt.sampling.max_tokens)
 
     def observe(self, record: RequestRecord, prompt_tokens: int, generated_tokens: int, outcome: str) -> None:
         """Counts a sequence that has ended. `outcome` is its finish reason, "abort" or "error"."""
@@ -67,6 +84,9 @@ class Metrics:
         if record.admitted is None:
             return
         self._queue.observe(record.admitted - record.arrived)
+        self._inference.observe(now - record.admitted)
+        self._request_prompt.observe(prompt_tokens)
+        self._request_generation.observe(generated_tokens)
         self._prompt_tokens.inc(prompt_tokens)
         self._prefix_queries.inc(prompt_tokens)
         self._prefix_hits.inc(record.cached_tokens)

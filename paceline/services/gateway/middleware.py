@@ -13,7 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.services.gateway.errors import ApiError
+from paceline.core.telemetry import set_request_id
+from paceline.services.gateway.errors import ApiError, to_api_error
 
 BODY_SECONDS = 60.0
 
@@ -28,7 +29,9 @@ def is_valid_id(text: str) -> bool:
 
 
 class RequestIdMiddleware:
-    """Takes the id from X-Request-Id or makes one, as `request.state.request_id`, and answers with it."""
+    """Takes the id from X-Request-Id or makes one, as `request.state.request_id` and in log lines, and answers with it,
+    also where nobody foresaw an error.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,16 +43,26 @@ class RequestIdMiddleware:
         given = Headers(scope=scope).get("x-request-id", "")
         state = scope.setdefault("state", {})
         state["client_chose_id"] = is_valid_id(given)
-        state["request_id"] = (
-            given if is_valid_id(given) else _ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
-        )
+        own = _ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
+        state["request_id"] = given if state["client_chose_id"] else own
+        # The server starts a task for each request, so that nothing has to be taken back.
+        set_request_id(state["request_id"])
+        begun = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            answer = to_api_error(error)
+            # Returning without an end makes the server close the connection.
+            if not begun:
+                await answer.response()(scope, receive, send_with_id)
 
 
 class BodyLimitMiddleware:

@@ -23,12 +23,12 @@ def make_operations(gateway: Gateway) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
-    @router.get("/health")
+    @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         gateway.check_ready()
         return Response()
 
-    @router.api_route("/ping", methods=["GET", "POST"])
+    @router.api_route("/ping", methods=["GET", "HEAD", "POST"])
     async def ping() -> Response:
         return Response()
 

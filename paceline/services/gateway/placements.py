@@ -10,6 +10,8 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paceline.services.common.tasks import end_tasks
+
 TTL_SECONDS = 600
 _BUFFER = 1000
 
@@ -31,9 +33,7 @@ class PlacementLog:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
 
     def put(self, request_id: str, prefill: str, decode: str, attempt: int) -> None:
         with contextlib.suppress(asyncio.QueueFull):

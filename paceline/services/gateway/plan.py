@@ -58,7 +58,11 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
     prompts = []
     for prompt in request.prompts:
         text = prompt if isinstance(prompt, str) else None
-        ids = tokenizer.encode(prompt, request.add_special_tokens) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            _check_length(prompt, request, tokenizer, max_model_len, "prompt")
+            ids = tokenizer.encode(prompt, request.add_special_tokens)
+        else:
+            ids = list(prompt)
         wanted = 1 if prompt_only else request.max_tokens
         prompts.append(
             _plan_prompt(
@@ -78,7 +82,9 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
 
 def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
     """The plan of POST /v1/chat/completions; arguments and errors as of `plan_completion`."""
-    text, ids = encode_chat(request, tokenizer, request.add_special_tokens)
+    text = render_chat(request, tokenizer)
+    _check_length(text, request, tokenizer, max_model_len, "messages")
+    ids = tokenizer.encode(text, request.add_special_tokens)
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     prompt = _plan_prompt(
@@ -87,15 +93,24 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) ->
     return _plan(request, [prompt], prompt_only=False)
 
 
-def encode_chat(request: ChatFields, tokenizer: Tokenizer, add_special_tokens: bool) -> tuple[str, list[int]]:
-    """A conversation as the model sees it: text and token ids. Raises InvalidRequestError."""
-    text = tokenizer.render_chat(
+def render_chat(request: ChatFields, tokenizer: Tokenizer) -> str:
+    """A conversation as the model sees it. Raises InvalidRequestError."""
+    return tokenizer.render_chat(
         [message.for_template() for message in request.messages],
-        add_generation_prompt=request.add_generation_prompt,
+        add_generation_prompt=_either(request.add_generation_prompt, not request.continue_final_message),
         continue_final_message=request.continue_final_message,
         template_kwargs=request.chat_template_kwargs,
     )
-    return text, tokenizer.encode(text, add_special_tokens)
+
+
+def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
+    """Refuses at once what is too long however it is cut: to count the tokens of a large text takes seconds."""
+    if request.truncate_prompt_tokens is None and len(text) > max_model_len * tokenizer.longest_token > 0:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens; {param} has {len(text)} characters, which "
+            f"are more tokens than that: shorten {param}",
+            param,
+        )
 
 
 def _plan(request: GenerationRequest, prompts: list[PromptPlan], prompt_only: bool) -> Plan:
@@ -125,19 +140,20 @@ def _plan_prompt(
         raise UnavailableError("no decode worker is ready; try again later")
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     if (kept := request.truncate_prompt_tokens) is not None:
-        # The end of a prompt matters more than its beginning.
         kept = kept if kept > 0 else max(1, max_model_len - (max_tokens or 1))
         text = text if kept >= len(token_ids) else None
-        token_ids = token_ids[-kept:]
+        token_ids = token_ids[-kept:] if request.truncation_side == "left" else token_ids[:kept]
     if not token_ids:
         raise InvalidRequestError(f"{param} must not be empty: it holds no token", param)
-    _check_ids(token_ids, tokenizer.vocab_size, param)
+    check_ids(token_ids, tokenizer.vocab_size, param)
     left = max_model_len - len(token_ids)
     if left < 1 or (max_tokens or 1) > left:
+        limit = "max_tokens" if getattr(request, "max_completion_tokens", None) is None else "max_completion_tokens"
+        # The first words are those that clients search for.
         raise ContextLengthError(
-            f"this model takes at most {max_model_len} tokens; {param} has {len(token_ids)} and the answer may have "
-            f"{max_tokens or 1}: shorten {param} or lower max_tokens",
-            param,
+            f"This model's maximum context length is {max_model_len} tokens; {param} has {len(token_ids)} and the "
+            f"answer may have {max_tokens or 1}: shorten {param} or lower {limit}",
+            param if left < 1 else limit,
         )
     if max_tokens is None:
         max_tokens = min(default_max_tokens, left)
@@ -154,23 +170,26 @@ def _sampling(
     if request.min_tokens > max_tokens:
         raise InvalidRequestError(f"min_tokens must be at most max_tokens, which is {max_tokens}", "min_tokens")
     for name in ("stop_token_ids", "allowed_token_ids"):
-        _check_ids(getattr(request, name) or [], tokenizer.vocab_size, name)
+        check_ids(getattr(request, name) or [], tokenizer.vocab_size, name)
     defaults = tokenizer.defaults
     stop_token_ids = frozenset(request.stop_token_ids or ())
+    if not request.ignore_eos:
+        stop_token_ids |= tokenizer.eos_token_ids
+    _check_choice(request, stop_token_ids, tokenizer.vocab_size)
     return SamplingParams(
         temperature=_either(request.temperature, defaults.temperature),
         # -1 is an older way to say all.
         top_k=max(0, _either(request.top_k, defaults.top_k)),
         top_p=_either(request.top_p, defaults.top_p),
         min_p=_either(request.min_p, defaults.min_p),
-        # Drawn here, so that an attempt that starts again draws the same tokens.
-        seed=(random.getrandbits(64) if request.seed is None else request.seed) % 2**64,
+        # Drawn here, so that an attempt that starts again draws the same tokens. -1 is another way to leave it out.
+        seed=random.getrandbits(64) if request.seed in (None, -1) else request.seed % 2**64,
         repetition_penalty=_either(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request, tokenizer.vocab_size),
         allowed_token_ids=tuple(request.allowed_token_ids or ()),
-        stop_token_ids=stop_token_ids if request.ignore_eos else stop_token_ids | tokenizer.eos_token_ids,
+        stop_token_ids=stop_token_ids,
         min_tokens=request.min_tokens,
         max_tokens=max_tokens,
         logprobs=logprobs,
@@ -182,18 +201,40 @@ def _either(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _check_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
-    if token_ids and max(token_ids) >= vocab_size:
-        raise InvalidRequestError(f"{param}: token ids must be below the vocabulary's size, {vocab_size}", param)
+def check_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequestError that names `param` and the ids that are not in the vocabulary."""
+    if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
+        raise InvalidRequestError(
+            f"{param}: token ids {_some(outside)} are out of vocabulary, which has {vocab_size} tokens", param
+        )
+
+
+def _check_choice(request: GenerationRequest, stop_token_ids: frozenset[int], vocab_size: int) -> None:
+    """Refuses what leaves no token to choose from while the answer is shorter than min_tokens."""
+    if request.min_tokens == 0:
+        return
+    if request.allowed_token_ids is not None and stop_token_ids.issuperset(request.allowed_token_ids):
+        message = (
+            "allowed_token_ids: all of them end the answer, which min_tokens forbids; allow others, or set it to 0"
+        )
+        raise InvalidRequestError(message, "allowed_token_ids")
+    if len(stop_token_ids) >= vocab_size:
+        message = (
+            "stop_token_ids: every token ends the answer, which min_tokens forbids; leave some out, or set it to 0"
+        )
+        raise InvalidRequestError(message, "stop_token_ids")
 
 
 def _logit_bias(request: GenerationRequest, vocab_size: int) -> dict[int, float]:
-    bias = {}
-    for key, value in (request.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and int(key[:20]) < vocab_size):
-            raise InvalidRequestError(
-                f"logit_bias: keys must be token ids below the vocabulary's size, {vocab_size}, not {key[:40]!r}",
-                "logit_bias",
-            )
-        bias[int(key)] = value
+    given = request.logit_bias or {}
+    if wrong := [key for key in given if not (key.isascii() and key.isdigit() and len(key) <= 20)]:
+        raise InvalidRequestError(f"logit_bias: keys must be token ids, not {_some(wrong)}", "logit_bias")
+    bias = {int(key): value for key, value in given.items()}
+    check_ids(list(bias), vocab_size, "logit_bias")
     return bias
+
+
+def _some(values: list[T]) -> str:
+    """The first values, for a message of bounded length."""
+    shown = ", ".join(repr(value)[:40] for value in values[:5])
+    return shown + (f" and {len(values) - 5} more" if len(values) > 5 else "")

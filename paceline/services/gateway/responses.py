@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from paceline.services.gateway.generation import Delta
 from paceline.services.gateway.logprobs import LogprobFormat
-from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 
@@ -46,14 +47,39 @@ class ResponseFormat(ABC):
             "system_fingerprint": None,
         }
         self._begun: set[int] = set()
+        self._sent_tokens = 0
+        self._counts = Counter[int]()
+        self._held: dict[int, Delta] = {}
 
     @abstractmethod
     def whole(self, choices: list[Delta], usage: Json) -> Json:
         """The body of a response that is not streamed."""
 
-    @abstractmethod
     def chunks(self, delta: Delta) -> Iterator[Json]:
         """The stream chunks of a delta; none where it has nothing to say."""
+        if (complete := self._with_end(delta)) is not None:
+            yield from self._chunks(complete)
+
+    @abstractmethod
+    def _chunks(self, delta: Delta) -> Iterator[Json]: ...
+
+    def _with_end(self, delta: Delta) -> Delta | None:
+        """Joins a choice's last tokens with its end, which comes right behind: clients expect both in one chunk."""
+        self._counts[delta.index] += len(delta.tokens)
+        if (held := self._held.pop(delta.index, None)) is not None:
+            held.add(delta)
+            delta = held
+        sampling = self._prompt(delta).sampling
+        ends = bool(delta.tokens) and delta.tokens[-1].id in sampling.stop_token_ids
+        if delta.finish_reason is None and (ends or self._counts[delta.index] >= sampling.max_tokens):
+            self._held[delta.index] = delta
+            return None
+        return delta
+
+    def usage_so_far(self, usage: Json) -> Json:
+        """The `usage` of the latest chunk, from that of all tokens that have come."""
+        sent = self._sent_tokens
+        return usage | {"completion_tokens": sent, "total_tokens": usage["prompt_tokens"] + sent}
 
     def usage_chunk(self, usage: Json) -> Json:
         """The chunk that ends a stream with `include_usage`."""
@@ -62,8 +88,8 @@ class ResponseFormat(ABC):
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": self.chunk_object, "choices": choices}
 
-    def _prompt_ids(self, delta: Delta) -> list[int]:
-        return self._plan.prompts[delta.index // self._plan.n].token_ids
+    def _prompt(self, delta: Delta) -> PromptPlan:
+        return self._plan.prompts[delta.index // self._plan.n]
 
     def _begins(self, delta: Delta) -> bool:
         """Whether this is the choice's first delta."""
@@ -71,17 +97,21 @@ class ResponseFormat(ABC):
         self._begun.add(delta.index)
         return first
 
-    def _prompt_logprobs(self, delta: Delta) -> Json:
-        if not self._wants_prompt_logprobs or delta.prompt_scores is None:
-            return {}
-        return {"prompt_logprobs": self._prompt_format.prompt(delta.prompt_scores)}
+    def _about_prompt(self, delta: Delta) -> Json:
+        """vLLM's fields about the prompt of a whole response; null where not asked for."""
+        scores = delta.prompt_scores if self._wants_prompt_logprobs else None
+        return {
+            "prompt_logprobs": self._prompt_format.prompt(scores) if scores is not None else None,
+            "prompt_token_ids": self._prompt(delta).token_ids if self._returns_ids else None,
+        }
 
-    def _token_ids(self, delta: Delta) -> Json:
-        return {"token_ids": [token.id for token in delta.tokens]} if self._returns_ids else {}
+    def _token_ids(self, delta: Delta) -> list[int] | None:
+        return [token.id for token in delta.tokens] if self._returns_ids else None
 
     def _says_something(self, delta: Delta) -> bool:
         # Half a character or the possible start of a stop string has no text yet, but its tokens may be asked for.
-        return bool(delta.text or (delta.tokens and (self._format or self._returns_ids)))
+        wanted = delta.tokens and (self._format or self._returns_ids)
+        return bool(delta.text or wanted or delta.finish_reason)
 
 
 class ChatFormat(ResponseFormat):
@@ -93,36 +123,37 @@ class ChatFormat(ResponseFormat):
     def __init__(self, request: ChatRequest, plan: Plan, response_id: str, model: str, tokenizer: Tokenizer) -> None:
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         super().__init__(request, plan, response_id, model, tokenizer, logprobs)
+        last = request.messages[-1]
+        self._echo = last.text or "" if request.echo and last.role == "assistant" else ""
 
     def whole(self, choices: list[Delta], usage: Json) -> Json:
-        body = {**self._head, "object": self.whole_object, "choices": [self._choice(choice) for choice in choices]}
-        body["usage"] = usage
-        if self._returns_ids:
-            body["prompt_token_ids"] = self._prompt_ids(choices[0])
-        return body | self._prompt_logprobs(choices[0])
+        formatted = [self._choice(choice) for choice in choices]
+        head = {**self._head, "object": self.whole_object}
+        return {**head, "choices": formatted, "usage": usage, **self._about_prompt(choices[0])}
 
-    def chunks(self, delta: Delta) -> Iterator[Json]:
+    def _chunks(self, delta: Delta) -> Iterator[Json]:
         if self._begins(delta):
-            first = self._chunk([self._delta_choice(delta.index, {"role": "assistant", "content": ""})])
-            yield first | ({"prompt_token_ids": self._prompt_ids(delta)} if self._returns_ids else {})
+            first = self._chunk([self._delta_choice(delta.index, {"role": "assistant", "content": self._echo})])
+            yield first | ({"prompt_token_ids": self._prompt(delta).token_ids} if self._returns_ids else {})
+        self._sent_tokens += len(delta.tokens)
         if self._says_something(delta):
             choice = self._delta_choice(delta.index, {"content": delta.text})
             if self._format is not None:
                 choice["logprobs"] = self._format.chat(delta.tokens)
-            yield self._chunk([choice | self._token_ids(delta)])
-        if delta.finish_reason is not None:
-            end = self._delta_choice(delta.index, {})
-            end |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            yield self._chunk([end])
+            if delta.finish_reason is not None:
+                choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            if self._returns_ids:
+                choice["token_ids"] = self._token_ids(delta)
+            yield self._chunk([choice])
 
     def _choice(self, choice: Delta) -> Json:
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "content": self._echo + choice.text, "refusal": None},
             "logprobs": self._format.chat(choice.tokens) if self._format is not None else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
-            **self._token_ids(choice),
+            "token_ids": self._token_ids(choice),
         }
 
     @staticmethod
@@ -143,41 +174,40 @@ class CompletionFormat(ResponseFormat):
         self._offsets: dict[int, int] = {}
 
     def whole(self, choices: list[Delta], usage: Json) -> Json:
-        formatted = [self._choice(choice, self._begins(choice)) for choice in choices]
+        formatted = [
+            {**self._choice(choice, self._echo), "token_ids": self._token_ids(choice), **self._about_prompt(choice)}
+            for choice in choices
+        ]
         return {**self._head, "object": self.whole_object, "choices": formatted, "usage": usage}
 
-    def chunks(self, delta: Delta) -> Iterator[Json]:
+    def _chunks(self, delta: Delta) -> Iterator[Json]:
         first = self._begins(delta)
-        finish_reason, stop_reason = delta.finish_reason, delta.stop_reason
-        delta.finish_reason = delta.stop_reason = None
+        self._sent_tokens += len(delta.tokens)
         if self._says_something(delta) or (first and (self._echo or self._returns_ids)):
-            yield self._chunk([self._choice(delta, first)])
-        if finish_reason is not None:
-            yield self._chunk([self._choice(Delta(delta.index, "", [], finish_reason, stop_reason), False)])
+            choice = self._choice(delta, first and self._echo)
+            if self._returns_ids:
+                choice["token_ids"] = self._token_ids(delta)
+            if first and self._returns_ids:
+                choice["prompt_token_ids"] = self._prompt(delta).token_ids
+            yield self._chunk([choice])
 
-    def _choice(self, delta: Delta, first: bool) -> Json:
-        echoed = first and self._echo
-        choice: Json = {
+    def _choice(self, delta: Delta, echoed: bool) -> Json:
+        return {
             "index": delta.index,
             "text": self._prompt_text(delta) + delta.text if echoed else delta.text,
             "logprobs": self._logprobs(delta, echoed),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
-            **self._token_ids(delta),
-            **self._prompt_logprobs(delta),
         }
-        if first and self._returns_ids:
-            choice["prompt_token_ids"] = self._prompt_ids(delta)
-        return choice
 
     def _prompt_text(self, delta: Delta) -> str:
-        prompt = self._plan.prompts[delta.index // self._plan.n]
+        prompt = self._prompt(delta)
         return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids)
 
     def _logprobs(self, delta: Delta, echoed: bool) -> Json | None:
-        if self._format is None or not (delta.tokens or echoed):
+        if self._format is None:
             return None
-        prompt_ids = self._prompt_ids(delta) if echoed else []
+        prompt_ids = self._prompt(delta).token_ids if echoed else []
         scores = (delta.prompt_scores or [None] * len(prompt_ids)) if echoed else []
         token_ids = [*prompt_ids, *(token.id for token in delta.tokens)]
         offset = self._offsets.get(delta.index, 0)

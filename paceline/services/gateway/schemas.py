@@ -31,12 +31,21 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
+    "ebnf": (),
     "function_call": ("none",),
     "functions": ([],),
+    "grammar": ("",),
+    "json_schema": (),
+    "kv_transfer_params": ({},),
     "logit_processors": ([],),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "lora_path": (),
     "modalities": (["text"],),
+    "prompt_embeds": ([],),
+    "prompt_token_ids": (),
     "reasoning_effort": ("none",),
+    "regex": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
@@ -59,17 +68,38 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(_Body):
-    """What both ways to generate share. None everywhere means: not said."""
+class NamedRequest(_Body):
+    """What every body has: the name of the model, and no field that would be dropped in silence."""
 
     model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        # As in the OpenAI API, null means: not said.
+        said = {name: value for name, value in data.items() if value is not None}
+        for name, value in said.items():
+            if (name.startswith("guided_") or name in _REFUSED) and value not in _REFUSED.get(name, ()):
+                raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
+        known = _REFUSED.keys() | cls.model_fields.keys() | _SERVED_ANYWAY
+        if unknown := [name for name in said if name not in known]:
+            log.warning("a request holds unknown fields, which are ignored: %.300s", ", ".join(map(repr, unknown)))
+        return said
+
+
+class GenerationRequest(NamedRequest):
+    """What both ways to generate share. None everywhere means: not said."""
+
     max_tokens: int | None = Field(None, ge=0)
     min_tokens: int = Field(0, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    # Nearer to zero, logits divided by it would not be finite.
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
@@ -87,25 +117,13 @@ class GenerationRequest(_Body):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] = "left"
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     request_id: str | None = None
     priority: int = 0
     user: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_names(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name, value in data.items():
-            if name.startswith("guided_") or name in _REFUSED:
-                if value is not None and value not in _REFUSED.get(name, ()):
-                    raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
-            elif name not in cls.model_fields and name not in _SERVED_ANYWAY:
-                log.warning("a request holds the unknown field %.100r; it is ignored", name)
-        return data
 
     @model_validator(mode="after")
     def _check_combinations(self) -> GenerationRequest:
@@ -183,18 +201,21 @@ class ChatMessage(_Body):
                 raise ApiError(400, message, param="messages")
         return data
 
+    @property
+    def text(self) -> str | None:
+        """The content as one text."""
+        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+
     def for_template(self) -> dict[str, Any]:
-        """The message with its content as one text."""
-        content = self.content
-        text = "\n".join(part.text for part in content) if isinstance(content, list) else content
-        return {"role": self.role, "content": text, **(self.model_extra or {})}
+        return {"role": self.role, "content": self.text, **(self.model_extra or {})}
 
 
-class ChatFields(_Body):
+class ChatFields(NamedRequest):
     """How a conversation becomes a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    add_generation_prompt: bool = True
+    messages: list[ChatMessage] = Field(default_factory=list)
+    add_generation_prompt: bool | None = None
+    """By default the opposite of `continue_final_message`."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -206,7 +227,8 @@ class ChatRequest(ChatFields, GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    echo: Literal[False] | None = None
+    echo: bool = False
+    """Whether the answer begins with the last message, where that is the assistant's."""
     add_special_tokens: bool = False
 
     @model_validator(mode="after")
@@ -216,25 +238,22 @@ class ChatRequest(ChatFields, GenerationRequest):
         return self
 
 
-class TokenizePromptRequest(_Body):
-    """POST /tokenize with a text."""
+class TokenizeRequest(ChatFields):
+    """POST /tokenize: with a text, or with a conversation."""
 
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    """By default they are added to a text; a chat template writes its own."""
+    return_token_strs: bool = False
 
-
-class TokenizeChatRequest(ChatFields):
-    """POST /tokenize with a conversation."""
-
-    model: str | None = None
-    add_special_tokens: bool = False
-    return_token_strs: bool | None = None
+    @model_validator(mode="after")
+    def _check_kind(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise ApiError(400, "send either prompt, a text, or messages, a conversation", param="prompt")
+        return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(NamedRequest):
     """POST /detokenize."""
 
-    model: str | None = None
     tokens: list[TokenId]

@@ -25,6 +25,8 @@ SEND_SECONDS = 60.0
 """A client that takes nothing for so long is given up, because its request holds a place on a worker."""
 
 _DONE = b"data: [DONE]\n\n"
+_LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+"""JSON allows these characters, and clients that read line by line break at them."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -44,17 +46,16 @@ async def event_stream(
     generation: Generation, response_format: ResponseFormat, options: StreamOptions
 ) -> AsyncGenerator[bytes]:
     """The server-sent events of a generation, joined where they are ready together. Must be closed when left early."""
-    continuous = bool(options.continuous_usage_stats)
     async with contextlib.aclosing(generation.batches()) as batches:
         async for batch in batches:
-            chunks = [chunk for delta in batch for chunk in response_format.chunks(delta)]
-            for chunk in chunks:
-                if continuous:
-                    chunk["usage"] = generation.usage()
-                elif options.include_usage:
-                    chunk["usage"] = None
-            if chunks:
-                yield b"".join(map(_event, chunks))
+            events = []
+            for chunk in (chunk for delta in batch for chunk in response_format.chunks(delta)):
+                if options.include_usage:
+                    continuous = options.continuous_usage_stats
+                    chunk["usage"] = response_format.usage_so_far(generation.usage()) if continuous else None
+                events.append(_event(chunk))
+            if events:
+                yield b"".join(events)
     if options.include_usage:
         yield _event(response_format.usage_chunk(generation.usage()))
     yield _DONE
@@ -112,7 +113,8 @@ class _ClientStalledError(Exception):
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text.translate(_LINE_BREAKS)}\n\n".encode()
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -62,6 +62,8 @@ class Tokenizer:
         self.vocabulary = Vocabulary(self._tokenizer)
         self.vocab_size: int = _text_value(model, "vocab_size") or self._tokenizer.get_vocab_size()
         """Width of the logits: every token id is below it."""
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        """Most characters of a token, at least."""
         self.eos_token_ids = self._eos_token_ids(generation, model, special_tokens)
         self.defaults = SamplingDefaults.from_generation_config(generation)
         source = _chat_template_source(folder, settings, chat_template)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections import deque
@@ -13,6 +12,7 @@ import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from paceline.services.common.registry import connect
+from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer.pool import BlockEvent
 
 _PERIOD_SECONDS = 0.1
@@ -60,9 +60,7 @@ class BlockEventPublisher:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
         await self._client.aclose()
 
     async def _run(self) -> None:

@@ -12,6 +12,7 @@ from typing import Literal, TextIO
 
 from paceline.core.config import KVTransferConfig, ServeConfig
 from paceline.core.machine import available_memory
+from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer.arena import remove_stale_arenas
 from paceline.services.serve import checks, welcome
 from paceline.services.serve.child import Child
@@ -95,9 +96,7 @@ class Supervisor:
             if watch.done() and not stop.done():
                 watch.result()
         finally:
-            for task in (start, watch, stop):
-                task.cancel()
-            await asyncio.gather(start, watch, stop, return_exceptions=True)
+            await end_tasks(start, watch, stop)
 
     async def _watch(self, folder: Path) -> None:
         """Raises when a process ends by itself. Redis is started again: heartbeats bring back what it knew."""

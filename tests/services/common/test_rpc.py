@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 import grpc
@@ -97,6 +98,15 @@ async def test_a_second_service_on_a_taken_port_is_told_the_flag() -> None:
     await first.close(0)
 
 
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 async def test_ipv6_listens_too() -> None:
     server = RpcServer("::1", 0)
     port = await server.start()

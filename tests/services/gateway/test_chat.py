@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from tests.services.gateway.conftest import Stack
 from tests.services.gateway.toy_workers import TEXT
 
@@ -27,11 +31,11 @@ async def test_a_streamed_answer(stack: Stack) -> None:
         stream=True,
         stream_options={"include_usage": True},
     )
-    first, *middle, finish, usage = [chunk async for chunk in stream]
+    first, *middle, last, usage = [chunk async for chunk in stream]
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == TEXT[:12]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in (*middle, last)) == TEXT[:12]
     assert {chunk.choices[0].finish_reason for chunk in (first, *middle)} == {None}
-    assert (finish.choices[0].delta.content, finish.choices[0].finish_reason) == (None, "length")
+    assert (last.choices[0].delta.content, last.choices[0].finish_reason) == (TEXT[11], "length")
     assert usage.choices == []
     assert usage.usage
     assert usage.usage.completion_tokens == 12
@@ -90,10 +94,30 @@ async def test_prompt_logprobs_and_ids_stand_beside_the_choices(stack: Stack) ->
         ["258"],
     ]
     assert body["choices"][0]["token_ids"] == list(b"Th")
+    plain = (await stack.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1)).json()
+    assert (plain["prompt_token_ids"], plain["prompt_logprobs"], plain["choices"][0]["token_ids"]) == (None, None, None)
 
 
-async def test_continuing_the_last_message(stack: Stack) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": "I was"}]
-    options = {"add_generation_prompt": False, "continue_final_message": True, "max_tokens": 1}
-    assert (await stack.post("/v1/chat/completions", messages=messages, **options)).status_code == 200
+@pytest.mark.parametrize("options", [{}, {"add_generation_prompt": False}])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_continuing_the_last_message(stack: Stack, options: dict[str, bool], echo: bool) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "I was"}]}]
+    body = {"messages": messages, "continue_final_message": True, "max_tokens": 3, "seed": 0, "echo": echo, **options}
+    answer = (await stack.post("/v1/chat/completions", **body)).json()
     assert list(stack.workers["prefill-0"].calls[0].work.token_ids) == [257, *b"hello", 258, *b"I was"]
+    expected = ("I was" if echo else "") + TEXT[:3]
+    assert answer["choices"][0]["message"]["content"] == expected
+    events = (await stack.post("/v1/chat/completions", **body, stream=True)).text.split("\n\n")[:-2]
+    assert "".join(json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events) == expected
+
+
+async def test_only_the_assistant_s_own_message_is_echoed(stack: Stack) -> None:
+    answer = (await stack.post("/v1/chat/completions", messages=MESSAGES, max_tokens=3, seed=0, echo=True)).json()
+    assert answer["choices"][0]["message"]["content"] == TEXT[:3]
+
+
+async def test_continuous_usage_grows_with_every_chunk(stack: Stack) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": MESSAGES, "max_tokens": 4, "seed": 0, "stream": True, "stream_options": options}
+    events = (await stack.post("/v1/chat/completions", **body)).text.split("\n\n")[:-2]
+    assert [json.loads(event[6:])["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3, 4, 4]

@@ -78,6 +78,12 @@ def test_what_a_template_raises_is_the_request_s_fault(source: str) -> None:
     assert caught.value.param == "messages"
 
 
+def test_a_developer_is_the_system_unless_the_template_knows_better() -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(messages) == "system"
+    assert ChatTemplate("{{ messages[0].role }}{# developer #}", {}).render(messages) == "developer"
+
+
 def test_templates_cannot_leave_the_sandbox() -> None:
     with pytest.raises(InvalidRequestError, match="unsafe"):
         ChatTemplate("{{ ''.__class__.__mro__ }}", {}).render(TURNS)

@@ -28,7 +28,8 @@ async def test_a_streamed_answer(stack: Stack) -> None:
     stream = await stack.openai.completions.create(model="toy", prompt="hello", max_tokens=20, seed=0, stream=True)
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT[:20]
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 20 + ["length"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 19 + ["length"]
+    assert chunks[-1].choices[0].text, "the last token and the end come together"
     assert {chunk.usage for chunk in chunks} == {None}
 
 
@@ -43,13 +44,23 @@ async def test_the_synchronous_client(stack: Stack) -> None:
 
 async def test_usage_at_the_end_of_a_stream_and_all_along(stack: Stack) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    response = await stack.post("/v1/completions", prompt="hi", max_tokens=3, stream=True, stream_options=options)
+    response = await stack.post(
+        "/v1/completions", prompt="hi", max_tokens=3, seed=0, stream=True, stream_options=options
+    )
     *events, done, end = response.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert chunks[-1]["choices"] == []
-    assert [chunk["usage"]["total_tokens"] for chunk in chunks] == sorted(c["usage"]["total_tokens"] for c in chunks)
-    assert chunks[-1]["usage"]["completion_tokens"] == 3
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+    assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [3, 4, 5, 5]
+
+
+async def test_continuous_usage_needs_usage(stack: Stack) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    response = await stack.post(
+        "/v1/completions", prompt="hi", max_tokens=3, seed=0, stream=True, stream_options=options
+    )
+    assert "usage" not in response.text
 
 
 async def test_choices_have_seeds_of_their_own_and_a_prompt_is_computed_once(stack: Stack) -> None:
@@ -160,7 +171,37 @@ async def test_token_ids_are_returned_where_asked_for(stack: Stack) -> None:
         json.loads(e[6:]) for e in (await stack.post("/v1/completions", **body, stream=True)).text.split("\n\n")[:-2]
     ]
     assert streamed[0]["choices"][0]["prompt_token_ids"] == [97, END, 98]
+    assert "prompt_token_ids" not in streamed[1]["choices"][0]
     assert [i for chunk in streamed for i in chunk["choices"][0]["token_ids"]] == list(b"The")
+
+
+async def test_what_was_not_asked_for_is_null(stack: Stack) -> None:
+    answer = await stack.openai.completions.create(model="toy", prompt="x", max_tokens=1)
+    choice = answer.choices[0].model_dump()
+    extras = ("logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids", "stop_reason")
+    assert [choice[name] for name in extras] == [None] * 5
+
+
+async def test_every_chunk_has_the_logprobs_and_ids_that_were_asked_for(start_stack: StartStack) -> None:
+    stack = await start_stack()
+    for worker in stack.workers.values():
+        worker.stop_at = 3
+    body = {"prompt": "x", "max_tokens": 9, "seed": 0, "logprobs": 1, "return_token_ids": True, "stream": True}
+    response = await stack.post("/v1/completions", **body)
+    choices = [json.loads(event[6:])["choices"][0] for event in response.text.split("\n\n")[:-2]]
+    assert [choice["token_ids"] for choice in choices] == [[84], [104], [101], [END]]
+    assert [choice["logprobs"]["tokens"] for choice in choices] == [["T"], ["h"], ["e"], ["<|end|>"]]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
+
+
+async def test_line_breaks_of_unicode_do_not_break_lines(stack: Stack) -> None:
+    text = "a\x85b\u2028c\u2029d\r\ne\x0bf"
+    for worker in stack.workers.values():
+        worker.script = text.encode()
+    body = {"prompt": "x", "max_tokens": len(text.encode()), "seed": 0, "stream": True}
+    lines = [line for line in (await stack.post("/v1/completions", **body)).text.splitlines() if line]
+    texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
+    assert "".join(texts) == text
 
 
 async def test_characters_of_several_tokens_arrive_whole(stack: Stack) -> None:

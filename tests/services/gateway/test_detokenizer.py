@@ -3,6 +3,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,9 +46,9 @@ def text_of(data: bytes | list[int], **options: Any) -> tuple[str, str | int | N
     return "".join(pieces_of(detokenizer, list(data))), detokenizer.stop_reason
 
 
-def reference(text: str, stops: list[str], include: bool) -> str:
-    """Reads the text character by character until it ends with a stop string."""
-    for end in range(len(text) + 1):
+def reference(text: str, stops: list[str], include: bool, free: int = 0) -> str:
+    """Reads the text character by character, `free` of them without looking, until it ends with a stop string."""
+    for end in range(free + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             return text[:end] if include else text[: end - max(map(len, ending))]
@@ -117,5 +118,33 @@ def test_half_a_character_at_the_end_is_replaced() -> None:
     assert text_of("é".encode()[:1]) == ("�", None)
 
 
-def test_a_stop_string_within_the_first_min_tokens_does_not_count() -> None:
-    assert text_of(b"aXbXc", stop=["X"], min_tokens=2) == ("aXb", "X")
+@given(
+    st.lists(st.text("abé", min_size=1, max_size=4), max_size=20),
+    st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 20),
+    st.booleans(),
+)
+def test_stop_strings_count_where_they_end_behind_min_tokens(
+    parts: list[str], stops: list[str], min_tokens: int, include: bool
+) -> None:
+    tokenizer, ids = vocabulary_of([part.encode() for part in parts] or [b"c"])
+    options: dict[str, Any] = {"stop": stops, "include_stop": include, "min_tokens": min_tokens}
+    pieces = pieces_of(Detokenizer(Vocabulary(tokenizer), **options), ids if parts else [])
+    free = len("".join(parts[:min_tokens]))
+    assert "".join(pieces) == reference("".join(parts), stops, include, free)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "min_tokens", "expected"),
+    [
+        (b"aXbXc", ["X"], 2, "aXb"),
+        (b"aENDb", ["END"], 2, "a"),
+        (b"aENDb", ["END"], 3, "a"),
+        (b"aENDbEND", ["END"], 4, "aENDb"),
+        (b"abc", ["b", "abx"], 2, "abc"),
+    ],
+)
+def test_a_stop_string_across_the_edge_of_min_tokens(
+    text: bytes, stop: list[str], min_tokens: int, expected: str
+) -> None:
+    assert text_of(text, stop=stop, min_tokens=min_tokens)[0] == expected

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.toy_model import END, VOCAB_SIZE
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -59,7 +60,24 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {}}, "guided_json"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"logits_processors": ["x"]}, "logits_processors"),
-    ({"max_tokens": 600}, None),
+    ({"max_tokens": 600}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"min_tokens": True}, "min_tokens"),
+    ({"temperature": [1]}, "temperature"),
+    ({"repetition_penalty": -1}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-30}, "repetition_penalty"),
+    ({"repetition_penalty": 1e30}, "repetition_penalty"),
+    ({"top_k": 10**30}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"seed": "7"}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"truncation_side": "middle"}, "truncation_side"),
+    ({"allowed_token_ids": [END], "min_tokens": 1}, "allowed_token_ids"),
+    ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}, "allowed_token_ids"),
+    ({"stop_token_ids": list(range(VOCAB_SIZE)), "min_tokens": 1}, "stop_token_ids"),
+    ({"regex": "a+"}, "regex"),
+    ({"prompt_embeds": ["x"]}, "prompt_embeds"),
 ]
 COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 21}, "logprobs"),
@@ -70,6 +88,9 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [[]]}, "prompt"),
     ({"prompt": [300]}, "prompt"),
     ({"prompt": 7}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": [-1]}, "prompt[0]"),
+    ({"prompt": "x" * 600}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
 ]
@@ -87,7 +108,10 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": None}]}, "messages"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+    ({"max_completion_tokens": 600}, "max_completion_tokens"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ({"chat_template": "x"}, "chat_template"),
 ]
@@ -104,29 +128,46 @@ def complaint(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 async def test_bad_completions(stack: Stack) -> None:
     for fields, param in COMMON + COMPLETION:
         error = complaint(await stack.post("/v1/completions", **{"prompt": "x", **fields}))
-        assert (fields, error["param"], error["type"]) == (fields, param or "prompt", "invalid_request_error")
+        assert (fields, error["param"], error["type"]) == (fields, param, "invalid_request_error")
 
 
 async def test_bad_chats(stack: Stack) -> None:
     for fields, param in COMMON + CHAT:
         error = complaint(await stack.post("/v1/chat/completions", **{"messages": MESSAGES, **fields}))
-        assert (fields, error["param"], error["type"]) == (fields, param or "messages", "invalid_request_error")
+        assert (fields, error["param"], error["type"]) == (fields, param, "invalid_request_error")
     assert stack.workers["decode-0"].calls == []
 
 
 async def test_too_long_has_a_code_of_its_own(stack: Stack) -> None:
     error = complaint(await stack.post("/v1/completions", prompt="x" * 600))
     assert error["code"] == "context_length_exceeded"
-    assert "at most 512 tokens" in error["message"]
+    assert "maximum context length is 512 tokens" in error["message"]
+
+
+async def test_messages_name_what_is_wrong(stack: Stack) -> None:
+    async def message(**fields: Any) -> str:
+        return str(complaint(await stack.post("/v1/completions", **{"prompt": "x", **fields}))["message"])
+
+    assert "301, 302" in (text := await message(stop_token_ids=[301, 1, 302]))
+    assert str(VOCAB_SIZE) in text
+    assert "'a', 'b'" in await message(logit_bias={"a": 1, "7": 1, "b": 1})
+    assert "greater than or equal to 0" in await message(prompt=[[-1]])
+    assert len(await message(prompt=[400] * 100)) < 300
+
+
+async def test_the_code_names_the_rule_that_was_broken(stack: Stack) -> None:
+    error = complaint(await stack.post("/v1/completions", prompt="x", seed=2**63))
+    assert error["code"] == "less_than_equal"
 
 
 async def test_what_asks_for_nothing_is_accepted(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
     nothing = {"tools": [], "tool_choice": "none", "functions": None, "response_format": {"type": "text"}, "suffix": ""}
-    ignored = {"user": "me", "priority": 3, "metadata": {"a": "b"}, "store": False, "made_up": 1}
-    response = await stack.post("/v1/completions", prompt="x", max_tokens=1, best_of=1, **nothing, **ignored)
-    assert response.status_code == 200
+    unsaid = dict.fromkeys(("min_tokens", "ignore_eos", "skip_special_tokens", "priority", "stop", "guided_json"))
+    ignored = {"user": "me", "priority": 3, "metadata": {"a": "b"}, "store": False, "made_up": 1, "b\n": 2}
+    body = {"prompt": "x", "max_tokens": 1, "best_of": 1, **nothing, **unsaid, **ignored}
+    assert (await stack.post("/v1/completions", **body)).status_code == 200
     assert [record.message for record in caplog.records if "unknown field" in record.message] == [
-        "a request holds the unknown field 'made_up'; it is ignored"
+        "a request holds unknown fields, which are ignored: 'made_up', 'b\\n'"
     ]
 
 
@@ -168,7 +209,9 @@ async def test_half_a_surrogate_in_a_template_argument(stack: Stack) -> None:
 
 async def test_paths_and_methods(stack: Stack) -> None:
     assert "no such path: GET /v1/nothing" in complaint(await stack.http.get("/v1/nothing"), 404)["message"]
-    assert "/v1/completions does not take GET" in complaint(await stack.http.get("/v1/completions"), 405)["message"]
+    refused = await stack.http.get("/v1/completions")
+    assert "/v1/completions does not take GET" in complaint(refused, 405)["message"]
+    assert refused.headers["allow"] == "POST"
 
 
 async def test_a_model_that_is_not_served(stack: Stack) -> None:

@@ -42,6 +42,7 @@ async def test_health_is_whether_a_request_could_be_placed(start_stack: StartSta
 
 async def test_probes(stack: Stack) -> None:
     assert (await stack.http.get("/ping")).status_code == 200
+    assert (await stack.http.head("/health")).status_code == 200
     assert (await stack.http.get("/version")).json() == {"version": paceline.__version__}
     assert (await stack.http.get("/load")).json() == {"server_load": 0}
 
@@ -80,6 +81,11 @@ async def test_metrics_count_what_was_served(stack: Stack) -> None:
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
         assert seen[f"paceline:{name}_seconds_count"] == 3, name
     assert seen["paceline:request_decode_time_seconds_count"] == 3
+    assert seen["paceline:request_inference_time_seconds_count"] == 3
+    assert (seen["paceline:request_params_n_sum"], seen["paceline:request_params_n_count"]) == (3, 2)
+    assert seen["paceline:request_params_max_tokens_sum"] == 10
+    assert seen["paceline:request_prompt_tokens_sum"] == 12
+    assert seen["paceline:request_generation_tokens_sum"] == 12
     assert seen["paceline:inter_token_latency_seconds_count"] > 0
     assert seen["paceline:handoff_seconds_count"] == 3
 
@@ -115,6 +121,17 @@ async def test_tokenize_and_detokenize(stack: Stack) -> None:
     assert (chat["tokens"], chat["token_strs"]) == ([257, 104, 258], None)
     assert (await stack.post("/detokenize", tokens=[104, 195, 169, 256])).json() == {"prompt": "hé<|end|>"}
     assert (await stack.post("/detokenize", tokens=[300])).json()["error"]["param"] == "tokens"
+
+
+async def test_tokenize_refuses_what_it_would_have_to_drop(stack: Stack) -> None:
+    for body, param in (
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "h"}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "h"}], "tools": [{}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "h"}], "add_special_tokens": "no"}, "add_special_tokens"),
+    ):
+        response = await stack.post("/tokenize", **body)  # type: ignore[arg-type]
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 async def test_keys_guard_the_api_and_not_the_probes(start_stack: StartStack) -> None:

@@ -44,8 +44,9 @@ def test_what_the_client_says_wins(tokenizer: Tokenizer) -> None:
 
 
 def test_a_seed_is_kept_or_drawn(tokenizer: Tokenizer) -> None:
-    assert completion(tokenizer, seed=-1).prompts[0].sampling.seed == 2**64 - 1
-    assert len({completion(tokenizer).prompts[0].sampling.seed for _ in range(5)}) > 1
+    assert completion(tokenizer, seed=-2).prompts[0].sampling.seed == 2**64 - 2
+    for unsaid in (None, -1):
+        assert len({completion(tokenizer, seed=unsaid).prompts[0].sampling.seed for _ in range(5)}) > 1
 
 
 def test_the_model_s_ends_are_stop_tokens_unless_ignored(tokenizer: Tokenizer) -> None:
@@ -76,8 +77,10 @@ def test_prompts_come_in_four_forms(tokenizer: Tokenizer, prompt: Any, texts: li
     assert [planned.token_ids for planned in plan.prompts] == ids
 
 
-def test_truncation_keeps_the_end(tokenizer: Tokenizer) -> None:
+def test_truncation_keeps_the_end_unless_asked_otherwise(tokenizer: Tokenizer) -> None:
     assert completion(tokenizer, truncate_prompt_tokens=2).prompts[0].token_ids == list(b"lo")
+    right = completion(tokenizer, truncate_prompt_tokens=2, truncation_side="right").prompts[0]
+    assert right.token_ids == list(b"he")
     fitting = completion(tokenizer, limit=5, truncate_prompt_tokens=-1, max_tokens=3).prompts[0]
     assert (fitting.token_ids, fitting.sampling.max_tokens) == (list(b"lo"), 3)
 
@@ -122,6 +125,17 @@ def test_what_only_the_tokenizer_knows_to_be_wrong_is_refused(
     with pytest.raises(InvalidRequestError) as caught:
         completion(tokenizer, **fields)
     assert caught.value.param == param
+
+
+def test_what_is_far_too_long_is_refused_before_its_tokens_are_counted(tokenizer: Tokenizer) -> None:
+    text = "x" * (LIMIT * tokenizer.longest_token + 1)
+    for plan in (
+        lambda: completion(tokenizer, prompt=text),
+        lambda: chat(tokenizer, messages=[{"role": "user", "content": text}]),
+    ):
+        with pytest.raises(ContextLengthError, match="characters"):
+            plan()
+    assert len(completion(tokenizer, prompt=text, truncate_prompt_tokens=2).prompts[0].token_ids) == 2
 
 
 def test_without_a_worker_nothing_can_be_planned(tokenizer: Tokenizer) -> None:

@@ -28,6 +28,7 @@ MIB = 1 << 20
         ({"prefill": -1}, "--prefill"),
         ({"max_seqs": 0}, "--max-seqs"),
         ({"max_batched_tokens": 0}, "--max-batched-tokens"),
+        ({"max_batched_tokens": 31, "max_seqs": 32}, "--max-batched-tokens 31 is less than --max-seqs 32"),
         ({"max_model_len": -1}, "--max-model-len"),
         ({"port": 65536}, "--port"),
         ({"threads": -1}, "--threads"),

@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import pytest
+
+from paceline.core import env
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"PACELINE_CACHE": "/own", "XDG_CACHE_HOME": "/xdg", "HOME": "/me"}, "/own"),
+        ({"PACELINE_CACHE": "~/own", "HOME": "/me"}, "/me/own"),
+        ({"XDG_CACHE_HOME": "/xdg", "HOME": "/me"}, "/xdg/paceline"),
+        ({"PACELINE_CACHE": "", "XDG_CACHE_HOME": "", "HOME": "/me"}, "/me/.cache/paceline"),
+    ],
+)
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str) -> None:
+    for name in ("PACELINE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert env.default_cache_dir() == Path(folder)
+
+
+@pytest.mark.parametrize(("value", "keys"), [("", ()), (" , ", ()), ("one", ("one",)), (" one, two ,", ("one", "two"))])
+def test_api_keys(monkeypatch: pytest.MonkeyPatch, value: str, keys: tuple[str, ...]) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", value)
+    assert env.api_keys() == keys
+    monkeypatch.delenv("PACELINE_API_KEY")
+    assert env.api_keys() == ()
+
+
+def test_traces_go_where_the_standard_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert not env.exports_traces()
+    for name in names:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "http://collector:4318")
+            assert env.exports_traces()
+
+
+def test_a_child_gets_ours_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OURS", "1")
+    child = env.child_environment(OURS="2", THEIRS="3")
+    assert (child["OURS"], child["THEIRS"]) == ("2", "3")
+    assert env.child_environment()["OURS"] == "1"
+
+
+def test_the_user_s_own_wait_policy_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    env.share_cores()
+    assert env.child_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    env.share_cores()
+    assert env.child_environment()["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -1,0 +1,98 @@
+"""Any combination of groups fits, wastes little, and block boundaries meet."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout, make_layout
+
+Shapes = st.lists(
+    st.builds(
+        GroupShape,
+        name=st.sampled_from(["full", "sliding", "small"]),
+        layers=st.integers(1, 48).map(lambda n: tuple(range(n))),
+        kv_heads=st.integers(1, 16),
+        head_dim=st.sampled_from([24, 64, 96, 128, 256, 512]),
+        window=st.sampled_from([0, 20, 512, 1024]),
+    ),
+    min_size=1,
+    max_size=5,
+).map(tuple)
+Itemsizes = st.sampled_from([1, 2, 4])
+
+
+def shape(layers: int, kv_heads: int = 1, head_dim: int = 256, window: int = 0) -> GroupShape:
+    return GroupShape("full", tuple(range(layers)), kv_heads, head_dim, window)
+
+
+def block_bytes(group: KVGroup, itemsize: int) -> int:
+    return group.shape.elements_per_token * group.block_tokens * itemsize
+
+
+def test_gemma_3_270m() -> None:
+    layout = make_layout((shape(15, window=512), shape(3)), 2, "gemma")
+    assert [group.block_tokens for group in layout.groups] == [16, 64]
+    assert layout.slot_bytes == 15 * 2 * 256 * 16 * 2 == 245_760
+    assert layout.alignment == 64
+    assert layout.slots_for(65) == 5 + 2
+
+
+@given(Shapes, Itemsizes)
+def test_every_block_fits_into_a_slot_and_the_largest_fills_it(shapes: tuple[GroupShape, ...], itemsize: int) -> None:
+    layout = make_layout(shapes, itemsize, "m")
+    sizes = [block_bytes(group, itemsize) for group in layout.groups]
+    assert max(sizes) <= layout.slot_bytes
+    assert layout.slot_bytes % 4096 == 0
+    largest = max(shape.elements_per_token for shape in shapes) * BASE_TOKENS * itemsize
+    assert layout.slot_bytes - largest < 4096
+    # No block is smaller than half of the largest, unless it has as many tokens as a block may have.
+    for group, size in zip(layout.groups, sizes):
+        assert 2 * size > largest or group.block_tokens == 16 * BASE_TOKENS
+
+
+@given(Shapes, Itemsizes)
+def test_block_boundaries_of_all_groups_meet(shapes: tuple[GroupShape, ...], itemsize: int) -> None:
+    layout = make_layout(shapes, itemsize, "m")
+    assert all(layout.alignment % group.block_tokens == 0 for group in layout.groups)
+    assert all(group.block_tokens % BASE_TOKENS == 0 for group in layout.groups)
+    assert tuple(group.shape for group in layout.groups) == shapes
+
+
+@given(Shapes, st.integers(0, 10_000))
+def test_slots_are_enough_and_not_one_too_many(shapes: tuple[GroupShape, ...], tokens: int) -> None:
+    layout = make_layout(shapes, 2, "m")
+    blocks = [group.blocks_for(tokens) for group in layout.groups]
+    assert layout.slots_for(tokens) == sum(blocks)
+    for group, count in zip(layout.groups, blocks):
+        assert (count - 1) * group.block_tokens < tokens <= count * group.block_tokens or tokens == count == 0
+
+
+@given(st.integers(0, 5000), st.integers(0, 600), st.sampled_from([16, 32, 64]))
+def test_the_first_needed_block_holds_the_oldest_key_in_sight(position: int, window: int, block_tokens: int) -> None:
+    group = KVGroup(shape(1, window=window), block_tokens)
+    oldest = max(0, position - window + 1) if window else 0
+    first = group.first_needed_block(position)
+    assert first * block_tokens <= oldest < (first + 1) * block_tokens
+
+
+def test_the_fingerprint_follows_all_that_blocks_depend_on() -> None:
+    shapes = (shape(4), shape(2, window=20))
+    layouts: list[KVLayout] = [
+        make_layout(shapes, 2, "m"),
+        make_layout(shapes, 4, "m"),
+        make_layout(shapes, 2, "other"),
+        make_layout(shapes[::-1], 2, "m"),
+        make_layout((shape(4), shape(2, window=21)), 2, "m"),
+        make_layout((dataclasses.replace(shapes[0], layers=(0, 1, 2, 4)), shapes[1]), 2, "m"),
+    ]
+    assert len({layout.fingerprint for layout in layouts}) == len(layouts)
+    assert make_layout(shapes, 2, "m") == layouts[0]
+
+
+def test_a_model_without_groups_is_a_bug() -> None:
+    with pytest.raises(ValueError, match="at least one KV group"):
+        make_layout((), 2, "m")

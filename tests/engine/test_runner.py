@@ -1,0 +1,170 @@
+"""The runner against `transformers`: the same tokens and logprobs, however contexts are cut, mixed and placed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import NO_SLOT, make_layout
+from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.request import Request
+from paceline.engine.runner import ModelRunner
+from paceline.engine.step import Chunk, Step
+from paceline.kernels import select_kernels
+from paceline.models.base import Model
+from paceline.models.loader import load_model
+
+CPU = torch.device("cpu")
+MAX_TOKENS = 448
+
+
+class Bench:
+    """A runner over a pool of NaN, and requests whose blocks lie in shuffled slots.
+
+    Blocks behind a window are struck from their table and poisoned again, as when the engine gives them back.
+    """
+
+    def __init__(self, model: Model, seed: int, requests: int) -> None:
+        self.rng = random.Random(seed)
+        self.layout = make_layout(model.group_shapes, 4, "test")
+        slots = requests * self.layout.slots_for(MAX_TOKENS)
+        self.pool = torch.full((slots * self.layout.slot_bytes // 4,), float("nan"))
+        self.runner = ModelRunner(model, self.layout, self.pool)
+        self.tokens: dict[str, list[Token]] = {}
+        self.scores: dict[str, list[Token]] = {}
+        self._slots = self.rng.sample(range(slots), slots)
+
+    def request(self, name: str, prompt: Sequence[int], **sampling: object) -> Request:
+        tables = [[self._slots.pop() for _ in range(group.blocks_for(MAX_TOKENS))] for group in self.layout.groups]
+        params = SamplingParams(**sampling)  # type: ignore[arg-type]
+        self.tokens[name], self.scores[name] = [], []
+        return Request(
+            Key(name, 1, 1), [*prompt], len(prompt), params, self.layout, HashChain(self.layout.fingerprint), tables
+        )
+
+    def run(self, requests: Sequence[Request], longest_chunk: int) -> None:
+        """Steps of some of the requests, in any order and in chunks of any length, until all have their tokens."""
+        while unfinished := [request for request in requests if request.output_len < request.sampling.max_tokens]:
+            chosen = self.rng.sample(unfinished, self.rng.randint(1, len(unfinished)))
+            lengths = [min(request.uncomputed_len, self.rng.randint(1, longest_chunk)) for request in chosen]
+            self.step([Chunk(request, request.computed_len, length) for request, length in zip(chosen, lengths)])
+
+    def step(self, chunks: Sequence[Chunk]) -> None:
+        for chunk, result in zip(chunks, self.runner.execute(Step(tuple(chunks))), strict=True):
+            request, name = chunk.request, chunk.request.key.request_id
+            assert (result.sampled is not None) == (chunk.end == len(request.token_ids))
+            request.computed_len = chunk.end
+            self.scores[name] += result.scores
+            if result.sampled is not None:
+                self.tokens[name].append(result.sampled)
+                request.token_ids.append(result.sampled.id)
+            self._trim(request)
+
+    def _trim(self, request: Request) -> None:
+        for index in range(len(request.tables)):
+            before = [*request.tables[index]]
+            for slot in before[: request.trim_behind_window(index)]:
+                if slot != NO_SLOT:
+                    self.pool.view(-1, self.layout.slot_bytes // 4)[slot] = float("nan")
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Model, transformers.PreTrainedModel]:
+    """A tiny model as we load it, and the reference that saved it."""
+    reference = request.getfixturevalue(f"save_{request.param}")()
+    return load_model(tmp_path, torch.float32, select_kernels(CPU), CPU), reference
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(11)
+    return [[rng.randrange(3, 100) for _ in range(length)] for length in lengths]
+
+
+def generated(reference: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    output = reference.generate(
+        ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
+    )
+    return list(output[0, len(prompt) :].tolist())
+
+
+def logprobs(reference: transformers.PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """fp32 [tokens, vocab]: row i is about token i + 1."""
+    with torch.no_grad():
+        return torch.log_softmax(reference(torch.tensor([tokens])).logits[0].float(), dim=-1)
+
+
+@pytest.mark.parametrize(("seed", "longest_chunk"), [(0, 7), (1, 48), (2, MAX_TOKENS)])
+def test_greedy_tokens_are_those_of_transformers(
+    pair: tuple[Model, transformers.PreTrainedModel], seed: int, longest_chunk: int
+) -> None:
+    model, reference = pair
+    cases = prompts(1, 16, 17, 64, 95)
+    bench = Bench(model, seed, len(cases))
+    requests = [bench.request(str(index), prompt, max_tokens=20) for index, prompt in enumerate(cases)]
+    bench.run(requests, longest_chunk)
+    for index, prompt in enumerate(cases):
+        assert [token.id for token in bench.tokens[str(index)]] == generated(reference, prompt, 20)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["in chunks", "whole"])
+def test_reports_are_of_the_reference_s_logits(pair: tuple[Model, transformers.PreTrainedModel], whole: bool) -> None:
+    model, reference = pair
+    # The first, in one piece, has more rows than are scored at a time.
+    cases = prompts(400, 33)
+    bench = Bench(model, 3, len(cases))
+    params = {"max_tokens": 6, "logprobs": 3, "prompt_logprobs": 2}
+    requests = [bench.request(str(index), prompt, **params) for index, prompt in enumerate(cases)]
+    if whole:
+        bench.step([Chunk(request, 0, request.prompt_len) for request in requests])
+    bench.run(requests, longest_chunk=29)
+    for index, prompt in enumerate(cases):
+        rows = logprobs(reference, requests[index].token_ids)
+        scores, tokens = bench.scores[str(index)], bench.tokens[str(index)]
+        reports = [*scores, *tokens]
+        counts = [2] * len(scores) + [3] * len(tokens)
+        assert len(scores) == len(prompt) - 1
+        assert [token.id for token in reports] == requests[index].token_ids[1:]
+        for row, token, most_likely in zip(rows, reports, counts):
+            assert len(token.logprobs) == 1 + most_likely
+            assert token.logprobs[0].token_id == token.id
+            for entry in token.logprobs:
+                assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=2e-4)
+            assert [entry.logprob for entry in token.logprobs[1:]] == pytest.approx(
+                row.topk(most_likely).values.tolist(), abs=2e-4
+            )
+
+
+def test_a_request_goes_on_in_blocks_that_another_runner_has_filled(
+    pair: tuple[Model, transformers.PreTrainedModel],
+) -> None:
+    model, reference = pair
+    (prompt,) = prompts(90)
+    bench = Bench(model, 4, 1)
+    request = bench.request("a", prompt, max_tokens=12)
+    bench.step([Chunk(request, 0, 90)])
+    bench.runner = ModelRunner(model, bench.layout, bench.pool)
+    bench.run([request], 16)
+    assert [token.id for token in bench.tokens["a"]] == generated(reference, prompt, 12)
+
+
+def test_steps_write_to_no_block_but_their_own(pair: tuple[Model, transformers.PreTrainedModel]) -> None:
+    model, _ = pair
+    bench = Bench(model, 5, 3)
+    first, second, _ = (bench.request(name, prompt, max_tokens=4) for name, prompt in zip("abc", prompts(40, 50, 60)))
+    bench.step([Chunk(first, 0, 40)])
+    slots = bench.pool.view(-1, bench.layout.slot_bytes // 4)
+    before = slots.clone()
+    bench.step([Chunk(second, 0, 50)])
+    # As bits, because NaN is not equal to itself.
+    changed = (slots.view(torch.int32) != before.view(torch.int32)).any(dim=1).nonzero().flatten().tolist()
+    own = {slot for table, group in zip(second.tables, bench.layout.groups) for slot in table[: group.blocks_for(50)]}
+    assert changed
+    assert set(changed) <= own
