@@ -15,7 +15,8 @@ from paceline.core.kv_layout import NO_SLOT, make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.request import Request
 from paceline.engine.runner import ModelRunner
-from paceline.engine.step import Chunk, Step
+from paceline.engine.scheduler import Limits
+from paceline.engine.step import Chunk, Joined, Step
 from paceline.kernels import select_kernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
@@ -35,10 +36,19 @@ class Bench:
         self.layout = make_layout(model.group_shapes, 4, "test")
         slots = requests * self.layout.slots_for(MAX_TOKENS)
         self.pool = torch.full((slots * self.layout.slot_bytes // 4,), float("nan"))
-        self.runner = ModelRunner(model, self.layout, self.pool)
+        self._model = model
+        self._count = requests
+        self._rows: dict[Key, int] = {}
+        self.change_runner()
         self.tokens: dict[str, list[Token]] = {}
         self.scores: dict[str, list[Token]] = {}
         self._slots = self.rng.sample(range(slots), slots)
+
+    def change_runner(self) -> None:
+        """A runner that has seen none of the requests; what they have in their blocks is all that it finds."""
+        limits = Limits(MAX_TOKENS * self._count, MAX_TOKENS, self._count)
+        self.runner = ModelRunner(self._model, self.layout, self.pool, limits)
+        self._rows.clear()
 
     def request(self, name: str, prompt: Sequence[int], **sampling: object) -> Request:
         tables = [[self._slots.pop() for _ in range(group.blocks_for(MAX_TOKENS))] for group in self.layout.groups]
@@ -52,19 +62,42 @@ class Bench:
         """Steps of some of the requests, in any order and in chunks of any length, until all have their tokens."""
         while unfinished := [request for request in requests if request.output_len < request.sampling.max_tokens]:
             chosen = self.rng.sample(unfinished, self.rng.randint(1, len(unfinished)))
-            lengths = [min(request.uncomputed_len, self.rng.randint(1, longest_chunk)) for request in chosen]
-            self.step([Chunk(request, request.computed_len, length) for request, length in zip(chosen, lengths)])
+            lefts = [len(request.token_ids) - request.computed_len for request in chosen]
+            self.step([(one, min(left, self.rng.randint(1, longest_chunk))) for one, left in zip(chosen, lefts)])
 
-    def step(self, chunks: Sequence[Chunk]) -> None:
-        for chunk, result in zip(chunks, self.runner.execute(Step(tuple(chunks))), strict=True):
+    def step(self, pieces: Sequence[tuple[Request, int]]) -> None:
+        """Computes the next so many tokens of each request."""
+        updates, chunks = [], []
+        for request, length in pieces:
+            if request.key not in self._rows:
+                self._rows[request.key] = len(self._rows)
+                updates.append(self._joined(request))
+            start = request.computed_len
+            samples = start + length == len(request.token_ids)
+            # A newest token that stands alone may be named by the host or found by the device.
+            follows = samples and length == 1 and self.rng.random() < 0.5
+            chunks.append(Chunk(request, self._rows[request.key], start, length, follows, samples))
+        results = self.runner.execute(Step(tuple(chunks), tuple(updates))).chunks
+        for chunk, result in zip(chunks, results, strict=True):
             request, name = chunk.request, chunk.request.key.request_id
-            assert (result.sampled is not None) == (chunk.end == len(request.token_ids))
+            assert len(result.tokens) == chunk.samples
             request.computed_len = chunk.end
             self.scores[name] += result.scores
-            if result.sampled is not None:
-                self.tokens[name].append(result.sampled)
-                request.token_ids.append(result.sampled.id)
+            self.tokens[name] += result.tokens
+            request.token_ids += [token.id for token in result.tokens]
             self._trim(request)
+
+    def _joined(self, request: Request) -> Joined:
+        return Joined(
+            self._rows[request.key],
+            [*request.token_ids],
+            request.prompt_len,
+            request.computed_len,
+            request.sampling,
+            request.limit(MAX_TOKENS),
+            [[*table] for table in request.tables],
+            request.capacity,
+        )
 
     def _trim(self, request: Request) -> None:
         for index in range(len(request.tables)):
@@ -123,7 +156,7 @@ def test_reports_are_of_the_reference_s_logits(pair: tuple[Model, transformers.P
     params = {"max_tokens": 6, "logprobs": 3, "prompt_logprobs": 2}
     requests = [bench.request(str(index), prompt, **params) for index, prompt in enumerate(cases)]
     if whole:
-        bench.step([Chunk(request, 0, request.prompt_len) for request in requests])
+        bench.step([(request, request.prompt_len) for request in requests])
     bench.run(requests, longest_chunk=29)
     for index, prompt in enumerate(cases):
         rows = logprobs(reference, requests[index].token_ids)
@@ -149,8 +182,8 @@ def test_a_request_goes_on_in_blocks_that_another_runner_has_filled(
     (prompt,) = prompts(90)
     bench = Bench(model, 4, 1)
     request = bench.request("a", prompt, max_tokens=12)
-    bench.step([Chunk(request, 0, 90)])
-    bench.runner = ModelRunner(model, bench.layout, bench.pool)
+    bench.step([(request, 90)])
+    bench.change_runner()
     bench.run([request], 16)
     assert [token.id for token in bench.tokens["a"]] == generated(reference, prompt, 12)
 
@@ -159,10 +192,10 @@ def test_steps_write_to_no_block_but_their_own(pair: tuple[Model, transformers.P
     model, _ = pair
     bench = Bench(model, 5, 3)
     first, second, _ = (bench.request(name, prompt, max_tokens=4) for name, prompt in zip("abc", prompts(40, 50, 60)))
-    bench.step([Chunk(first, 0, 40)])
+    bench.step([(first, 40)])
     slots = bench.pool.view(-1, bench.layout.slot_bytes // 4)
     before = slots.clone()
-    bench.step([Chunk(second, 0, 50)])
+    bench.step([(second, 50)])
     # As bits, because NaN is not equal to itself.
     changed = (slots.view(torch.int32) != before.view(torch.int32)).any(dim=1).nonzero().flatten().tolist()
     own = {slot for table, group in zip(second.tables, bench.layout.groups) for slot in table[: group.blocks_for(50)]}
