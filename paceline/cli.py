@@ -82,7 +82,9 @@ _METAVARS = {
     "kvtransfer_address": "ADDRESS",
     "port": "PORT",
     "redis": "URL",
+    "speculative_config": "JSON",
 }
+_SHORT = {"speculative_config": ("-sc",)}
 _HIDDEN = {"ready_fd"}
 
 
@@ -223,6 +225,7 @@ def _add_fields(parser: argparse.ArgumentParser, config: type, fields: Sequence[
         # Only given flags may override the file, so that a default must not look like one.
         group.add_argument(
             f"--{field.name.replace('_', '-')}",
+            *_SHORT.get(field.name, ()),
             default=argparse.SUPPRESS,
             help=argparse.SUPPRESS if field.name in _HIDDEN else _help(field),
             **_kind(field.name, hints[field.name]),

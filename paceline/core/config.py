@@ -104,6 +104,10 @@ class WorkerConfig(ServiceConfig):
     device: str = option("cpu", "torch device to compute on", "compute")
     kernels: str = option("auto", "kernel backend: auto or reference", "compute")
     threads: int = option(0, "CPU threads; 0 takes all cores that the worker may use", "compute", at_least=0)
+    async_scheduling: bool = option(True, "plan and launch the next step while one is computed", "compute")
+    speculative_config: str = option(
+        "", 'JSON: how to guess tokens ahead, e.g. {"method": "ngram", "num_speculative_tokens": 4}', "compute"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +141,8 @@ class ServeConfig:
     device: str = same_option(WorkerConfig, "device", group="fleet")
     kernels: str = same_option(WorkerConfig, "kernels", group="fleet")
     threads: int = same_option(WorkerConfig, "threads", group="fleet")
+    async_scheduling: bool = same_option(WorkerConfig, "async_scheduling", group="fleet")
+    speculative_config: str = same_option(WorkerConfig, "speculative_config", group="fleet")
     host: str = same_option(GatewayConfig, "host", help="address of the HTTP API")
     port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free one")
     api_key: str = same_option(GatewayConfig, "api_key")

@@ -9,6 +9,7 @@ event loops: commands come through a thread-safe queue, events leave through a c
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -111,6 +112,14 @@ class Engine:
     @property
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats
+
+    def report(self) -> dict[str, float]:
+        """All counters by name, for load reports and metrics."""
+        counts = dataclasses.asdict(self.stats)
+        by_position = counts.pop("accepted_by_position")
+        counts |= {f"accepted_at_{position}": count for position, count in enumerate(by_position)}
+        times = {name: getattr(self, name) for name in ("busy_seconds", "bubble_seconds", "host_seconds")}
+        return {**counts, **times}
 
     # ---- the host thread
 

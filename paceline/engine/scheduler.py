@@ -13,7 +13,7 @@ are full waits. When there are no blocks (`starve`), the request that came last 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.types import Key
 from paceline.engine.request import Request
@@ -60,8 +60,12 @@ class SchedulerStats:
     steps: int = 0
     computed_tokens: int = 0
     sampled_tokens: int = 0
+    drafts: int = 0
+    """Times that drafts of a request were verified."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+    """How often the first, second, … draft came true."""
     preemptions: int = 0
 
 
@@ -219,6 +223,17 @@ class Scheduler:
             given = sum(len(chunk.tokens) for chunk in result.chunks)
             self._speculation.observe_step(tokens, given, result.drafted, result.seconds, result.draft_seconds)
 
+    def _observe_drafts(self, request: Request, drafted: int, accepted: int) -> None:
+        assert request.acceptance is not None
+        self._speculation.observe_drafts(request.acceptance, drafted, accepted)
+        stats = self.stats
+        stats.drafts += 1
+        stats.draft_tokens += drafted
+        stats.accepted_tokens += accepted
+        stats.accepted_by_position += [0] * (drafted - len(stats.accepted_by_position))
+        for position in range(accepted):
+            stats.accepted_by_position[position] += 1
+
     def _take(self, chunk: Chunk, result: ChunkResult) -> None:
         request, events = chunk.request, self._events
         if result.scores:
@@ -234,10 +249,8 @@ class Scheduler:
         request.planned_len = max(request.planned_len, request.computed_len)
         self.stats.computed_tokens += chunk.length
         self.stats.sampled_tokens += len(sampled)
-        if request.acceptance is not None and result.tokens:
-            self._speculation.observe_drafts(request.acceptance, result.drafted, len(result.tokens) - 1)
-            self.stats.draft_tokens += result.drafted
-            self.stats.accepted_tokens += len(result.tokens) - 1
+        if result.drafted and result.tokens:
+            self._observe_drafts(request, result.drafted, len(result.tokens) - 1)
         self._settle_blocks(request)
         events += sampled
         if sampled and (sampled[-1].reason is not None or request.only_first_token):

@@ -12,14 +12,13 @@ import torch
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError, UnavailableError
 from paceline.core.hashing import HashChain
-from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
 from paceline.engine.engine import Engine
+from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
-from paceline.engine.runner import ModelRunner
 from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.speculation import Speculation
 from paceline.engine.step import Event, NeedsBlocks, Preempted, Removed, Sampled, Scored, Sealed, Trimmed
-from paceline.models.base import Model
 from paceline.proto import common_pb2 as pb
 from paceline.services.common.kv_client import Hold, KVClient
 from paceline.services.common.wire import sampling_from_pb
@@ -38,6 +37,7 @@ class WorkerLimits:
     max_model_len: int
     max_batched_tokens: int
     max_seqs: int
+    steps_in_flight: int
 
 
 class EventStream:
@@ -79,13 +79,11 @@ class Worker:
         pool: the arena as a flat tensor of the cache's dtype.
     """
 
-    def __init__(
-        self, model: Model, model_id: str, layout: KVLayout, pool: torch.Tensor, kv: KVClient, limits: WorkerLimits
-    ) -> None:
+    def __init__(self, loaded: Loaded, model_id: str, pool: torch.Tensor, kv: KVClient, limits: WorkerLimits) -> None:
         self.model_id = model_id
         self.kv = kv
         kv.on_hold_lost = self._on_hold_lost
-        self.layout = layout
+        self.layout = loaded.layout
         self.limits = limits
         self.active = 0
         """Requests that were admitted and have not ended."""
@@ -94,16 +92,18 @@ class Worker:
         self._preempted: list[Key] = []
         self._idle = asyncio.Event()
         self._idle.set()
-        self._vocab_size = model.config.vocab_size
+        self._vocab_size = loaded.model.config.vocab_size
         self._streams: dict[Key, EventStream] = {}
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs)
+        engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
+        adaptive = loaded.speculative is None or loaded.speculative.adaptive
         self.engine = Engine(
-            Scheduler(engine_limits),
-            ModelRunner(model, layout, pool, engine_limits),
+            Scheduler(engine_limits, Speculation(loaded.max_drafts, adaptive)),
+            loaded.runner(pool, engine_limits),
             on_events=self._on_loop(self._dispatch),
             on_failure=self._on_loop(self._fail),
+            steps_in_flight=limits.steps_in_flight,
         )
 
     def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ import torch
 
 from paceline.core.config import WorkerConfig
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.core.machine import available_cores
 from paceline.core.model_folder import model_digest
+from paceline.core.speculative import parse_speculative_config
+from paceline.engine.engine import STEPS_IN_FLIGHT
+from paceline.engine.loading import Loaded, load
 from paceline.kernels import select_kernels
-from paceline.models.base import Model
 from paceline.models.config import read_config
-from paceline.models.identity import model_identity
-from paceline.models.loader import load_model
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.kv_client import Arena, KVClient
 from paceline.services.common.lifecycle import (
@@ -78,15 +77,16 @@ class WorkerProcess:
         """Loads the model, joins the arena, serves. Raises PacelineError, and leaves nothing then or when cancelled."""
         config = replace(config, worker_id=config.worker_id or unique_name(role))
         torch.set_num_threads(config.threads or available_cores())
-        model, layout = await asyncio.to_thread(_load, config)
+        loaded = await asyncio.to_thread(_load, config)
         async with contextlib.AsyncExitStack() as undo:
             kv = KVClient(config.kvtransfer_address, config.worker_id, role)
             undo.push_async_callback(kv.close)
-            arena = await kv.attach(layout)
+            arena = await kv.attach(loaded.layout)
             pool = torch.frombuffer(map_arena(arena.path, arena.size), dtype=_dtype(config))
-            max_model_len = _max_model_len(config, model, layout, arena)
-            limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs)
-            worker = Worker(model, model_digest(Path(config.model)), layout, pool, kv, limits)
+            max_model_len = _max_model_len(config, loaded, arena)
+            steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
+            limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
+            worker = Worker(loaded, model_digest(Path(config.model)), pool, kv, limits)
             process = cls(config, role, worker, kv, arena.host_id)
             add_service(process._server.server, worker)
             await process._serve(undo)
@@ -127,7 +127,7 @@ class WorkerProcess:
         await self._undo.aclose()
 
     def _describe(self) -> Member:
-        worker, stats = self.worker, self.worker.engine.stats
+        worker = self.worker
         return Member(
             worker_id=self.worker_id,
             role=self._role,
@@ -141,18 +141,18 @@ class WorkerProcess:
             max_seqs=worker.limits.max_seqs,
             running=worker.active - worker.waiting,
             waiting=worker.waiting,
-            stats={**asdict(stats), "busy_seconds": worker.engine.busy_seconds},
+            stats=worker.engine.report(),
         )
 
 
-def _load(config: WorkerConfig) -> tuple[Model, KVLayout]:
+def _load(config: WorkerConfig) -> Loaded:
     if config.device != "cpu":
         raise ConfigError(f"--device {config.device} is not supported yet; use cpu")
     if not config.model:
         raise ConfigError("no model; name the folder of one")
     folder, device, dtype = Path(config.model), torch.device(config.device), _dtype(config)
-    model = load_model(folder, dtype, select_kernels(device, config.kernels), device)
-    return model, make_layout(model.group_shapes, dtype.itemsize, model_identity(folder, str(dtype)))
+    speculative = parse_speculative_config(config.speculative_config)
+    return load(folder, dtype, device, select_kernels(device, config.kernels), speculative)
 
 
 def _dtype(config: WorkerConfig) -> torch.dtype:
@@ -162,11 +162,12 @@ def _dtype(config: WorkerConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _max_model_len(config: WorkerConfig, model: Model, layout: KVLayout, arena: Arena) -> int:
+def _max_model_len(config: WorkerConfig, loaded: Loaded, arena: Arena) -> int:
     """The longest context that the model, the arena and the user allow."""
-    wanted = config.max_model_len or model.config.max_position
-    if wanted > model.config.max_position:
-        raise ConfigError(f"--max-model-len {wanted} is more than the model's {model.config.max_position}")
+    layout = loaded.layout
+    wanted = config.max_model_len or loaded.max_position
+    if wanted > loaded.max_position:
+        raise ConfigError(f"--max-model-len {wanted} is more than the model's {loaded.max_position}")
     fitting = wanted
     while layout.slots_for(fitting) > arena.slots:
         fitting -= layout.alignment
