@@ -123,7 +123,7 @@ def test_min_tokens_and_logit_bias_reach_the_sampler(client: OpenAI) -> None:
     [
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
         ({"temperature": 3}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 100_000}, openai.BadRequestError, "messages"),
+        ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
         ({"max_tokens": -1}, openai.BadRequestError, "max_tokens"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
