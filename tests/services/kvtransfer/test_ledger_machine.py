@@ -263,7 +263,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.advance(pause, sweep=True)
 
     @precondition(lambda self: self.ledger.holds())
-    @rule(seconds=st.sampled_from((0.1, 0.2, 0.4, GRACE_SECONDS, LEASE / 2)), sweep=st.booleans())
+    @rule(seconds=st.sampled_from((0.1, 0.4, GRACE_SECONDS, LEASE / 2, LEASE)), sweep=st.booleans())
     def time_passes(self, seconds: float, sweep: bool) -> None:
         self.advance(seconds, sweep)
 
