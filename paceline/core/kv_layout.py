@@ -23,7 +23,8 @@ KV_FORMAT = 1
 NO_SLOT = 0xFFFFFFFF
 """Stands in a block table where a block was given back or never needed."""
 
-_SLOT_ALIGNMENT = 4096
+SLOT_ALIGNMENT = 4096
+"""Bytes: slots begin on pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str) ->
     groups = tuple(
         KVGroup(shape, BASE_TOKENS * _floor_power_of_two(largest // size)) for shape, size in zip(shapes, base_bytes)
     )
-    slot_bytes = -(-largest // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+    slot_bytes = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     described = repr((KV_FORMAT, identity, itemsize, slot_bytes, groups))
     return KVLayout(groups, itemsize, slot_bytes, hashlib.sha256(described.encode()).hexdigest())
 

@@ -228,6 +228,9 @@ class Operation(_message.Message):
     TRIM_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    traceparent: _builtins.str
+    """W3C trace context of the request, where the operation belongs to one."""
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
     @_builtins.property
@@ -258,10 +261,11 @@ class Operation(_message.Message):
         trim: Global___Trim | None = ...,
         release: Global___Release | None = ...,
         renew: Global___Renew | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "trim", b"trim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "trim", b"trim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "traceparent", b"traceparent", "trim", b"trim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["reserve", "open", "seal", "fill", "adopt", "extend", "trim", "release", "renew"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
@@ -552,7 +556,7 @@ Global___Trim: _TypeAlias = Trim  # noqa: Y015
 @_typing.final
 class Release(_message.Message):
     """Ends the hold. Sealed blocks stay cached. Releasing twice is not an error. The one who reserved may release with that
-    generation while another worker writes; the blocks are then kept until the writer fills, releases, or is gone.
+    generation while another worker writes; the blocks are then kept until the writer fills, releases, or is gone. So are those of a hold whose lease has ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -688,6 +692,7 @@ class HoldInfo(_message.Message):
     blocks: _builtins.int
     age_ms: _builtins.int
     expires_in_ms: _builtins.int
+    """0 while it drains: then the writer's word or the end of its session ends it."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     def __init__(

@@ -123,7 +123,7 @@ def test_min_tokens_and_logit_bias_reach_the_sampler(client: OpenAI) -> None:
     [
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
         ({"temperature": 3}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 100_000}, openai.BadRequestError, "messages"),
+        ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
         ({"max_tokens": -1}, openai.BadRequestError, "max_tokens"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
@@ -185,7 +185,7 @@ def test_every_service_logs_the_request_id_and_joins_the_trace(
     assert services == {"gateway", "prefill-0", "decode-0"}
     traces = {line["trace_id"] for line in lines if "find-me" in str(line["request_id"])}
     assert traces == {trace}
-    reporting = {f"paceline-{service}" for service in services}
+    reporting = {f"paceline-{service}" for service in (*services, "kvtransfer")}
     deadline = time.monotonic() + 20  # spans are exported every five seconds
     while collector.services_by_trace.get(trace, set()) != reporting and time.monotonic() < deadline:
         time.sleep(0.1)

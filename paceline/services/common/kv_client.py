@@ -12,8 +12,9 @@ from typing import cast
 
 import grpc.aio
 
-from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError, UnavailableError
+from paceline.core.errors import BusyError, PacelineError, StaleError, UnavailableError
 from paceline.core.kv_layout import BASE_TOKENS, KVLayout
+from paceline.core.telemetry import trace_headers
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
@@ -23,6 +24,7 @@ from paceline.services.common.wire import key_from_pb, key_to_pb
 ATTACH_SECONDS = 60.0
 """kvtransfer may start after its workers."""
 CALL_SECONDS = 5.0
+RETRY_SECONDS = 0.1
 MAX_OPERATIONS = 512
 """In one batch, so that no message grows without bound."""
 
@@ -110,21 +112,21 @@ class KVClient:
         operation = pb.Reserve(
             key=key_to_pb(key), hashes=hashes, token_count=token_count, max_cached_tokens=max_cached_tokens
         )
-        return await self._obtain(pb.Operation(reserve=operation))
+        return await self._obtain(pb.Operation(reserve=operation), key)
 
     async def open(self, key: Key) -> Hold:
         """Becomes the writer of what another worker reserved."""
-        return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))))
+        return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), _next(key))
 
     async def fill(self, key: Key, filled_tokens: int) -> Hold:
         """Ends writing; the blocks may be adopted with the returned key."""
-        hold = await self._obtain(pb.Operation(fill=pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens)))
+        hold = await self._obtain(pb.Operation(fill=pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens)), key)
         self._held.pop(key[:2], None)
         return hold
 
     async def adopt(self, key: Key) -> Hold:
         """Takes over filled blocks."""
-        return await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))))
+        return await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))), _next(key))
 
     def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | PacelineError], None]) -> None:
         """Grows a hold; the answer is BusyError where there are no blocks now."""
@@ -163,18 +165,26 @@ class KVClient:
 
         self._submit(operation).add_done_callback(note)
 
-    async def _obtain(self, operation: pb.Operation) -> Hold:
-        """Submits what yields a hold. Where the caller is cancelled meanwhile, the hold is given back when it comes."""
+    async def _obtain(self, operation: pb.Operation, key: Key) -> Hold:
+        """Submits what yields a hold under `key`.
+
+        Where the caller is cancelled meanwhile, or no answer comes, nobody here knows of the hold that may have been
+        made: it is given back.
+        """
+        operation.traceparent = dict(trace_headers()).get("traceparent", "")
         future = self._submit(operation)
 
         def give_back(done: asyncio.Future[Hold | None]) -> None:
-            if not done.cancelled() and done.exception() is None and (hold := done.result()):
-                self.release(hold.key)
+            if not done.cancelled() and (done.exception() is None or isinstance(done.exception(), UnavailableError)):
+                self.release(key)
 
         try:
             hold = await asyncio.shield(future)
         except asyncio.CancelledError:
             future.add_done_callback(give_back)
+            raise
+        except UnavailableError:
+            self.release(key)
             raise
         assert hold is not None
         self._held[hold.key[:2]] = hold.key
@@ -191,9 +201,13 @@ class KVClient:
                 self._note_losses(reply)
                 outcomes: list[Hold | PacelineError | None] = [_outcome(result) for result in reply.results]
             except grpc.aio.AioRpcError as error:
-                outcomes = [unmapped_error(error, "kvtransfer")] * len(batch)
-            for (_, future), outcome in zip(batch, outcomes):
-                if isinstance(outcome, PacelineError):
+                outcomes = [UnavailableError(f"kvtransfer: {error.details()}")] * len(batch)
+                await asyncio.sleep(RETRY_SECONDS)
+            for (operation, future), outcome in zip(batch, outcomes):
+                if isinstance(outcome, UnavailableError) and operation.HasField("release") and not self.lost.done():
+                    # What is not needed any more must not stay held: releases go on until one is answered.
+                    self._queue.put_nowait((operation, future))
+                elif isinstance(outcome, PacelineError):
                     future.set_exception(outcome)
                 else:
                     future.set_result(outcome)
@@ -225,8 +239,14 @@ def _outcome(result: pb.Result) -> Hold | PacelineError | None:
     if result.code == pb.CODE_EXHAUSTED:
         return BusyError(result.message)
     if result.code == pb.CODE_INVALID:
-        return InvalidRequestError(result.message)
+        # Workers check what clients ask for, so this is between the two services.
+        return PacelineError(f"kvtransfer refused an operation: {result.message}")
     return StaleError(result.message)
+
+
+def _next(key: Key) -> Key:
+    """What a hold is called after it changed hands."""
+    return key._replace(generation=key.generation + 1)
 
 
 def _hold_from_pb(hold: pb.Hold) -> Hold:

@@ -95,7 +95,6 @@ async def _respond(
         runner=gateway.runner,
         tokenizer=gateway.tokenizer,
         metrics=gateway.metrics,
-        carrier=dict(request.headers),
     )
     gateway.metrics.observe_params(plan)
     if body.stream:

@@ -83,7 +83,7 @@ class Gateway:
         if model is not None and model != self.model:
             raise ApiError(
                 404,
-                f"the model {model!r} is not served here; there is {self.model!r}",
+                f"the model {model!r} does not exist here; there is {self.model!r}",
                 param="model",
                 code="model_not_found",
             )

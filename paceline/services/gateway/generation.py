@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from paceline.core.telemetry import request_span
@@ -50,7 +50,6 @@ class Generation:
 
     Args:
         request_id: unique in the cluster; each of several choices adds its index.
-        carrier: headers that may hold a W3C `traceparent`.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Generation:
         runner: RequestRunner,
         tokenizer: Tokenizer,
         metrics: Metrics,
-        carrier: Mapping[str, str],
     ) -> None:
         self.plan = plan
         self.completion_tokens = 0
@@ -69,7 +67,6 @@ class Generation:
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._carrier = carrier
         self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(BUFFERED)
         self._has_begun = [asyncio.Event() for _ in plan.prompts]
         self._cached_tokens = [0] * len(plan.prompts)
@@ -141,7 +138,7 @@ class Generation:
         )
         choice = _Choice(index, prompt, self.plan, self._tokenizer)
         record = RequestRecord()
-        with request_span("request", request.request_id, self._carrier) as span:
+        with request_span("request", request.request_id) as span:
             try:
                 async with contextlib.aclosing(self._runner.run(request, record)) as events:
                     async for event in events:

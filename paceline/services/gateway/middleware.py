@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import re
@@ -13,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.core.telemetry import set_request_id
+from paceline.core.telemetry import request_span, set_request_id
 from paceline.services.gateway.errors import ApiError, to_api_error
 
 BODY_SECONDS = 60.0
@@ -48,6 +49,10 @@ class RequestIdMiddleware:
         # The server starts a task for each request, so that nothing has to be taken back.
         set_request_id(state["request_id"])
         begun = False
+        # One trace for everything that the client asked for, and none for probes.
+        span: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if scope["path"] in _ID_PREFIXES:
+            span = request_span("http", state["request_id"], Headers(scope=scope))
 
         async def send_with_id(message: Message) -> None:
             nonlocal begun
@@ -57,7 +62,8 @@ class RequestIdMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            with span:
+                await self._app(scope, receive, send_with_id)
         except Exception as error:
             answer = to_api_error(error)
             # Returning without an end makes the server close the connection.

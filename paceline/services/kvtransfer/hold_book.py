@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -21,12 +22,15 @@ _ENDED_KEPT = 1 << 16
 class HoldBook:
     """Owns the holds. What they refer to goes back to `pool` when they end.
 
-    Times are seconds of one monotonic clock. A hold whose deadline has passed is gone, whether or not `expire` ran.
+    Times are seconds of one monotonic clock. A hold whose deadline has passed is over, whether or not `expire` ran. Its
+    blocks stay where they are as long as a worker lives that may not have noticed: a worker that stood still for longer
+    than a lease, or to which this service was deaf for so long, must not write into what belongs to others by then.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
         self.expired = 0
         """Holds so far whose lease or session ended before they were released."""
+        self._overdue: list[Key] = []  # those since `take_overdue`
         self._groups = layout.groups
         self._pool = pool
         self._live: dict[tuple[str, int], Hold] = {}  # by (request, attempt)
@@ -103,39 +107,54 @@ class HoldBook:
         """The writer of a hold that drains, if there is one under this key, is done with it."""
         hold = self._draining.get(key)
         if hold is not None and hold.writer == session:
-            self._expire(hold)
+            self._end_drain(hold)
 
     def lose_session(self, session: int, now: float) -> None:
         """A worker is gone: what it owned or wrote ends. Blocks that it or another writer may touch drain first."""
         for hold in list(self._live.values()):
             if session in (hold.owner, hold.writer):
-                self.expired += 1
+                self._note_overdue(hold)
                 self._drain(hold, session if hold.writer == NOBODY else hold.writer)
         for hold in self._draining.values():
             if hold.writer == session:
                 hold.deadline = min(hold.deadline, now + GRACE_SECONDS)
 
-    def expire(self, now: float) -> int:
-        """Ends every hold whose deadline has passed; returns how many."""
-        over = [hold for hold in self if hold.deadline <= now]
-        for hold in over:
-            self._expire(hold)
-        return len(over)
+    def expire(self, now: float) -> None:
+        """Ends every hold whose deadline has passed."""
+        for hold in [hold for hold in self if hold.deadline <= now]:
+            if hold.state is State.DRAINING:
+                self._end_drain(hold)
+            else:
+                self._expire(hold)
+
+    def take_overdue(self) -> list[Key]:
+        """Holds that ended since the last call because nobody renewed or released them."""
+        overdue, self._overdue = self._overdue, []
+        return overdue
 
     def _expire(self, hold: Hold) -> None:
-        if hold.state is State.DRAINING:
-            del self._draining[hold.key]
-        else:
-            self.expired += 1
+        self._note_overdue(hold)
+        if hold.writer == NOBODY:
             self._forget(hold)
-        self._give_back(hold)
+            self._give_back(hold)
+        else:
+            self._drain(hold, hold.writer)
+
+    def _note_overdue(self, hold: Hold) -> None:
+        self.expired += 1
+        self._overdue.append(hold.key)
 
     def _drain(self, hold: Hold, writer: int) -> None:
         self._forget(hold)
         if not hold.in_flight:
             self._pool.enter_flight(hold.slots())
-        hold.state, hold.writer = State.DRAINING, writer
+        # No lease ends this: only the writer's word, or the end of its session.
+        hold.state, hold.writer, hold.deadline = State.DRAINING, writer, math.inf
         self._draining[hold.key] = hold
+
+    def _end_drain(self, hold: Hold) -> None:
+        del self._draining[hold.key]
+        self._give_back(hold)
 
     def _forget(self, hold: Hold) -> None:
         name = hold.key[:2]

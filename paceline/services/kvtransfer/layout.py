@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
+from paceline.core.kv_layout import BASE_TOKENS, SLOT_ALIGNMENT, GroupShape, KVGroup, KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 
 _MAX_GROUPS = 64
-_SLOT_ALIGNMENT = 4096
 
 
 def layout_from_pb(message: pb.KVLayout) -> KVLayout:
@@ -19,10 +18,8 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
     sizes = [group.block_tokens for group in message.groups]
     if not message.fingerprint:
         raise InvalidRequestError("layout.fingerprint is empty")
-    if message.slot_bytes == 0 or message.slot_bytes % _SLOT_ALIGNMENT:
-        raise InvalidRequestError(
-            f"layout.slot_bytes must be a multiple of {_SLOT_ALIGNMENT}, not {message.slot_bytes}"
-        )
+    if message.slot_bytes == 0 or message.slot_bytes % SLOT_ALIGNMENT:
+        raise InvalidRequestError(f"layout.slot_bytes must be a multiple of {SLOT_ALIGNMENT}, not {message.slot_bytes}")
     if message.base_tokens != BASE_TOKENS:
         raise InvalidRequestError(f"layout.base_tokens must be {BASE_TOKENS}, not {message.base_tokens}")
     if not 0 < len(sizes) <= _MAX_GROUPS:

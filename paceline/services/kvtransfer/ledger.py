@@ -6,8 +6,8 @@ raises has changed nothing, except that it may have ended what was over: an expi
     reserve ──▶ RESERVED ──open──▶ FILLING ──fill──▶ FILLED ──adopt──▶ ACTIVE ──release──▶ (gone)
                    └──────────────────────release──────────────────────────────────────────▶ (gone)
 
-A hold that ends while another worker may still touch its blocks is DRAINING: nobody may act on it, but the blocks stay
-as they are until that worker says that it is done, or its lease or session has ended.
+A hold that ends while a worker may still touch its blocks is DRAINING: nobody may act on it, but the blocks stay as
+they are until that worker says that it is done, or its session has ended. This holds for a lease that ends, too.
 
 Errors: InvalidRequestError for what can never work, BusyError where blocks are missing now, StaleError where somebody
 else owns the hold now, UnknownHoldError where there is none.
@@ -187,9 +187,13 @@ class Ledger:
         """A worker is gone: what it owned or wrote ends, after a grace in which it may still touch the blocks."""
         self._book.lose_session(session, now)
 
-    def expire(self, now: float) -> int:
-        """Ends every hold whose lease is over; returns how many."""
-        return self._book.expire(now)
+    def expire(self, now: float) -> None:
+        """Ends every hold whose lease is over."""
+        self._book.expire(now)
+
+    def take_overdue(self) -> list[Key]:
+        """Holds that ended since the last call because nobody renewed or released them."""
+        return self._book.take_overdue()
 
     # ---- what observers see
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError
+from paceline.core.telemetry import request_span
 from paceline.core.types import Key
 from paceline.proto import common_pb2
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_from_pb, key_to_pb
 from paceline.services.kvtransfer.hold import Hold, UnknownHoldError
 from paceline.services.kvtransfer.ledger import Ledger
+
+log = logging.getLogger(__name__)
 
 _MAX_REQUEST_ID = 256
 _MAX_GENERATION = 1 << 31
@@ -26,10 +31,25 @@ def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
     try:
         if operation.HasField("renew"):
             return _renew(ledger, session, operation.renew, now)
-        hold = _call(ledger, session, operation, now)
+        if operation.traceparent:
+            hold = _call_in_trace(ledger, session, operation, now)
+        else:
+            hold = _call(ledger, session, operation, now)
     except PacelineError as error:
         return _refused(error)
     return pb.Result(hold=_hold_to_pb(hold)) if hold is not None else pb.Result()
+
+
+def _call_in_trace(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> Hold | None:
+    """As part of the request's trace."""
+    name = operation.WhichOneof("op") or "operation"
+    key = getattr(operation, name).key
+    with request_span(name, key.request_id, {"traceparent": operation.traceparent}) as span:
+        hold = _call(ledger, session, operation, now)
+        if hold is not None:
+            span.set_attributes({"blocks": len(hold.slots()), "filled_tokens": hold.filled_tokens})
+            log.debug("%s %s: %s, %d blocks", name, hold.key, hold.state.value, len(hold.slots()))
+        return hold
 
 
 def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> Hold | None:

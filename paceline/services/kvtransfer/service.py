@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_to_pb
 from paceline.services.kvtransfer.arena import Arena, check_room, remove_stale_arenas
+from paceline.services.kvtransfer.awake_clock import AwakeClock
 from paceline.services.kvtransfer.hold import NOBODY, Hold
 from paceline.services.kvtransfer.layout import difference, layout_from_pb
 from paceline.services.kvtransfer.ledger import Ledger
@@ -75,7 +76,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         kv_memory_bytes: size of the arena.
         arena_dir: a tmpfs that all workers of the host see.
         lease_seconds: a hold that is not renewed for this long ends.
-        clock: monotonic seconds.
+        clock: monotonic seconds, by default those in which this process ran.
     """
 
     def __init__(
@@ -84,20 +85,20 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         kv_memory_bytes: int,
         arena_dir: Path,
         lease_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._host_id = host_id
         self._kv_memory_bytes = kv_memory_bytes
         self._arena_dir = arena_dir
         self._lease_seconds = lease_seconds
-        self._clock = clock
+        self._clock = clock or AwakeClock()
         self._shaped: _Shaped | None = None
         self._sessions: dict[int, str] = {}  # worker ids
         self._closing = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._calls_in_tick = 0
         self._unproved = False
-        self._proved_at = clock()
+        self._proved_at = self._clock()
         self._healthy = True
 
     async def start(self) -> None:
@@ -199,7 +200,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             writer="" if hold.writer == NOBODY else self._sessions.get(hold.writer, "gone"),
             blocks=len(hold.slots()),
             age_ms=round((now - hold.created) * 1000),
-            expires_in_ms=max(0, round((hold.deadline - now) * 1000)),
+            expires_in_ms=0 if math.isinf(hold.deadline) else max(0, round((hold.deadline - now) * 1000)),
         )
 
     # ---- workers come and go
@@ -265,12 +266,13 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         if self._shaped is None:
             return
         now = self._clock()
-        expired = self._shaped.ledger.expire(now)
-        if expired:
-            log.warning("%d hold(s) ended because nobody renewed or finished them", expired)
+        self._shaped.ledger.expire(now)
+        overdue = self._shaped.ledger.take_overdue()
+        for key in overdue:
+            log.warning("hold %s ended: its lease or its worker is gone", key, extra={"request_id": key.request_id})
         busy = self._calls_in_tick > 0
         self._calls_in_tick = 0
-        self._unproved = self._unproved or busy or expired > 0
+        self._unproved = self._unproved or busy or bool(overdue)
         if self._unproved and (not busy or now - self._proved_at >= _CHECK_SECONDS):
             self._prove()
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import openai
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client.parser import text_string_to_metric_families
 
 import paceline
@@ -200,6 +201,17 @@ async def test_an_id_that_is_not_fit_is_replaced(stack: Stack, given: str) -> No
     assert response.headers["x-request-id"].startswith("cmpl-")
     errors = await stack.http.get("/nothing")
     assert errors.headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_all_choices_of_a_request_are_one_trace(
+    stack: Stack, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.core.telemetry._tracer", TracerProvider().get_tracer("test"))
+    await stack.post("/v1/completions", prompt=["a", "b"], n=2, max_tokens=2, stream=stream)
+    calls = [call for worker in stack.workers.values() for call in worker.calls]
+    assert len(calls) == 8
+    assert len({call.metadata["traceparent"].split("-")[1] for call in calls}) == 1
 
 
 async def test_traces_reach_the_workers(stack: Stack) -> None:

@@ -36,7 +36,7 @@ class Worker:
     story: Story
     session: int
     key: Key
-    lease_end: float
+    grace_end: float
     """As the worker knows it; the ledger's is never earlier."""
     opened: bool
     """Whether it writes what another one reserved."""

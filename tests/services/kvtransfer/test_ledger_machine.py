@@ -1,12 +1,13 @@
 """The ledger under any sequence of calls, checked by what workers find in the memory.
 
 The test owns the arena's memory, one word a slot. Workers write into blocks that they believe are theirs, also those
-that do not know yet that their hold was cancelled or their session broke. Had the ledger given a block to somebody else
-too early, a worker would find a foreign word in its blocks.
+that do not know yet that their hold was cancelled, that its lease has ended or that their session broke. Had the ledger
+given a block to somebody else too early, a worker would find a foreign word in its blocks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from hypothesis import settings
@@ -61,7 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """`session` begins to touch the blocks of `hold`, and does so at once."""
         story = self.stories[hold.key.request_id]
         assert hold.tables == story.tables
-        self.workers.append(Worker(story, session, hold.key, self.now + LEASE, hold.state is State.FILLING))
+        self.workers.append(Worker(story, session, hold.key, math.inf, hold.state is State.FILLING))
         self.keys.append(hold.key)
         self.write(story)
 
@@ -182,9 +183,9 @@ class LedgerMachine(RuleBasedStateMachine):
         try:
             hold = call(worker.session, worker.key, *args, self.now)
         except StaleError:
+            self.ledger.release(worker.session, worker.key, self.now)
             self.workers.remove(worker)
             return None
-        worker.lease_end = self.now + LEASE
         return hold
 
     @precondition(lambda self: self.workers)
@@ -258,17 +259,17 @@ class LedgerMachine(RuleBasedStateMachine):
         self.sessions[self.sessions.index(lost)] = max(self.sessions) + 1
         for worker in self.workers:
             if worker.session == lost:
-                worker.lease_end = min(worker.lease_end, self.now + GRACE_SECONDS)
+                worker.grace_end = self.now + GRACE_SECONDS
         self.advance(pause, sweep=True)
 
     @precondition(lambda self: self.ledger.holds())
-    @rule(seconds=st.sampled_from((0.1, 0.2, 0.4, GRACE_SECONDS, LEASE / 2)), sweep=st.booleans())
+    @rule(seconds=st.sampled_from((0.1, 0.4, GRACE_SECONDS, LEASE / 2, LEASE)), sweep=st.booleans())
     def time_passes(self, seconds: float, sweep: bool) -> None:
         self.advance(seconds, sweep)
 
     def advance(self, seconds: float, sweep: bool) -> None:
         self.now += seconds
-        self.workers = [worker for worker in self.workers if worker.lease_end > self.now]
+        self.workers = [worker for worker in self.workers if worker.grace_end > self.now]
         if sweep:
             self.ledger.expire(self.now)
 
@@ -290,8 +291,12 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.memory[slot] == word
 
     def teardown(self) -> None:
-        """Whatever happened, every hold ends by itself and every block can be had again."""
+        """Whatever happened, every hold ends with its lease and its workers, and every block can be had again."""
         self.ledger.expire(self.now + LEASE)
+        assert all(hold.state is State.DRAINING for hold in self.ledger.holds())
+        for session in self.sessions:
+            self.ledger.lose_session(session, self.now + LEASE)
+        self.ledger.expire(self.now + LEASE + GRACE_SECONDS)
         assert self.ledger.holds() == []
         assert self.ledger.check() == []
         counts = self.ledger.counts()
