@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.core.config import GIB, ServeConfig, check_numbers, parse_bytes
 from paceline.core.errors import ConfigError
+from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import read_config
 from paceline.models.folder import weight_files
 
@@ -26,6 +27,7 @@ def check_config(config: ServeConfig) -> None:
         raise ConfigError(f"--dtype must be auto, bfloat16 or float32, not {config.dtype!r}")
     if config.kv_memory != "auto":
         parse_bytes(config.kv_memory)
+    parse_speculative_config(config.speculative_config)
 
 
 def check_port(host: str, port: int) -> None:

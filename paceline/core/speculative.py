@@ -1,0 +1,78 @@
+"""--speculative-config: how a worker guesses tokens ahead. Fields have vLLM's names, where it has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+from paceline.core.errors import ConfigError
+
+Method = Literal["ngram", "draft_model", "early_layers"]
+
+MOST_DRAFTS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """What to draft with, and how much."""
+
+    method: Method
+    num_speculative_tokens: int = 4
+    """Drafts of one request in one step, at most."""
+    prompt_lookup_min: int = 2
+    """ngram: tokens at the end that must agree."""
+    prompt_lookup_max: int = 4
+    """ngram: tokens at the end that are compared."""
+    model: str = ""
+    """draft_model: Hugging Face folder of a model with the same vocabulary."""
+    num_layers: int = 0
+    """early_layers: how many of the model's first layers draft."""
+    adaptive: bool = True
+    """Whether fewer are drafted, down to none, where that is faster."""
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig | None:
+    """Reads the JSON of --speculative-config; "" is none. Raises ConfigError."""
+    if not text.strip():
+        return None
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config is no JSON ({error}); write it like {_EXAMPLE}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--speculative-config must be a JSON object like {_EXAMPLE}")
+    if "method" not in values and "model" in values:
+        values["method"] = "draft_model"
+    fields = {field.name: field for field in dataclasses.fields(SpeculativeConfig)}
+    for name, value in values.items():
+        if name not in fields:
+            raise ConfigError(f"--speculative-config has no field {name!r}; there are {', '.join(fields)}")
+        _check_type(name, value, fields[name].default)
+    if values.get("method") not in ("ngram", "draft_model", "early_layers"):
+        raise ConfigError(
+            f"--speculative-config needs a method: ngram, draft_model or early_layers, for example {_EXAMPLE}"
+        )
+    config = SpeculativeConfig(**values)
+    _check_values(config)
+    return config
+
+
+_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+
+def _check_type(name: str, value: Any, default: Any) -> None:
+    wanted = str if default is dataclasses.MISSING else type(default)
+    if type(value) is not wanted:
+        raise ConfigError(f"--speculative-config: {name} must be of type {wanted.__name__}, not {value!r}")
+
+
+def _check_values(config: SpeculativeConfig) -> None:
+    if not 1 <= config.num_speculative_tokens <= MOST_DRAFTS:
+        raise ConfigError(f"--speculative-config: num_speculative_tokens must be from 1 to {MOST_DRAFTS}")
+    if not 1 <= config.prompt_lookup_min <= config.prompt_lookup_max:
+        raise ConfigError("--speculative-config: prompt_lookup_min must be from 1 to prompt_lookup_max")
+    if config.method == "draft_model" and not config.model:
+        raise ConfigError("--speculative-config: draft_model needs model, the folder of a smaller model")
+    if config.method == "early_layers" and config.num_layers < 1:
+        raise ConfigError("--speculative-config: early_layers needs num_layers, at least 1")

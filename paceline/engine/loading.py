@@ -1,0 +1,85 @@
+"""From folders and options to what computes: the model, what drafts for it, and the layout of their cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import KVLayout, make_layout
+from paceline.core.speculative import SpeculativeConfig
+from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
+from paceline.engine.runner import ModelRunner, layer_caches
+from paceline.engine.scheduler import Limits
+from paceline.kernels.interface import Kernels
+from paceline.models.base import Model
+from paceline.models.identity import model_identity
+from paceline.models.loader import load_model
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a worker computes with."""
+
+    model: Model
+    draft_model: Model | None
+    layout: KVLayout
+    """The model's groups, then those of the draft model: its cache is handed over with the target's."""
+    speculative: SpeculativeConfig | None
+
+    @property
+    def max_position(self) -> int:
+        """Tokens of the longest context that all models take."""
+        models = [self.model] if self.draft_model is None else [self.model, self.draft_model]
+        return min(model.config.max_position for model in models)
+
+    @property
+    def max_drafts(self) -> int:
+        return self.speculative.num_speculative_tokens if self.speculative is not None else 0
+
+    def runner(self, pool: Tensor, limits: Limits) -> ModelRunner:
+        """What runs the model over `pool`, flat, of the cache's dtype."""
+        return ModelRunner(self.model, self.layout, pool, limits, self._drafter(pool))
+
+    def _drafter(self, pool: Tensor) -> Drafter | None:
+        config = self.speculative
+        if config is None:
+            return None
+        if config.method == "ngram":
+            return PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
+        caches = layer_caches(self.layout, pool)
+        if self.draft_model is None:
+            return ModelDrafter(self.model, caches, layers=config.num_layers)
+        own = caches[self.model.config.num_layers :]
+        return ModelDrafter(self.draft_model, own, first_group=len(self.model.group_shapes))
+
+
+def load(
+    folder: Path, dtype: torch.dtype, device: torch.device, kernels: Kernels, speculative: SpeculativeConfig | None
+) -> Loaded:
+    """Loads a model, and a draft model where `speculative` names one. Raises ConfigError or ModelError."""
+    model = load_model(folder, dtype, kernels, device)
+    shapes, identity = model.group_shapes, model_identity(folder, str(dtype))
+    draft_model = None
+    if speculative is None:
+        return Loaded(model, None, make_layout(shapes, dtype.itemsize, identity), None)
+    if speculative.method == "early_layers" and speculative.num_layers >= model.config.num_layers:
+        raise ConfigError(f"--speculative-config: num_layers must be below the model's {model.config.num_layers}")
+    if speculative.method == "draft_model":
+        draft_folder = Path(speculative.model)
+        draft_model = load_model(draft_folder, dtype, kernels, device)
+        if draft_model.config.vocab_size != model.config.vocab_size:
+            raise ConfigError(
+                f"the draft model knows {draft_model.config.vocab_size} tokens and the model "
+                f"{model.config.vocab_size}; they must have the same vocabulary"
+            )
+        first = model.config.num_layers
+        shapes += tuple(
+            replace(shape, name=f"draft-{shape.name}", layers=tuple(first + layer for layer in shape.layers))
+            for shape in draft_model.group_shapes
+        )
+        identity += model_identity(draft_folder, str(dtype))
+    return Loaded(model, draft_model, make_layout(shapes, dtype.itemsize, identity), speculative)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.speculative import SpeculativeConfig, parse_speculative_config
+
+
+def test_nothing_is_no_speculation() -> None:
+    assert parse_speculative_config("") is None
+    assert parse_speculative_config("  ") is None
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"method": "ngram"}, SpeculativeConfig("ngram")),
+        (
+            {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+            SpeculativeConfig("ngram", 8, 1, 3),
+        ),
+        ({"model": "/m", "num_speculative_tokens": 2}, SpeculativeConfig("draft_model", 2, model="/m")),
+        (
+            {"method": "early_layers", "num_layers": 5, "adaptive": False},
+            SpeculativeConfig("early_layers", num_layers=5, adaptive=False),
+        ),
+    ],
+)
+def test_fields_have_the_names_of_the_field(values: dict[str, object], expected: SpeculativeConfig) -> None:
+    assert parse_speculative_config(json.dumps(values)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "no JSON"),
+        ("[]", "JSON object"),
+        ("{}", "needs a method"),
+        ('{"method": "eagle9"}', "ngram, draft_model or early_layers"),
+        ('{"method": "ngram", "tokens": 4}', "no field 'tokens'"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "must be of type int"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "from 1 to 16"),
+        ('{"method": "ngram", "prompt_lookup_min": 5}', "from 1 to prompt_lookup_max"),
+        ('{"method": "draft_model"}', "needs model"),
+        ('{"method": "early_layers"}', "needs num_layers"),
+    ],
+)
+def test_mistakes_are_named(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_speculative_config(text)
