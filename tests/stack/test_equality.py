@@ -15,6 +15,8 @@ from tests.stack.reference import PROMPTS, generate
 
 MAX_TOKENS = 64
 
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "adaptive": false}'
+
 # requests at a time, prompts, options
 STACKS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "one request at a time": (1, 8, ()),
@@ -22,6 +24,8 @@ STACKS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "two workers of each role": (8, 32, ("--prefill=2", "--decode=2", "--threads=1")),
     "chunked prefill": (8, 32, ("--max-batched-tokens=32", "--max-seqs=32")),
     "aggregated": (8, 32, ("--prefill=0",)),
+    "one step in flight": (8, 8, ("--no-async-scheduling",)),
+    "drafts": (8, 32, (f"--speculative-config={DRAFTS}",)),
 }
 
 
