@@ -80,6 +80,8 @@ class ModelDrafter:
         self._first_group = first_group
         self._layers = layers
         self._shares_kv = layers is not None
+        self._reach = min((shape.window for shape in model.group_shapes if shape.window), default=None)
+        """Tokens at the end whose blocks no group has given back."""
 
     def observe(self, rows: Rows, chunks: Sequence[Chunk]) -> None:
         """Computes its own KV of prompts; of the tokens behind them it computes it when it drafts."""
@@ -94,7 +96,7 @@ class ModelDrafter:
         # Of its own drafts, those that were accepted are computed already; of the target's layers all but the newest.
         starts = {row: int(rows.lengths[row]) - 1 for row in wanted}
         if not self._shares_kv:
-            starts = {row: min(start, int(rows.drafted[row])) for row, start in starts.items()}
+            starts = {row: self._first_missing(rows, row) for row in wanted}
         drafts: dict[int, list[int]] = {row: [] for row in wanted}
         while wanted:
             order = list(wanted)
@@ -114,6 +116,12 @@ class ModelDrafter:
         for row, tokens in drafts.items():
             rows.draft(row, tokens)
             rows.drafted[row] = starts[row]
+
+    def _first_missing(self, rows: Rows, row: int) -> int:
+        """Where its own KV ends; it may lie far back, where for a while nothing was drafted."""
+        length = int(rows.lengths[row])
+        missing = min(length - 1, int(rows.drafted[row]))
+        return missing if self._reach is None else max(missing, length - self._reach)
 
     def _forward(self, inputs: Inputs) -> Tensor:
         batch = inputs.batch.from_group(self._first_group)

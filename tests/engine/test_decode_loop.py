@@ -20,8 +20,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import Request
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.scheduler import Limits, Scheduler
-from paceline.engine.speculation import Speculation
-from paceline.engine.step import Event, Removed, Sampled
+from paceline.engine.speculation import Acceptance, Speculation
+from paceline.engine.step import Event, Removed, Sampled, Trimmed
 from paceline.kernels import select_kernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
@@ -29,6 +29,8 @@ from paceline.models.loader import load_model
 CPU = torch.device("cpu")
 MAX_TOKENS = 256
 DRAFTS = 4
+FOREIGN = 7.0
+"""What somebody else has written into a block that was given back."""
 
 Asked = tuple[list[int], SamplingParams]
 
@@ -66,7 +68,14 @@ def requests(vocab_size: int) -> list[Asked]:
 class Loop:
     """An engine over a pool of NaN; each request has all of its blocks from the beginning, in shuffled slots."""
 
-    def __init__(self, model: Model, steps_in_flight: int, drafter: str, draft_model: Model | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        steps_in_flight: int,
+        drafter: str,
+        draft_model: Model | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
         shapes = model.group_shapes
         layers = model.config.num_layers
         if draft_model is not None:
@@ -77,6 +86,8 @@ class Loop:
         self.layout = make_layout(shapes, 4, "test")
         count = 8 * self.layout.slots_for(MAX_TOKENS)
         pool = torch.full((count * self.layout.slot_bytes // 4,), float("nan"))
+        self.slots = pool.view(count, -1)
+        self.given_back: set[int] = set()
         self._slots = random.Random(1).sample(range(count), count)
         caches = layer_caches(self.layout, pool)
         drafters: dict[str, Drafter | None] = {
@@ -90,7 +101,7 @@ class Loop:
         self._events: queue.Queue[Event] = queue.Queue()
         self._failures: list[BaseException] = []
         self.engine = Engine(
-            Scheduler(limits, Speculation(limits.max_drafts, adaptive=False)),
+            Scheduler(limits, speculation or Speculation(limits.max_drafts, adaptive=False)),
             ModelRunner(model, self.layout, pool, limits, drafters[drafter]),
             lambda events: [self._events.put(event) for event in events] and None,
             self._failures.append,
@@ -101,9 +112,11 @@ class Loop:
     def run(self, asked: Sequence[Asked]) -> list[list[Token]]:
         """Runs requests side by side, each from the first token on."""
         outputs: dict[Key, list[Token]] = {}
+        own: dict[Key, list[list[int]]] = {}
         for index, (prompt, sampling) in enumerate(asked):
             tables = [[self._slots.pop() for _ in range(g.blocks_for(MAX_TOKENS))] for g in self.layout.groups]
             key = Key(str(index), 1, 1)
+            own[key] = [[*table] for table in tables]
             outputs[key] = []
             chain = HashChain(self.layout.fingerprint)
             self.engine.add(Request(key, [*prompt], len(prompt), sampling, self.layout, chain, tables))
@@ -115,6 +128,10 @@ class Loop:
                 outputs[event.key].append(event.token)
                 if event.reason is not None:
                     self.engine.remove(event.key)
+            elif isinstance(event, Trimmed):
+                behind = set(own[event.key][event.group][: event.first_kept_block]) - self.given_back
+                self.slots[sorted(behind)] = FOREIGN
+                self.given_back |= behind
             elif isinstance(event, Removed):
                 left.remove(event.key)
         return list(outputs.values())
@@ -175,3 +192,27 @@ def test_work_is_seen_as_busy_time_or_bubble(model: Model) -> None:
     assert engine.busy_seconds > 0
     assert engine.host_seconds > 0
     assert engine.bubble_seconds >= 0
+
+
+class Late(Speculation):
+    """Drafts nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__(DRAFTS, adaptive=False)
+        self.chosen = 0
+
+    def choose(self, request: Acceptance) -> int:
+        self.chosen += 1
+        return DRAFTS if self.chosen > 70 else 0
+
+
+def test_a_draft_model_that_begins_late_writes_to_no_block_that_was_given_back(save_gemma3, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    save_gemma3()
+    model = load(tmp_path)
+    loop = Loop(model, 2, "model", model, Late())
+    asked = [([7, 8, 9] * 4, SamplingParams(max_tokens=140))]
+    assert_same(loop.run(asked), expected(model, asked))
+    loop.engine.stop()
+    assert loop.engine.stats.draft_tokens > 0
+    assert loop.given_back
+    assert bool((loop.slots[sorted(loop.given_back)] == FOREIGN).all())
