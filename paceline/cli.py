@@ -29,6 +29,7 @@ from paceline.core.config import (
     load_config,
 )
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
+from paceline.top import top
 
 OVERVIEW = """\
 usage: paceline COMMAND [options]
@@ -45,6 +46,7 @@ one service each, for containers and clusters
   kvtransfer          the owner of a host's KV memory
 
 tools
+  top                 show the fleet and its speed, live
   prepare MODEL       fetch or convert a model and print its folder
   version             print the version
 
@@ -123,6 +125,11 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("model", metavar="MODEL", help="bundled name, Hugging Face folder or GGUF file")
     fields = [field for field in dataclasses.fields(ServeConfig) if field.name == "cache_dir"]
     _add_fields(prepare, ServeConfig, fields)
+    watch = _add_command(commands, "top", "[options]", "Show the fleet and its speed, live; Ctrl-C ends it.")
+    watch.add_argument("--url", default="http://127.0.0.1:8000", help="where the gateway is [%(default)s]")
+    watch.add_argument("--api-key", default="", metavar="KEY", help="key to send; empty takes $PACELINE_API_KEY")
+    watch.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks [%(default)s]")
+    watch.add_argument("--count", type=int, default=0, metavar="N", help="looks to print; 0 goes on")
     _add_command(commands, "version", "", "Print the version.")
     return parser
 
@@ -130,6 +137,9 @@ def build_parser() -> argparse.ArgumentParser:
 def _run(name: str, arguments: dict[str, Any]) -> None:
     if name == "version":
         print(f"paceline {__version__}")
+    elif name == "top":
+        key = arguments["api_key"] or next(iter(env.api_keys()), "")
+        top(arguments["url"], key, max(arguments["interval"], 0.1), arguments["count"])
     elif name == "prepare":
         _prepare(arguments["model"], Path(arguments.get("cache_dir", ServeConfig().cache_dir)))
     else:

@@ -121,6 +121,22 @@ class _FleetCollector(Collector):
         waiting = GaugeMetricFamily("paceline:worker_requests_waiting", "Requests waiting in the worker", labels=labels)
         usage = GaugeMetricFamily("paceline:kv_cache_usage_perc", "KV blocks in use, of 1", labels=labels)
         preemptions = CounterMetricFamily("paceline:num_preemptions", "Requests that had to start again", labels=labels)
+        speculation = {
+            name: CounterMetricFamily(f"paceline:spec_decode_num_{name}", help, labels=labels)
+            for name, help in (
+                ("drafts", "Times that drafts of a request were verified"),
+                ("draft_tokens", "Draft tokens that were verified"),
+                ("accepted_tokens", "Draft tokens that came true"),
+            )
+        }
+        by_position = CounterMetricFamily(
+            "paceline:spec_decode_num_accepted_tokens_per_pos", "By place in the draft", labels=[*labels, "position"]
+        )
+        times = CounterMetricFamily(
+            "paceline:worker_step_seconds",
+            "busy: computing; bubble: idle although there was work; host: planning and reporting",
+            labels=[*labels, "kind"],
+        )
         stats = GaugeMetricFamily("paceline:worker_stat", "Whatever else a worker reports", labels=[*labels, "name"])
         for worker in self._workers():
             member = worker.member
@@ -136,4 +152,11 @@ class _FleetCollector(Collector):
             running.add_metric(label, member.running)
             waiting.add_metric(label, member.waiting)
             preemptions.add_metric(label, member.stats.get("preemptions", 0))
-        yield from (up, running, waiting, usage, preemptions, stats)
+            for name, family in speculation.items():
+                family.add_metric(label, member.stats.get(name, 0))
+            for name, value in member.stats.items():
+                if name.startswith("accepted_at_"):
+                    by_position.add_metric([*label, name.removeprefix("accepted_at_")], value)
+                if name in ("busy_seconds", "bubble_seconds", "host_seconds"):
+                    times.add_metric([*label, name.removesuffix("_seconds")], value)
+        yield from (up, running, waiting, usage, preemptions, *speculation.values(), by_position, times, stats)

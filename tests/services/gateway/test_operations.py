@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
@@ -11,6 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client.parser import text_string_to_metric_families
 
 import paceline
+from paceline.top import top
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 
 
@@ -234,3 +236,23 @@ async def test_one_line_is_logged_for_a_request(stack: Stack, caplog: pytest.Log
 async def test_other_origins_are_not_let_in(stack: Stack) -> None:
     response = await stack.http.get("/ping", headers={"Origin": "https://elsewhere.example"})
     assert "access-control-allow-origin" not in response.headers
+
+
+async def test_drafts_and_bubbles_are_metrics(stack: Stack) -> None:
+    text = (await stack.http.get("/metrics")).text
+    labels = 'model_name="toy",role="decode",worker="decode-0"'
+    for line in (
+        f"paceline:spec_decode_num_drafts_total{{{labels}}} 4.0",
+        f"paceline:spec_decode_num_draft_tokens_total{{{labels}}} 9.0",
+        f"paceline:spec_decode_num_accepted_tokens_total{{{labels}}} 5.0",
+        'paceline:spec_decode_num_accepted_tokens_per_pos_total{model_name="toy",position="1",role="decode",'
+        'worker="decode-0"} 2.0',
+        'paceline:worker_step_seconds_total{kind="bubble",model_name="toy",role="decode",worker="decode-0"} 0.5',
+    ):
+        assert line in text
+
+
+async def test_top_shows_the_fleet_of_a_gateway(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    await asyncio.to_thread(top, stack.url, "", 0.1, 2)
+    text = capsys.readouterr().out
+    assert text.count("decode-0") == text.count("prefill-0") == 2

@@ -113,7 +113,15 @@ class ToyWorker(
             max_model_len=self.max_model_len,
             max_seqs=self.max_seqs,
             running=self.active,
-            stats={"preemptions": 2.0}
+            stats={
+                "preemptions": 2.0,
+                "drafts": 4.0,
+                "draft_tokens": 9.0,
+                "accepted_tokens": 5.0,
+                "accepted_at_0": 3.0,
+                "accepted_at_1": 2.0,
+                "bubble_seconds": 0.5,
+            }
             if self.role != "kvtransfer"
             else {"blocks_total": 10.0, "blocks_held": 2.0, "blocks_in_flight": 3.0},
         )

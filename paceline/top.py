@@ -1,0 +1,102 @@
+"""`paceline top`: the fleet, live, from what a gateway shows at /fleet."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.core.errors import UnavailableError
+
+_COLUMNS = (
+    ("WORKER", 20),
+    ("ROLE", 8),
+    ("STATE", 12),
+    ("RUN", 5),
+    ("WAIT", 5),
+    ("TOK/S", 8),
+    ("STEP/S", 7),
+    ("BUSY", 6),
+    ("BUBBLE", 7),
+    ("HOST", 6),
+    ("ACCEPT", 7),
+    ("LENGTH", 7),
+)
+
+
+def top(url: str, api_key: str, interval: float, count: int) -> None:
+    """Prints the fleet every `interval` seconds, `count` times, or until it is interrupted where that is 0.
+
+    Raises UnavailableError where the gateway does not answer.
+    """
+    before, shown = _fetch(url, api_key), 0
+    began = time.monotonic()
+    while count == 0 or shown < count:
+        time.sleep(interval)
+        now, at = _fetch(url, api_key), time.monotonic()
+        # Cursor home and erase below, rather than erase all: nothing flickers.
+        print("\x1b[H\x1b[J" if count == 0 else "", end="")
+        print("\n".join(render(before, now, at - began)), flush=True)
+        before, began, shown = now, at, shown + 1
+
+
+def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[str]:
+    """The lines between two looks at /fleet that lie `seconds` apart. Rates and shares are of that time."""
+    earlier = {worker["worker_id"]: worker["stats"] for worker in before["workers"]}
+    lines = ["".join(title.ljust(width) for title, width in _COLUMNS)]
+    for worker in now["workers"]:
+        if worker["role"] != "kvtransfer":
+            stats = worker["stats"]
+            gained = {name: value - earlier.get(worker["worker_id"], {}).get(name, 0) for name, value in stats.items()}
+            lines.append(_row([*_state(worker), *_speed(gained, seconds), *_drafts(gained)]))
+    lines.append("")
+    for host in now["hosts"]:
+        lines.append(_ledger(host))
+    lines.append(f"waiting at the gateway: {now['waiting']}")
+    return lines
+
+
+def _state(worker: Mapping[str, Any]) -> list[str]:
+    return [worker["worker_id"], worker["role"], worker["state"], str(worker["running"]), str(worker["waiting"])]
+
+
+def _speed(gained: Mapping[str, float], seconds: float) -> list[str]:
+    def share(name: str) -> str:
+        return f"{100 * gained.get(name, 0) / seconds:.1f}%"
+
+    rates = [gained.get("sampled_tokens", 0) / seconds, gained.get("steps", 0) / seconds]
+    return [*(f"{rate:.1f}" for rate in rates), *map(share, ("busy_seconds", "bubble_seconds", "host_seconds"))]
+
+
+def _drafts(gained: Mapping[str, float]) -> list[str]:
+    """The share of draft tokens that came true, and tokens that a verified draft has given on average."""
+    drafts, tokens, accepted = (gained.get(name, 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    return [f"{100 * accepted / tokens:.0f}%", f"{1 + accepted / drafts:.2f}"] if tokens and drafts else ["-", "-"]
+
+
+def _ledger(host: Mapping[str, Any]) -> str:
+    if "error" in host:
+        return f"{host['host_id']}: {host['error']}"
+    blocks = ", ".join(f"{host[name]} {name.replace('_', ' ')}" for name in ("held", "in_flight", "cached", "free"))
+    hits = "-" if host["hit_rate"] is None else f"{100 * host['hit_rate']:.0f}%"
+    return f"{host['host_id']}: {host['total']} blocks: {blocks}; prefix hits {hits}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "".join(cell[: width - 1].ljust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+
+
+def _fetch(url: str, api_key: str) -> dict[str, Any]:
+    request = urllib.request.Request(f"{url.rstrip('/')}/fleet")
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    try:
+        with urllib.request.urlopen(request, timeout=5) as response:
+            fleet: dict[str, Any] = json.load(response)
+    except (OSError, ValueError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise UnavailableError(f"no fleet at {url} ({reason}); name the gateway with --url") from error
+    return fleet

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import UnavailableError
+from paceline.top import render, top
+
+
+def fleet(**stats: float) -> dict[str, Any]:
+    worker = {"worker_id": "decode-0", "role": "decode", "state": "ready", "running": 3, "waiting": 0, "stats": stats}
+    host = {"host_id": "h", "total": 10, "held": 2, "in_flight": 1, "cached": 3, "free": 4, "hit_rate": 0.25}
+    return {"workers": [worker, {**worker, "role": "kvtransfer"}], "hosts": [host], "waiting": 7}
+
+
+def test_rates_are_of_the_time_between_two_looks() -> None:
+    before = fleet(sampled_tokens=100, steps=50, busy_seconds=1.0, bubble_seconds=0.0, host_seconds=0.0)
+    now = fleet(
+        sampled_tokens=180, steps=70, busy_seconds=2.8, bubble_seconds=0.02, host_seconds=0.1, drafts=20,
+        draft_tokens=80, accepted_tokens=60,
+    )  # fmt: skip
+    title, worker, *rest = render(before, now, 2.0)
+    assert worker.split() == [
+        "decode-0",
+        "decode",
+        "ready",
+        "3",
+        "0",
+        "40.0",
+        "10.0",
+        "90.0%",
+        "1.0%",
+        "5.0%",
+        "75%",
+        "4.00",
+    ]
+    assert len(title.split()) == len(worker.split())
+    assert rest == [
+        "",
+        "h: 10 blocks: 2 held, 1 in flight, 3 cached, 4 free; prefix hits 25%",
+        "waiting at the gateway: 7",
+    ]
+
+
+def test_a_worker_that_has_just_come_and_drafts_nothing_is_shown() -> None:
+    now = fleet(sampled_tokens=10, steps=10)
+    worker = render({**now, "workers": []}, now, 1.0)[1]
+    assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "-", "-"]
+
+
+def test_without_a_gateway_there_is_one_clear_sentence() -> None:
+    with pytest.raises(UnavailableError, match=r"no fleet at http://127\.0\.0\.1:9 .*--url"):
+        top("http://127.0.0.1:9", "", 0.1, 1)
