@@ -104,7 +104,7 @@ def run(loaded: Loaded, steps_in_flight: int, prompts: Sequence[list[int]], max_
         tables = [[next(slots) for _ in range(count)] for count in blocks]
         params = SamplingParams(max_tokens=max_tokens)
         chain = HashChain(loaded.layout.fingerprint)
-        engine.add(Request(Key(str(index), 1, 1), prompt, len(prompt), params, loaded.layout, chain, tables))
+        engine.add(Request(Key(str(index), 1, 1), [*prompt], len(prompt), params, loaded.layout, chain, tables))
     left, began, bubble_before, counted = len(prompts), 0.0, 0.0, 0
     while left:
         for event in events.get(timeout=120):
