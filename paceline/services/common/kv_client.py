@@ -161,7 +161,9 @@ class KVClient:
             if not done.cancelled() and (error := done.exception()):
                 # Stale is what a cancelled request becomes for the step that was under way.
                 level = logging.DEBUG if isinstance(error, StaleError) else logging.WARNING
-                log.log(level, "kvtransfer refused %s: %s", operation.WhichOneof("op"), error)
+                name = operation.WhichOneof("op") or ""
+                extra = {} if name == "renew" else {"request_id": getattr(operation, name).key.request_id}
+                log.log(level, "%s was not carried out: %s", name, error, extra=extra)
 
         self._submit(operation).add_done_callback(note)
 
@@ -216,7 +218,7 @@ class KVClient:
     def _note_losses(self, reply: pb.BatchReply) -> None:
         for key in (key_from_pb(key) for result in reply.results for key in result.lost):
             if self._held.get(key[:2]) == key:
-                log.warning("the lease of %s ended", key)
+                log.warning("the lease of %s ended", key, extra={"request_id": key.request_id})
                 del self._held[key[:2]]
                 self.on_hold_lost(key)
 
