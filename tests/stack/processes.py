@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -11,12 +12,14 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 
 START_SECONDS = 300.0
 STOP_SECONDS = 60.0
+SETTLE_SECONDS = 30.0
 PACELINE = (sys.executable, "-m", "paceline")
 
 
@@ -81,6 +84,19 @@ class Stack:
 
     def fleet(self) -> dict[str, object]:
         return dict(httpx.get(f"{self.url}/fleet", timeout=10).json())
+
+    async def settled(self) -> None:
+        """Returns when nothing is held or in flight any more: with the steps under way at the latest.
+
+        How long a step takes is the machine's affair; that blocks do not come back at all is ours.
+        """
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while True:
+                hosts: Any = self.fleet()["hosts"]
+                assert all(ledger["balanced"] for ledger in hosts)
+                if all(ledger["held"] == ledger["in_flight"] == 0 and not ledger["holds"] for ledger in hosts):
+                    return
+                await asyncio.sleep(0.1)
 
     def family(self) -> list[psutil.Process]:
         """The supervisor and all of its processes."""
