@@ -556,7 +556,8 @@ Global___Trim: _TypeAlias = Trim  # noqa: Y015
 @_typing.final
 class Release(_message.Message):
     """Ends the hold. Sealed blocks stay cached. Releasing twice is not an error. The one who reserved may release with that
-    generation while another worker writes; the blocks are then kept until the writer fills, releases, or is gone. So are those of a hold whose lease has ended.
+    generation while another worker writes; the blocks are then kept until the writer fills, releases, or is gone. So are
+    those of a hold whose lease has ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

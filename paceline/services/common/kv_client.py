@@ -51,10 +51,20 @@ class Hold:
     tables: list[list[int]]
 
 
+_Outcome = Hold | PacelineError | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    operation: pb.Operation
+    future: asyncio.Future[Hold | None]
+
+
 class KVClient:
     """One worker's session with its host's kvtransfer service.
 
-    Operations are applied in the order of the calls. Holds are renewed until they are released.
+    Operations are applied in the order of the calls. Holds are renewed until they are released. Every operation comes
+    to an end: an answer, or UnavailableError where none came in time, the session has broken or was closed.
 
     `lost` is done when the session has broken: every hold is void from then on. `on_hold_lost` is called for a hold
     whose lease ended before it was renewed.
@@ -70,7 +80,9 @@ class KVClient:
         self.on_hold_lost: Callable[[Key], None] = lambda key: None
         self._session = 0
         self._lease_seconds = 10.0
-        self._queue: asyncio.Queue[tuple[pb.Operation, asyncio.Future[Hold | None]]] = asyncio.Queue()
+        self._open = False
+        self._queue: asyncio.Queue[_Submitted] = asyncio.Queue()
+        self._unanswered: set[asyncio.Future[Hold | None]] = set()
         self._held: dict[tuple[str, int], Key] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -90,6 +102,7 @@ class KVClient:
             raise UnavailableError(f"kvtransfer at {self._address} ended the session at once")
         self._session = event.session
         self._lease_seconds = event.lease_ms / 1000
+        self._open = True
         self._tasks = [
             asyncio.create_task(self._watch(call), name="kv-session"),
             asyncio.create_task(self._send_batches(), name="kv-batches"),
@@ -98,13 +111,15 @@ class KVClient:
         return Arena(event.host_id, Path(event.arena_path), event.arena_bytes, event.slots)
 
     async def close(self) -> None:
-        """Ends the session, after what was submitted has been sent."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CALL_SECONDS):
-                await self._queue.join()
+        """Ends the session, after what was submitted has been answered; what is not in time fails."""
+        if self._unanswered:
+            await asyncio.wait(self._unanswered, timeout=CALL_SECONDS)
+        self._open = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for future in [future for future in self._unanswered if not future.done()]:
+            future.set_exception(_closed())
         await self._channel.close(None)
 
     async def reserve(self, key: Key, hashes: Sequence[bytes], token_count: int, max_cached_tokens: int) -> Hold:
@@ -151,7 +166,12 @@ class KVClient:
 
     def _submit(self, operation: pb.Operation) -> asyncio.Future[Hold | None]:
         future: asyncio.Future[Hold | None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait((operation, future))
+        if self._open:
+            self._unanswered.add(future)
+            future.add_done_callback(self._unanswered.discard)
+            self._queue.put_nowait(_Submitted(operation, future))
+        else:
+            future.set_exception(_closed())
         return future
 
     def _tell(self, operation: pb.Operation) -> None:
@@ -193,27 +213,35 @@ class KVClient:
         return hold
 
     async def _send_batches(self) -> None:
+        again: list[_Submitted] = []
         while True:
-            batch = [await self._queue.get()]
+            # Releases that met no answer keep their place: what comes behind them may need what they free.
+            batch = again or [await self._queue.get()]
             while not self._queue.empty() and len(batch) < MAX_OPERATIONS:
                 batch.append(self._queue.get_nowait())
-            request = pb.BatchRequest(session=self._session, operations=[operation for operation, _ in batch])
-            try:
-                reply = await self._stub.Batch(request, timeout=CALL_SECONDS)
-                self._note_losses(reply)
-                outcomes: list[Hold | PacelineError | None] = [_outcome(result) for result in reply.results]
-            except grpc.aio.AioRpcError as error:
-                outcomes = [UnavailableError(f"kvtransfer: {error.details()}")] * len(batch)
-                await asyncio.sleep(RETRY_SECONDS)
-            for (operation, future), outcome in zip(batch, outcomes):
-                if isinstance(outcome, UnavailableError) and operation.HasField("release") and not self.lost.done():
-                    # What is not needed any more must not stay held: releases go on until one is answered.
-                    self._queue.put_nowait((operation, future))
-                elif isinstance(outcome, PacelineError):
-                    future.set_exception(outcome)
-                else:
-                    future.set_result(outcome)
-                self._queue.task_done()
+            outcomes = await self._send([each.operation for each in batch])
+            again = [each for each, outcome in zip(batch, outcomes) if not self._settle(each, outcome)]
+
+    async def _send(self, operations: list[pb.Operation]) -> list[_Outcome]:
+        try:
+            request = pb.BatchRequest(session=self._session, operations=operations)
+            reply = await self._stub.Batch(request, timeout=CALL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            await asyncio.sleep(RETRY_SECONDS)
+            return [UnavailableError(f"kvtransfer: {error.details()}")] * len(operations)
+        self._note_losses(reply)
+        return [_outcome(result) for result in reply.results]
+
+    def _settle(self, submitted: _Submitted, outcome: _Outcome) -> bool:
+        """Tells who waits for it. False for a release to send again: what nobody needs must not stay held."""
+        unanswered = isinstance(outcome, UnavailableError)
+        if unanswered and submitted.operation.HasField("release") and not self.lost.done():
+            return False
+        if isinstance(outcome, PacelineError):
+            submitted.future.set_exception(outcome)
+        else:
+            submitted.future.set_result(outcome)
+        return True
 
     def _note_losses(self, reply: pb.BatchReply) -> None:
         for key in (key_from_pb(key) for result in reply.results for key in result.lost):
@@ -235,7 +263,11 @@ class KVClient:
         self.lost.set_result(None)
 
 
-def _outcome(result: pb.Result) -> Hold | PacelineError | None:
+def _closed() -> UnavailableError:
+    return UnavailableError("this worker has no session with kvtransfer")
+
+
+def _outcome(result: pb.Result) -> _Outcome:
     if result.code == pb.CODE_OK:
         return _hold_from_pb(result.hold) if result.HasField("hold") else None
     if result.code == pb.CODE_EXHAUSTED:

@@ -1,4 +1,9 @@
-"""Tells Redis which blocks this host holds. A hint for routing: it may be lost, and nobody waits for it."""
+"""Tells Redis which blocks this host holds: a stream that will be read by routing by cached prefix.
+
+It is a hint: it may be lost, and nobody waits for it. The stream is bounded (Redis trims it to about the newest
+_STREAM_LENGTH entries as it is written), and so is what waits here for a Redis that does not answer. A block costs one
+entry when it becomes reusable and one when it is evicted; a host where neither happens sends nothing.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from paceline.core import env
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError
 from paceline.core.telemetry import request_span
 from paceline.core.types import Key
@@ -27,29 +28,34 @@ _CODES: tuple[tuple[type[PacelineError], pb.Code.ValueType], ...] = (
 
 
 def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> pb.Result:
-    """Carries out one operation. What the ledger refuses becomes the result's code and message."""
-    try:
-        if operation.HasField("renew"):
-            return _renew(ledger, session, operation.renew, now)
-        if operation.traceparent:
-            hold = _call_in_trace(ledger, session, operation, now)
-        else:
-            hold = _call(ledger, session, operation, now)
-    except PacelineError as error:
-        return _refused(error)
-    return pb.Result(hold=_hold_to_pb(hold)) if hold is not None else pb.Result()
+    """Carries out one operation. What the ledger refuses becomes the result's code and message.
 
-
-def _call_in_trace(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> Hold | None:
-    """As part of the request's trace."""
-    name = operation.WhichOneof("op") or "operation"
-    key = getattr(operation, name).key
-    with request_span(name, key.request_id, {"traceparent": operation.traceparent}) as span:
-        hold = _call(ledger, session, operation, now)
+    Where traces are exported, an operation of a traced request is a span of its trace.
+    """
+    name = operation.WhichOneof("op")
+    if name == "renew":
+        return _renew(ledger, session, operation.renew, now)
+    if name is None or not operation.traceparent or not env.exports_traces():
+        return _carry_out(ledger, session, operation, now)[0]
+    request_id = getattr(operation, name).key.request_id
+    with request_span(name, request_id, {"traceparent": operation.traceparent}) as span:
+        result, hold = _carry_out(ledger, session, operation, now)
+        span.set_attribute("paceline.code", pb.Code.Name(result.code))
         if hold is not None:
-            span.set_attributes({"blocks": len(hold.slots()), "filled_tokens": hold.filled_tokens})
-            log.debug("%s %s: %s, %d blocks", name, hold.key, hold.state.value, len(hold.slots()))
-        return hold
+            span.set_attributes({"paceline.state": hold.state.value, "paceline.blocks": len(hold.slots())})
+        return result
+
+
+def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> tuple[pb.Result, Hold | None]:
+    try:
+        hold = _call(ledger, session, operation, now)
+    except PacelineError as error:
+        return _refused(error), None
+    if hold is None:
+        return pb.Result(), None
+    extra = {"request_id": hold.key.request_id}
+    log.debug("%s: hold %s is %s", operation.WhichOneof("op"), hold.key, hold.state.value, extra=extra)
+    return pb.Result(hold=_hold_to_pb(hold)), hold
 
 
 def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> Hold | None:

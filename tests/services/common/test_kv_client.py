@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -16,94 +16,241 @@ from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common import kv_client
 from paceline.services.common.kv_client import KVClient
 from paceline.services.common.rpc import RpcServer
+from paceline.services.kvtransfer import service
+from paceline.services.kvtransfer.hold import Hold, State
+from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
 from paceline.services.kvtransfer.service import Context, KVTransferService
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
 SLOTS = 8
+LEASE = 0.6
 KEY = Key("r", 1, 1)
 
 
-class Forgetful(KVTransferService):
-    """Carries out batches, and loses the answers to some of them."""
+class Unreliable(KVTransferService):
+    """Loses calls, or the answers to calls that it has carried out. Its leases end when the test says so."""
 
-    forgets = 0
-    pause = 0.0
+    def __init__(self, folder: Path) -> None:
+        self.now = 1000.0
+        super().__init__("host", SLOTS * LAYOUT.slot_bytes, folder, LEASE, clock=lambda: self.now)
+        self.loses_calls = 0
+        self.loses_answers = 0
+        self.pause = 0.0
 
     async def Batch(self, request: pb.BatchRequest, context: Context) -> pb.BatchReply:
+        if all(operation.HasField("renew") for operation in request.operations):
+            return await super().Batch(request, context)
+        if self.loses_calls:
+            self.loses_calls -= 1
+            await asyncio.sleep(self.pause)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the line broke")
         reply = await super().Batch(request, context)
         await asyncio.sleep(self.pause)
-        if self.forgets:
-            self.forgets -= 1
+        if self.loses_answers:
+            self.loses_answers -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the line broke")
         return reply
 
 
 class Host:
-    def __init__(self, service: Forgetful, clients: list[KVClient]) -> None:
+    """The service and two workers."""
+
+    def __init__(self, service: Unreliable, decode: KVClient, prefill: KVClient) -> None:
         self.service = service
-        self.decode, self.prefill = clients
+        self.decode = decode
+        self.prefill = prefill
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.01)
 
     async def all_free(self) -> None:
-        async with asyncio.timeout(10):
-            while self.service.snapshot().counts.free != SLOTS:
-                await asyncio.sleep(0.01)
+        await self.until(lambda: self.service.snapshot().counts.free == SLOTS)
 
 
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
-    service = Forgetful("host", SLOTS * LAYOUT.slot_bytes, tmp_path, lease_seconds=60)
+    unreliable = Unreliable(tmp_path)
     server = RpcServer("127.0.0.1", 0)
-    pb_grpc.add_KVTransferServicer_to_server(service, server.server)
-    await service.start()
+    pb_grpc.add_KVTransferServicer_to_server(unreliable, server.server)
+    await unreliable.start()
     address = f"127.0.0.1:{await server.start()}"
     clients = [KVClient(address, role, role) for role in ("decode", "prefill")]
     for client in clients:
         await client.attach(LAYOUT)
-    yield Host(service, clients)
+    yield Host(unreliable, *clients)
     for client in clients:
         await client.close()
-    await service.close()
+    await unreliable.close()
     await server.close(0)
 
 
-async def test_what_was_reserved_without_an_answer_is_given_back(host: Host) -> None:
-    host.service.forgets = 1
+# ---- answers that never come
+
+lost_on_the_way = pytest.mark.parametrize("trouble", ["loses_calls", "loses_answers"])
+
+
+@lost_on_the_way
+async def test_what_was_reserved_without_an_answer_is_given_back(host: Host, trouble: str) -> None:
+    setattr(host.service, trouble, 1)
     with pytest.raises(UnavailableError, match="the line broke"):
         await host.decode.reserve(KEY, [], 64, 0)
     await host.all_free()
 
 
-async def test_a_release_is_repeated_until_it_is_answered(host: Host) -> None:
+@lost_on_the_way
+async def test_a_worker_that_never_heard_that_it_writes_lets_go(host: Host, trouble: str) -> None:
     await host.decode.reserve(KEY, [], 64, 0)
-    host.service.forgets = 3
-    host.decode.release(KEY)
-    async with asyncio.timeout(10):
-        while host.service.forgets:
-            await asyncio.sleep(0.01)
-    await host.all_free()
-
-
-async def test_a_writer_that_never_heard_that_it_is_one_lets_go(host: Host) -> None:
-    await host.decode.reserve(KEY, [], 64, 0)
-    host.service.forgets = 1
+    setattr(host.service, trouble, 1)
     with pytest.raises(UnavailableError):
         await host.prefill.open(KEY)
     host.decode.release(KEY)
     await host.all_free()
 
 
-async def test_what_comes_after_its_caller_has_gone_is_given_back(host: Host) -> None:
+@lost_on_the_way
+async def test_a_worker_that_never_heard_that_it_has_filled_lets_go(host: Host, trouble: str) -> None:
+    await host.decode.reserve(KEY, [], 64, 0)
+    opened = await host.prefill.open(KEY)
+    setattr(host.service, trouble, 1)
+    with pytest.raises(UnavailableError):
+        await host.prefill.fill(opened.key, 64)
+    host.decode.release(KEY)
+    await host.all_free()
+
+
+@lost_on_the_way
+async def test_a_worker_that_never_heard_that_it_has_adopted_lets_go(host: Host, trouble: str) -> None:
+    await host.decode.reserve(KEY, [], 64, 0)
+    opened = await host.prefill.open(KEY)
+    filled = await host.prefill.fill(opened.key, 64)
+    setattr(host.service, trouble, 1)
+    with pytest.raises(UnavailableError):
+        await host.decode.adopt(filled.key)
+    host.decode.release(KEY)
+    await host.all_free()
+
+
+@lost_on_the_way
+async def test_a_hold_that_grew_unheard_is_released_whole(host: Host, trouble: str) -> None:
+    await host.decode.reserve(KEY, [], 16, 0)
+    answers: list[object] = []
+    setattr(host.service, trouble, 1)
+    host.decode.extend(KEY, 64, answers.append)
+    await host.until(lambda: bool(answers))
+    assert isinstance(answers[0], UnavailableError)
+    host.decode.release(KEY)
+    await host.all_free()
+
+
+@lost_on_the_way
+async def test_a_release_is_repeated_until_it_is_answered(host: Host, trouble: str) -> None:
+    await host.decode.reserve(KEY, [], 64, 0)
+    setattr(host.service, trouble, 3)
+    host.decode.release(KEY)
+    await host.until(lambda: getattr(host.service, trouble) == 0)
+    await host.all_free()
+
+
+async def test_a_repeated_release_keeps_its_place(host: Host) -> None:
+    await host.decode.reserve(KEY, [], 16 * SLOTS, 0)
+    host.service.loses_calls, host.service.pause = 1, 0.2
+    host.decode.release(KEY)
+    await host.until(lambda: host.service.loses_calls == 0)  # it is on its way, and will not arrive
+    hold = await host.decode.reserve(Key("r", 1, 2), [], 16 * SLOTS, 0)
+    assert len(hold.tables[0]) == SLOTS
+
+
+# ---- answers that come late
+
+
+@pytest.mark.parametrize("act", ["reserve", "open", "adopt"])
+async def test_what_comes_after_its_caller_has_gone_is_given_back(host: Host, act: str) -> None:
+    if act != "reserve":
+        await host.decode.reserve(KEY, [], 64, 0)
+    if act == "adopt":
+        await host.prefill.fill((await host.prefill.open(KEY)).key, 64)
     host.service.pause = 0.2
-    task = asyncio.create_task(host.decode.reserve(KEY, [], 64, 0))
-    async with asyncio.timeout(10):
-        while host.service.snapshot().counts.held == 0:
-            await asyncio.sleep(0.01)
+    state, call = {
+        "reserve": ("reserved", lambda: host.decode.reserve(KEY, [], 64, 0)),
+        "open": ("filling", lambda: host.prefill.open(KEY)),
+        "adopt": ("active", lambda: host.decode.adopt(KEY._replace(generation=2))),
+    }[act]
+    task = asyncio.create_task(call())
+    await host.until(lambda: [hold.state.value for hold in holds(host)] == [state])
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
     await host.all_free()
+
+
+def holds(host: Host) -> list[Hold]:
+    shaped = host.service._shaped
+    return shaped.ledger.holds() if shaped else []
+
+
+# ---- leases and sessions that end
+
+
+async def test_a_worker_learns_that_a_lease_ended_and_frees_the_blocks_when_it_is_done(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost: list[Key] = []
+    host.decode.on_hold_lost = lost.append
+    await host.decode.reserve(KEY, [], 64, 0)
+    host.service.now += LEASE
+    await host.until(lambda: lost == [KEY])
+    assert host.service.snapshot().counts.in_flight == 4  # it may be writing at this moment
+    host.decode.release(KEY)
+    await host.all_free()
+
+    def lines() -> set[tuple[str, str]]:
+        return {(each.name, each.__dict__["request_id"]) for each in caplog.records if "lease" in each.message}
+
+    await host.until(lambda: lines() == {(kv_client.__name__, "r"), (service.__name__, "r")})
+
+
+async def test_renewals_keep_a_hold(host: Host) -> None:
+    await host.decode.reserve(KEY, [], 64, 0)
+    (hold,) = holds(host)
+    for _ in range(3):
+        host.service.now += LEASE / 2
+        await host.until(lambda: hold.deadline == host.service.now + LEASE)
+    assert host.service.snapshot().expired_holds == 0
+
+
+async def test_nobody_waits_for_a_session_that_broke(host: Host) -> None:
+    await host.decode.reserve(KEY, [], 64, 0)
+    await host.service.close()
+    async with asyncio.timeout(10):
+        await host.decode.lost
+        host.decode.release(KEY)
+        with pytest.raises(UnavailableError):
+            await host.decode.reserve(Key("s", 1, 1), [], 64, 0)
+        await host.decode.close()
+
+
+async def test_closing_ends_what_has_no_answer_yet(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.service.pause = 3
+    waiting = asyncio.create_task(host.decode.reserve(KEY, [], 64, 0))
+    await host.until(lambda: bool(holds(host)))
+    monkeypatch.setattr(kv_client, "CALL_SECONDS", 0.1)
+    async with asyncio.timeout(10):
+        await host.decode.close()
+        with pytest.raises(UnavailableError, match="no session"):
+            await waiting
+        with pytest.raises(UnavailableError, match="no session"):
+            await host.decode.reserve(Key("s", 1, 1), [], 64, 0)
+    await host.until(lambda: [hold.state for hold in holds(host)] == [State.DRAINING])
+    host.service.now += GRACE_SECONDS
+    await host.all_free()
+
+
+# ---- what the service refuses
 
 
 async def test_what_kvtransfer_refuses_is_not_the_client_s_fault(host: Host) -> None:

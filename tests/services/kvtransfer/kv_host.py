@@ -54,10 +54,10 @@ class Worker:
 class Host:
     """The service, its address and its time."""
 
-    def __init__(self, folder: Path, kv_memory: int = SLOTS * SLOT) -> None:
+    def __init__(self, folder: Path, kv_memory: int = SLOTS * SLOT, clock: Callable[[], float] | None = None) -> None:
         self.now = 1000.0
         self.folder = folder
-        self.service = KVTransferService("host-1", kv_memory, folder, LEASE, clock=lambda: self.now)
+        self.service = KVTransferService("host-1", kv_memory, folder, LEASE, clock or (lambda: self.now))
         self.server = RpcServer("127.0.0.1", 0)
         pb_grpc.add_KVTransferServicer_to_server(self.service, self.server.server)
 

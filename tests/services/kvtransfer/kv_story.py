@@ -37,6 +37,6 @@ class Worker:
     session: int
     key: Key
     grace_end: float
-    """As the worker knows it; the ledger's is never earlier."""
+    """Until then it may touch them: for ever, unless it let go or its session broke."""
     opened: bool
     """Whether it writes what another one reserved."""

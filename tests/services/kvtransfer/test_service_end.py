@@ -6,12 +6,15 @@ import asyncio
 import logging
 import signal
 import sys
+import time
+from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.kvtransfer.awake_clock import AwakeClock
 from tests.services.kvtransfer.kv_host import SLOTS, Host, key, layout, release, reserve
 from tests.services.kvtransfer.kv_toolkit import LEASE
 
@@ -67,6 +70,23 @@ async def test_a_lease_that_nobody_renews_ends(host: Host) -> None:
     assert result.code == pb.CODE_OK
     reply = await host.until(lambda reply: reply.free == SLOTS)
     assert len(reply.holds) == 0
+
+
+@pytest.mark.parametrize("first", ["tick", "call"])
+async def test_a_standstill_of_the_service_ends_no_lease(tmp_path: Path, first: str) -> None:
+    stopped = 0.0
+    host = Host(tmp_path, clock=AwakeClock(lambda: time.monotonic() + stopped))
+    await host.start()
+    try:
+        worker = await host.attach()
+        await worker.do(reserve(key(), tokens=64))
+        stopped += 100 * LEASE
+        if first == "tick":
+            await asyncio.sleep(1)
+        await worker.do(pb.Operation(extend=pb.Extend(key=key(), token_count=80)))
+        assert (await host.ledger()).expired_holds == 0
+    finally:
+        await host.close()
 
 
 async def test_the_ledger_shows_who_has_what(host: Host) -> None:
