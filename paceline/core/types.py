@@ -29,6 +29,28 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
 
 
+class ConstraintKind(enum.Enum):
+    """How the text of a constraint is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    """The whole output matches it. Rust's syntax: no look-around, no back references; `\\d` and `\\w` are ASCII."""
+    CHOICE = "choice"
+    """A JSON list of texts; the output is one of them."""
+    GRAMMAR = "grammar"
+    """Lark with rule `start`, or GBNF with rule `root`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an output must be."""
+
+    kind: ConstraintKind
+    text: str
+    end_token_ids: frozenset[int]
+    """Tokens that say: complete. They are possible only where the output may end, and always end the request."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. Resolved by the gateway: no field means "the default of the model"."""
@@ -54,6 +76,25 @@ class SamplingParams:
     logprobs: int | None = None
     """Number of most likely tokens to report beside the chosen one; None reports nothing."""
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
+
+    def ends(self, token_id: int, output_len: int) -> bool:
+        """Whether a token that makes the output `output_len` tokens long is its last."""
+        # Before min_tokens such a token comes only where a grammar has left no other.
+        return token_id in self.ending_token_ids and (output_len >= self.min_tokens or self.constraint is not None)
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Tokens that may end the request."""
+        return self.stop_token_ids if self.constraint is None else self.stop_token_ids | self.constraint.end_token_ids
+
+    def unwanted_ends(self, output_len: int) -> frozenset[int]:
+        """Tokens that must not come behind an output of `output_len` tokens, unless a constraint leaves no other."""
+        unwanted = self.stop_token_ids if output_len < self.min_tokens else frozenset[int]()
+        if self.constraint is not None:
+            # As with ignore_eos, which leaves them out of the stop tokens.
+            unwanted |= self.constraint.end_token_ids - self.stop_token_ids
+        return unwanted
 
     @property
     def needs_history(self) -> bool:

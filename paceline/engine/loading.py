@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.core.speculative import SpeculativeConfig
+from paceline.engine.constraint import Grammars
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.scheduler import Limits
@@ -29,6 +30,7 @@ class Loaded:
     layout: KVLayout
     """The model's groups, then those of the draft model: its cache is handed over with the target's."""
     speculative: SpeculativeConfig | None
+    grammars: Grammars
 
     @property
     def max_position(self) -> int:
@@ -65,7 +67,7 @@ def load(
     shapes, identity = model.group_shapes, model_identity(folder, str(dtype))
     draft_model = None
     if speculative is None:
-        return Loaded(model, None, make_layout(shapes, dtype.itemsize, identity), None)
+        return Loaded(model, None, make_layout(shapes, dtype.itemsize, identity), None, Grammars(folder))
     if speculative.method == "early_layers" and speculative.num_layers >= model.config.num_layers:
         raise ConfigError(f"--speculative-config: num_layers must be below the model's {model.config.num_layers}")
     if speculative.method == "draft_model":
@@ -82,4 +84,4 @@ def load(
             for shape in draft_model.group_shapes
         )
         identity += model_identity(draft_folder, str(dtype))
-    return Loaded(model, draft_model, make_layout(shapes, dtype.itemsize, identity), speculative)
+    return Loaded(model, draft_model, make_layout(shapes, dtype.itemsize, identity), speculative, Grammars(folder))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
 from paceline.core.types import FinishReason, Key, SamplingParams
+from paceline.engine.constraint import Matcher
 from paceline.engine.speculation import Acceptance
 
 
@@ -31,6 +32,8 @@ class Request:
     computed_len: int = 0
     only_first_token: bool = False
     """The request leaves after its first token, and its blocks stay: somebody else decodes it."""
+    matcher: Matcher | None = None
+    """Keeps the output to `sampling.constraint`, where there is one; for the device alone."""
     sealed_blocks: list[int] = field(init=False)
     """One a group: blocks before this one are sealed."""
     growing: bool = field(default=False, init=False)
@@ -87,7 +90,7 @@ class Request:
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Whether the token sampled last ends the request."""
-        if self.token_ids[-1] in self.sampling.stop_token_ids and self.output_len >= self.sampling.min_tokens:
+        if self.sampling.ends(self.token_ids[-1], self.output_len):
             return FinishReason.STOP
         if self.output_len >= self.sampling.max_tokens or len(self.token_ids) >= max_model_len:
             return FinishReason.LENGTH

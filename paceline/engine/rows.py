@@ -30,7 +30,7 @@ class Row:
 
     def ends(self, token_id: int, length: int) -> bool:
         """Whether a token that makes the context `length` tokens long is its last."""
-        return token_id in self.sampling.stop_token_ids and length - self.prompt_len >= self.sampling.min_tokens
+        return self.sampling.ends(token_id, length - self.prompt_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,10 @@ class Rows:
         """int32 [length]: the row's first tokens, drafts included where `length` reaches into them; by default none."""
         return self.token_ids[row, : self.lengths[row] if length is None else length]
 
+    def drafts_of(self, row: int) -> list[int]:
+        length = int(self.lengths[row])
+        return [int(token) for token in self.token_ids[row, length : length + self.drafts[row]]]
+
     def room_for_drafts(self, row: int) -> int:
         """Tokens that may be drafted for a row: each takes a place in its blocks, and one token more must follow."""
         return max(0, int(min(self.capacities[row], self.limits[row] - 1) - self.lengths[row]))
@@ -138,6 +142,9 @@ class Rows:
         self.drafts[row] = 0
         if ended:
             self.limits[row] = self.lengths[row]
+
+    def has_ended(self, row: int) -> bool:
+        return bool(self.lengths[row] >= self.limits[row])
 
     def draft(self, row: int, token_ids: Sequence[int]) -> None:
         """Proposes what may come behind the context of a row."""

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Token
+from paceline.engine.constraint import Constraints, GrammarError, Move
 from paceline.engine.drafter import Drafter
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, sample, score
 from paceline.engine.scheduler import Limits
-from paceline.engine.step import Chunk, ChunkResult, Step, StepResult
+from paceline.engine.step import Chunk, ChunkResult, Joined, Step, StepResult
 from paceline.kernels.interface import LayerCache, view_pool
 from paceline.models.base import Model
 
@@ -37,20 +38,38 @@ class ModelRunner:
         self._model = model
         self._drafter = drafter
         self._rows = Rows(limits.max_seqs, limits.max_model_len, limits.max_drafts, layout, pool.device)
+        self._constraints = Constraints(limits.max_seqs)
         self._caches = layer_caches(layout, pool)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """One forward pass, and the drafts for the next."""
         began = time.perf_counter()
-        self._rows.update(step.updates)
+        self._update(step)
         inputs = self._rows.form(step.chunks)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch)
         results = self._sample(hidden, step.chunks, inputs)
         verified = time.perf_counter()
         drafted = self._draft(step.chunks, results)
+        self._tell_constraints(step.chunks, results)
         ended = time.perf_counter()
         return StepResult(results, ended - began, ended - verified, drafted)
+
+    def _update(self, step: Step) -> None:
+        self._rows.update(step.updates)
+        for update in step.updates:
+            if isinstance(update, Joined):
+                self._constraints.join(update.row, update.matcher, update.token_ids[update.prompt_len :])
+
+    def _tell_constraints(self, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> None:
+        """Masks for what comes next are worked out while the next forward pass runs."""
+        rows = self._rows
+        moves = {}
+        for chunk, result in zip(chunks, results):
+            if result.tokens and not rows.has_ended(chunk.row):
+                tokens = [token.id for token in result.tokens]
+                moves[chunk.row] = Move(tokens, rows.drafts_of(chunk.row))
+        self._constraints.advance(moves)
 
     def _draft(self, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> int:
         """Drafts for the step after; returns how many tokens."""
@@ -78,24 +97,35 @@ class ModelRunner:
                 continue
             own = logits[first : first + len(span)]
             first += len(span)
-            tokens = self._verify(own, chunk.row, start + span.start - begin + 1)
+            try:
+                tokens = self._verify(own, chunk.row, start + span.start - begin + 1)
+            except GrammarError as error:
+                self._rows.append(chunk.row, [], ended=True)
+                results.append(ChunkResult(scores=scores, failure=str(error)))
+                continue
             results.append(ChunkResult(tokens, max(len(span) - 1, 0), scores))
         return results
 
     def _verify(self, logits: Tensor, row: int, length: int) -> list[Token]:
         """Accepts drafts as long as they are what would have been sampled; ends with a token that was not drafted.
 
-        Sampling is a function of (logits, seed, position), so that the tokens are those of a run without drafts.
+        Sampling is a function of (logits, seed, position), so that the tokens are those of a run without drafts. Drafts
+        that a grammar forbids are never sampled, so that behind them no mask is needed.
 
         Args:
             logits: fp32 [1 + drafts, vocab]; the first row chooses the token behind a context of `length` tokens.
+
+        Raises:
+            GrammarError: the row has a grammar, and it allows no token.
         """
         state, fixed = self._rows, self._rows.row(row)
         tokens: list[Token] = []
         ended = False
+        masks = self._constraints.masks(row) if logits.shape[0] > 0 else None
         for index in range(logits.shape[0]):
+            mask = masks[index] if masks is not None else None
             context = state.context(row, length + index)
-            token = sample(logits[index], SamplingRow(fixed.sampling, context, fixed.prompt_len))
+            token = sample(logits[index], SamplingRow(fixed.sampling, context, fixed.prompt_len, mask))
             tokens.append(token)
             ended = fixed.ends(token.id, length + index + 1)
             if ended or index + 1 == logits.shape[0] or token.id != state.token_ids[row, length + index]:

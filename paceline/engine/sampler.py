@@ -1,10 +1,10 @@
 """Choosing tokens from logits.
 
-The order of operations is that of the field: raw logprobs are taken first; then allowed tokens, minimum length, bias
-and penalties change the logits; greedy takes the best of them; otherwise temperature, min_p, top_k and top_p cut the
-distribution, from which one uniform number draws. That number is a pure function of (seed, position), so that the same
-request gives the same tokens in any batch, on any worker, at any attempt. It has 53 bits and meets fp64 cumulative
-sums: fp32 would cut off the tail.
+The order of operations is that of the field: raw logprobs are taken first; then a grammar's mask, allowed tokens,
+minimum length, bias and penalties change the logits; greedy takes the best of them; otherwise temperature, min_p, top_k
+and top_p cut the distribution, from which one uniform number draws. That number is a pure function of (seed, position),
+so that the same request gives the same tokens in any batch, on any worker, at any attempt. It has 53 bits and meets
+fp64 cumulative sums: fp32 would cut off the tail.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class SamplingRow:
     token_ids: Sequence[int] | np.ndarray
     """The context so far; the token to choose stands at position len(token_ids)."""
     prompt_len: int
+    mask: np.ndarray | None = None
+    """Where a grammar rules: uint8 [bytes], one bit a token from the lowest on; at least one is set. What it forbids is
+    never chosen."""
 
 
 def sample(logits: Tensor, row: SamplingRow) -> Token:
@@ -96,12 +99,18 @@ def raw_logprobs(logits: Tensor, top: int) -> LogprobReport:
 def _shape_logits(logits: Tensor, row: SamplingRow) -> None:
     """Applies everything that forbids or favours tokens, in place, to one row fp32 [vocab]."""
     params = row.params
+    if row.mask is not None:
+        allowed = np.unpackbits(row.mask, count=logits.numel(), bitorder="little")
+        logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
     if params.allowed_token_ids:
         forbidden = torch.ones_like(logits, dtype=torch.bool)
         forbidden[list(params.allowed_token_ids)] = False
         logits[forbidden] = -torch.inf
-    if params.stop_token_ids and len(row.token_ids) - row.prompt_len < params.min_tokens:
-        logits[list(params.stop_token_ids)] = -torch.inf
+    if unwanted := list(params.unwanted_ends(len(row.token_ids) - row.prompt_len)):
+        before = logits[unwanted]
+        logits[unwanted] = -torch.inf
+        if row.mask is not None and logits.max() == -torch.inf:
+            logits[unwanted] = before  # the grammar wins
     if params.logit_bias:
         bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
         logits[list(params.logit_bias)] += bias

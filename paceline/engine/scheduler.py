@@ -22,6 +22,7 @@ from paceline.engine.step import (
     Chunk,
     ChunkResult,
     Event,
+    Failed,
     Grown,
     Joined,
     NeedsBlocks,
@@ -155,6 +156,7 @@ class Scheduler:
                     request.limit(self._limits.max_model_len),
                     _copied(request.tables),
                     request.capacity,
+                    request.matcher,
                 )
             )
         return request.row is not None
@@ -253,7 +255,9 @@ class Scheduler:
             self._observe_drafts(request, result.drafted, len(result.tokens) - 1)
         self._settle_blocks(request)
         events += sampled
-        if sampled and (sampled[-1].reason is not None or request.only_first_token):
+        if result.failure:
+            events.append(Failed(request.key, result.failure))
+        if result.failure or (sampled and (sampled[-1].reason is not None or request.only_first_token)):
             self._requests.pop(request.key, None)
             self._leave(request, None)
 

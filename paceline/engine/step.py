@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.core.types import FinishReason, Key, SamplingParams, Token
+from paceline.engine.constraint import Matcher
 from paceline.engine.request import Request
 
 
@@ -53,6 +54,8 @@ class Joined:
     tables: list[list[int]]
     capacity: int
     """Tokens that fit into the blocks."""
+    matcher: Matcher | None = None
+    """Where the output is constrained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class ChunkResult:
     """Draft tokens that were verified."""
     scores: list[Token] = field(default_factory=list)
     """One for each position of `Chunk.scored`."""
+    failure: str = ""
+    """Why no token of the row can ever be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,14 @@ class Scored:
     key: Key
     first: int
     tokens: list[Token]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request cannot go on; it is over for the engine."""
+
+    key: Key
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,4 +167,4 @@ class Removed:
     key: Key
 
 
-Event = Sampled | Scored | Sealed | Trimmed | NeedsBlocks | Preempted | Removed
+Event = Sampled | Scored | Failed | Sealed | Trimmed | NeedsBlocks | Preempted | Removed

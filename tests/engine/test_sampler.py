@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.types import SamplingParams
+from paceline.core.types import Constraint, ConstraintKind, SamplingParams
 from paceline.engine.sampler import SamplingRow, sample, score, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, 0.5])
@@ -94,6 +95,47 @@ def test_bias_allowed_tokens_and_min_tokens_shape_the_choice() -> None:
     assert draw(stops, [9, 9, 9], prompt_len=1) == 0
     noisy = SamplingParams(temperature=2.0, allowed_token_ids=(3, 4), seed=1)
     assert {draw(noisy, [0] * n) for n in range(1, 60)} == {3, 4}
+
+
+def test_what_a_mask_forbids_is_never_chosen() -> None:
+    mask = np.packbits([0, 0, 1, 0, 1, 0], bitorder="little")
+    loud = {0: 100.0, 2: -100.0, 4: -100.0}
+    for params in (
+        SamplingParams(),
+        SamplingParams(logit_bias=loud),
+        SamplingParams(repetition_penalty=2.0, presence_penalty=2.0, frequency_penalty=2.0),
+        SamplingParams(temperature=2.0, seed=3),
+        SamplingParams(temperature=1.0, seed=3, top_k=1),
+        SamplingParams(temperature=1.0, seed=3, top_p=0.1),
+        SamplingParams(temperature=1.0, seed=3, min_p=0.9),
+    ):
+        chosen = {
+            sample(LOGITS.clone(), SamplingRow(params, [*context, 2, 4], 0, mask)).id
+            for context in ([0] * count for count in range(40))
+        }
+        assert chosen <= {2, 4}
+    hot = SamplingParams(temperature=9.0)
+    both = {sample(LOGITS.clone(), SamplingRow(hot, [0] * count, 0, mask)).id for count in range(40)}
+    assert both == {2, 4}
+
+
+def test_a_mask_that_is_too_short_forbids_the_rest() -> None:
+    logits = torch.arange(20.0)
+    row = SamplingRow(SamplingParams(), [0], 0, np.array([0b00100100], dtype=np.uint8))
+    assert sample(logits, row).id == 5
+
+
+def test_ends_wait_unless_a_grammar_leaves_no_other_token() -> None:
+    constraint = Constraint(ConstraintKind.REGEX, "a*", frozenset({0}))
+    may_go_on, must_end = (np.packbits(bits, bitorder="little") for bits in ([1, 0, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0]))
+    for params in (
+        SamplingParams(constraint=constraint),
+        SamplingParams(constraint=constraint, stop_token_ids=frozenset({0}), min_tokens=5),
+    ):
+        assert sample(LOGITS.clone(), SamplingRow(params, [9], 0, may_go_on)).id == 3
+        assert sample(LOGITS.clone(), SamplingRow(params, [9], 0, must_end)).id == 0
+    stops = SamplingParams(constraint=constraint, stop_token_ids=frozenset({0}))
+    assert sample(LOGITS.clone(), SamplingRow(stops, [9], 0, may_go_on)).id == 0
 
 
 def test_logprobs_are_raw_and_ranked() -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.types import FinishReason, Key, Logprob, SamplingParams, Token
+from paceline.core.errors import InvalidRequestError
+from paceline.core.types import Constraint, ConstraintKind, FinishReason, Key, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
 
 _REASONS = {
     None: pb.FINISH_REASON_NONE,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+_KINDS = {
+    ConstraintKind.JSON_SCHEMA: pb.CONSTRAINT_KIND_JSON_SCHEMA,
+    ConstraintKind.REGEX: pb.CONSTRAINT_KIND_REGEX,
+    ConstraintKind.CHOICE: pb.CONSTRAINT_KIND_CHOICE,
+    ConstraintKind.GRAMMAR: pb.CONSTRAINT_KIND_GRAMMAR,
 }
 
 
@@ -60,6 +68,7 @@ def sampling_to_pb(params: SamplingParams) -> pb.Sampling:
         max_tokens=params.max_tokens,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        constraint=constraint_to_pb(params.constraint) if params.constraint is not None else None,
     )
 
 
@@ -80,7 +89,21 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         max_tokens=message.max_tokens,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        constraint=constraint_from_pb(message.constraint) if message.HasField("constraint") else None,
     )
+
+
+def constraint_to_pb(constraint: Constraint) -> pb.Constraint:
+    ends = sorted(constraint.end_token_ids)
+    return pb.Constraint(kind=_KINDS[constraint.kind], text=constraint.text, end_token_ids=ends)
+
+
+def constraint_from_pb(message: pb.Constraint) -> Constraint:
+    """Raises InvalidRequestError for a kind that a newer gateway may know."""
+    kind = next((ours for ours, theirs in _KINDS.items() if theirs == message.kind), None)
+    if kind is None:
+        raise InvalidRequestError(f"this worker knows no constraint of kind {message.kind}")
+    return Constraint(kind, message.text, frozenset(message.end_token_ids))
 
 
 def scores_to_pb(first: int, tokens: Sequence[Token]) -> pb.PromptLogprobs:

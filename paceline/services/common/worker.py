@@ -13,12 +13,13 @@ import torch
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError, UnavailableError
 from paceline.core.hashing import HashChain
 from paceline.core.types import Key
+from paceline.engine.constraint import Matcher
 from paceline.engine.engine import Engine
 from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
-from paceline.engine.step import Event, NeedsBlocks, Preempted, Removed, Sampled, Scored, Sealed, Trimmed
+from paceline.engine.step import Event, Failed, NeedsBlocks, Preempted, Removed, Sampled, Scored, Sealed, Trimmed
 from paceline.proto import common_pb2 as pb
 from paceline.services.common.kv_client import Hold, KVClient
 from paceline.services.common.wire import sampling_from_pb
@@ -44,15 +45,15 @@ class EventStream:
     """What happens to one request, in order."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[RequestEvent | StaleError] = asyncio.Queue()
+        self._queue: asyncio.Queue[RequestEvent | PacelineError] = asyncio.Queue()
 
-    def put(self, event: RequestEvent | StaleError) -> None:
+    def put(self, event: RequestEvent | PacelineError) -> None:
         self._queue.put_nowait(event)
 
     async def batch(self) -> list[RequestEvent]:
         """The next event and all that are there behind it; none where none came within ALIVE_SECONDS.
 
-        Raises StaleError where the request lost its blocks.
+        Raises StaleError where the request lost its blocks, InvalidRequestError where the engine cannot go on with it.
         """
         events: list[RequestEvent] = []
         try:
@@ -61,7 +62,7 @@ class EventStream:
         except TimeoutError:
             return events
         while True:
-            if isinstance(event, StaleError):
+            if isinstance(event, PacelineError):
                 raise event
             events.append(event)
             if self._queue.empty():
@@ -92,6 +93,7 @@ class Worker:
         self._preempted: list[Key] = []
         self._idle = asyncio.Event()
         self._idle.set()
+        self._grammars = loaded.grammars
         self._vocab_size = loaded.model.config.vocab_size
         self._streams: dict[Key, EventStream] = {}
         self._loop = asyncio.get_running_loop()
@@ -176,14 +178,31 @@ class Worker:
             )
         if sampling.max_tokens < 1:
             raise InvalidRequestError("max_tokens must be at least 1", "max_tokens")
-        named = (work.token_ids, sampling.stop_token_ids, sampling.allowed_token_ids, sampling.logit_bias)
+        ends = sampling.constraint.end_token_ids
+        named = (work.token_ids, sampling.stop_token_ids, sampling.allowed_token_ids, sampling.logit_bias, ends)
         if any(token >= self._vocab_size for tokens in named for token in tokens):
             raise InvalidRequestError(f"token ids must be below the vocabulary's size, {self._vocab_size}")
+
+        if sampling.HasField("constraint") and sampling.allowed_token_ids:
+            message = "allowed tokens and a constraint together may leave no token"
+            raise InvalidRequestError(message, "allowed_token_ids")
+
+    async def matcher(self, work: pb.Work) -> Matcher | None:
+        """What keeps the output to its constraint, where it has one. Raises InvalidRequestError or ModelError."""
+        constraint = sampling_from_pb(work.sampling).constraint
+        return None if constraint is None else await asyncio.to_thread(self._grammars.compile, constraint)
 
     def hash_chain(self, work: pb.Work) -> HashChain:
         return HashChain(self.layout.fingerprint, work.cache_salt)
 
-    def make_request(self, work: pb.Work, hold: Hold, token_ids: list[int], only_first_token: bool = False) -> Request:
+    def make_request(
+        self,
+        work: pb.Work,
+        hold: Hold,
+        token_ids: list[int],
+        matcher: Matcher | None,
+        only_first_token: bool = False,
+    ) -> Request:
         """The engine's view of `work` in the blocks of `hold`; token_ids is the context as it is now."""
         return Request(
             key=hold.key,
@@ -195,6 +214,7 @@ class Worker:
             tables=hold.tables,
             computed_len=hold.filled_tokens,
             only_first_token=only_first_token,
+            matcher=matcher,
         )
 
     def submit(self, request: Request) -> EventStream:
@@ -237,8 +257,10 @@ class Worker:
                     self.forget(key)
                 case Sampled(key) | Scored(key):
                     self._tell(key, event)
+                case Failed(key, message):
+                    self._tell(key, InvalidRequestError(message))
 
-    def _tell(self, key: Key, event: RequestEvent | StaleError) -> None:
+    def _tell(self, key: Key, event: RequestEvent | PacelineError) -> None:
         if stream := self._streams.get(key):
             stream.put(event)
 

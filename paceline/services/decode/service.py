@@ -14,6 +14,7 @@ import grpc.aio
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.core.types import FinishReason, Key
+from paceline.engine.constraint import Matcher
 from paceline.engine.scheduler import GROWTH_TOKENS
 from paceline.engine.step import Preempted, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
@@ -62,8 +63,10 @@ class _Attempt:
         self._key = key_from_pb(work.key)
         self._token_ids = list(work.token_ids)
         self._chain = worker.hash_chain(work)
+        self._matcher: Matcher | None = None
 
     async def run(self, commands: Commands) -> None:
+        self._matcher = await self._worker.matcher(self._work)
         hold = await self._reserve()
         try:
             admitted = worker_pb2.Admitted(key=key_to_pb(hold.key), cached_tokens=hold.filled_tokens)
@@ -95,7 +98,8 @@ class _Attempt:
     async def _generate(self, hold: Hold) -> FinishReason:
         """Runs the request in the engine and streams its tokens, over preemptions, until it ends."""
         while True:
-            events = self._worker.submit(self._worker.make_request(self._work, hold, list(self._token_ids)))
+            request = self._worker.make_request(self._work, hold, list(self._token_ids), self._matcher)
+            events = self._worker.submit(request)
             while True:
                 batch = await events.batch()
                 await self._report(batch)

@@ -177,7 +177,7 @@ class _Choice:
         self._detokenizer = Detokenizer(
             tokenizer.vocabulary,
             stop=plan.stop,
-            stop_token_ids=prompt.sampling.stop_token_ids,
+            stop_token_ids=prompt.sampling.ending_token_ids,
             include_stop=plan.include_stop,
             skip_special_tokens=plan.skip_special_tokens,
             min_tokens=prompt.sampling.min_tokens,

@@ -10,6 +10,7 @@ from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.types import SamplingParams
 from paceline.services.gateway.errors import ContextLengthError
 from paceline.services.gateway.schemas import ChatFields, ChatRequest, CompletionRequest, GenerationRequest
+from paceline.services.gateway.structured import constraint_of
 from paceline.services.gateway.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -194,6 +195,7 @@ def _sampling(
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        constraint=constraint_of(request, tokenizer.eos_token_ids),
     )
 
 

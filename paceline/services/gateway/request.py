@@ -103,7 +103,7 @@ class _Progress:
     def end(self) -> FinishReason | None:
         """The end that a worker may have reached without having been able to say so."""
         sampling = self.request.sampling
-        if self.generated and self.generated[-1] in sampling.stop_token_ids:
+        if self.generated and sampling.ends(self.generated[-1], len(self.generated)):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.generated) >= sampling.max_tokens else None
 

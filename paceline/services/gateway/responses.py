@@ -70,8 +70,9 @@ class ResponseFormat(ABC):
             held.add(delta)
             delta = held
         sampling = self._prompt(delta).sampling
-        ends = bool(delta.tokens) and delta.tokens[-1].id in sampling.stop_token_ids
-        if delta.finish_reason is None and (ends or self._counts[delta.index] >= sampling.max_tokens):
+        count = self._counts[delta.index]
+        ends = bool(delta.tokens) and sampling.ends(delta.tokens[-1].id, count)
+        if delta.finish_reason is None and (ends or count >= sampling.max_tokens):
             self._held[delta.index] = delta
             return None
         return delta

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from paceline.services.gateway.answer_format import AnswerFormat, Choices, StructuredOutputs
+from paceline.services.gateway.body import Body
 from paceline.services.gateway.errors import ApiError
 
 MAX_CHOICES = 128
@@ -46,8 +48,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_token_ids": (),
     "reasoning_effort": ("none",),
     "regex": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none",),
@@ -58,17 +58,12 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 """Fields that are not supported yet, with the values that ask for nothing."""
 
 
-class _Body(BaseModel):
-    # Strict: "5" is no number and true is no token.
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class NamedRequest(_Body):
+class NamedRequest(Body):
     """What every body has: the name of the model, and no field that would be dropped in silence."""
 
     model: str | None = None
@@ -81,7 +76,8 @@ class NamedRequest(_Body):
         # As in the OpenAI API, null means: not said.
         said = {name: value for name, value in data.items() if value is not None}
         for name, value in said.items():
-            if (name.startswith("guided_") or name in _REFUSED) and value not in _REFUSED.get(name, ()):
+            refused = name in _REFUSED or (name.startswith("guided_") and name not in cls.model_fields)
+            if refused and value not in _REFUSED.get(name, ()):
                 raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
         known = _REFUSED.keys() | cls.model_fields.keys() | _SERVED_ANYWAY
         if unknown := [name for name in said if name not in known]:
@@ -111,6 +107,13 @@ class GenerationRequest(NamedRequest):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: AnswerFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # What vLLM called structured_outputs before.
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool = False
@@ -172,12 +175,12 @@ class CompletionRequest(GenerationRequest):
         return [ids] if ids else [item for item in prompt if not isinstance(item, int)]
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """Whatever else a message holds is passed to the template."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)

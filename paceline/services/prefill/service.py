@@ -38,10 +38,12 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     async def _prefill(self, work: common_pb2.Work, context: Context) -> None:
         """Computes the context, reports on the way, and ends with the key under which the blocks can be adopted."""
         worker = self._worker
+        matcher = await worker.matcher(work)
         hold = await worker.kv.open(key_from_pb(work.key))
         try:
             await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive()))
-            events = worker.submit(worker.make_request(work, hold, list(work.token_ids), only_first_token=True))
+            request = worker.make_request(work, hold, list(work.token_ids), matcher, only_first_token=True)
+            events = worker.submit(request)
             while True:
                 batch = await events.batch()
                 await self._report(batch, context)

@@ -198,7 +198,7 @@ class ToyWorker(
         sampling = work.sampling
         token_id = 256 if self.stop_at == position else self.script[(sampling.seed + position) % len(self.script)]
         reason = common_pb2.FINISH_REASON_NONE
-        if token_id in sampling.stop_token_ids:
+        if token_id in sampling.stop_token_ids or token_id in sampling.constraint.end_token_ids:
             reason = common_pb2.FINISH_REASON_STOP
         elif position + 1 >= sampling.max_tokens:
             reason = common_pb2.FINISH_REASON_LENGTH

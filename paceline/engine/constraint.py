@@ -1,0 +1,156 @@
+"""Which tokens grammars allow next, worked out on a thread of its own while the model computes.
+
+The runner tells what it has sampled and drafted for a row; when it has to choose the row's next tokens, one forward
+pass later, the masks are there. The host's scheduler knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from paceline.core.errors import InvalidRequestError, ModelError
+from paceline.core.grammar import LIMITS, grammar_of
+from paceline.core.types import Constraint
+
+MASK_SECONDS = 60.0
+"""The library's limits end the slowest mask long before; who waits for longer waits for a thread that has died."""
+
+
+class GrammarError(Exception):
+    """An output cannot be continued under its grammar."""
+
+
+class Matcher:
+    """One output on its way through a grammar.
+
+    `masks` says which tokens may come: uint8 [bytes], one bit a token from the lowest on, behind the output; then
+    behind it and the first draft, and so on as far as the grammar follows the drafts. `error` says why none may come.
+    """
+
+    def __init__(self, matcher: LLMatcher, end_token_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._end_token_ids = end_token_ids
+        self.masks: list[np.ndarray] = []
+        self.error = ""
+
+    def restart(self, output: Sequence[int]) -> None:
+        """Begins at the grammar's start, and follows what was generated before the request came here."""
+        self._matcher.reset()
+        self.advance(output, ())
+
+    def advance(self, tokens: Sequence[int], drafts: Sequence[int]) -> None:
+        """Takes in tokens that were sampled, and looks ahead along the drafts behind them."""
+        matcher, self.masks, ahead = self._matcher, [], 0
+        matcher.consume_tokens(list(tokens))
+        for draft in (*drafts, None):
+            mask = self._mask()
+            if matcher.is_error() or not mask.any():
+                self.error = f"the grammar of the output leads nowhere: {_reason(matcher)}"
+                break
+            self.masks.append(mask)
+            if draft is None or draft in self._end_token_ids or not _has(mask, draft):
+                break
+            matcher.consume_token(draft)
+            ahead += 1
+        matcher.rollback(ahead)
+
+    def _mask(self) -> np.ndarray:
+        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        ends = [token for token in self._end_token_ids if _has(mask, token)]
+        if ends and not self._matcher.is_accepting():
+            # The grammar names the token itself, somewhere inside; but it would end the request here.
+            mask = mask.copy()
+            for token in ends:
+                mask[token >> 3] &= ~np.uint8(1 << (token & 7))
+        return mask
+
+
+def _reason(matcher: LLMatcher) -> str:
+    return matcher.get_error().removesuffix("<non-verbose/>").strip() or "no token is possible"
+
+
+def _has(mask: np.ndarray, token: int) -> bool:
+    return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+class Move(NamedTuple):
+    """What became of a row in a step."""
+
+    tokens: Sequence[int]
+    """Those that were sampled."""
+    drafts: Sequence[int]
+    """What may come behind them."""
+
+
+class Grammars:
+    """Compiles constraints for the tokenizer of a model folder, which is read when the first one comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "tokenizer.json"
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._end_token_ids: frozenset[int] = frozenset()
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        """Takes milliseconds, the first time seconds. Raises InvalidRequestError or ModelError. From any thread."""
+        grammar = grammar_of(constraint.kind, constraint.text)
+        matcher = LLMatcher(self._tokenizer_for(constraint.end_token_ids), grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise InvalidRequestError(f"the output cannot be constrained: {_reason(matcher)}")
+        return Matcher(matcher, constraint.end_token_ids)
+
+    def _tokenizer_for(self, end_token_ids: frozenset[int]) -> LLTokenizer:
+        """In practice there is one set of end tokens: the model's own."""
+        with self._lock:
+            if self._tokenizer is None or end_token_ids != self._end_token_ids:
+                try:
+                    self._tokenizer = LLTokenizer(str(self._path), eos_token=sorted(end_token_ids))
+                except ValueError as error:
+                    raise ModelError(f"cannot constrain outputs with {self._path}: {error}") from error
+                self._end_token_ids = end_token_ids
+            return self._tokenizer
+
+
+class Constraints:
+    """The matchers of the rows of a device's state."""
+
+    def __init__(self, rows: int) -> None:
+        self._matchers: list[Matcher | None] = [None] * rows
+        self._ready: dict[int, Future[None]] = {}
+        # One thread: what concerns a matcher is done in the order in which it was told.
+        self._thread = ThreadPoolExecutor(1, "engine-grammar")
+
+    def join(self, row: int, matcher: Matcher | None, output: Sequence[int]) -> None:
+        """A request takes the row; with a matcher where it has a constraint."""
+        self._matchers[row] = matcher
+        if matcher is not None:
+            self._ready[row] = self._thread.submit(matcher.restart, output)
+
+    def advance(self, moves: Mapping[int, Move]) -> None:
+        """Tells what rows have got."""
+        own = [(matcher, move) for row, move in moves.items() if (matcher := self._matchers[row]) is not None]
+        if own:
+            done = self._thread.submit(_advance_all, own)
+            self._ready.update((row, done) for row in moves)
+
+    def masks(self, row: int) -> list[np.ndarray] | None:
+        """See Matcher; None where the row has no constraint. Raises GrammarError where no token is possible."""
+        matcher = self._matchers[row]
+        if matcher is None:
+            return None
+        self._ready[row].result(MASK_SECONDS)
+        if matcher.error:
+            raise GrammarError(matcher.error)
+        return matcher.masks
+
+
+def _advance_all(moves: Sequence[tuple[Matcher, Move]]) -> None:
+    for matcher, move in moves:
+        matcher.advance(move.tokens, move.drafts)

@@ -1,0 +1,109 @@
+"""What a request says about the form of its answer, as one constraint. Pure."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.grammar import check_grammar
+from paceline.core.types import Constraint, ConstraintKind
+from paceline.services.gateway.schemas import GenerationRequest
+
+ANY_OBJECT = {"type": "object"}
+
+COMPACT = {"whitespace_flexible": False}
+SPACED = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+"""White space anywhere, as models have learned to write it; without a bound small ones write nothing else for ever."""
+
+Wish = tuple[str, ConstraintKind, str]
+"""Where a constraint is said, and what it is."""
+
+
+def constraint_of(request: GenerationRequest, end_token_ids: frozenset[int]) -> Constraint | None:
+    """The constraint that a request asks for, checked.
+
+    Args:
+        end_token_ids: tokens with which the model ends an answer.
+
+    Raises:
+        InvalidRequestError: there are several, or it cannot be enforced; names the field.
+    """
+    wishes = list(_wishes(request))
+    if not wishes:
+        return None
+    place, kind, text = wishes[0]
+    param = place.partition(".")[0]
+    if len(wishes) > 1:
+        places = " and ".join(place for place, *_ in wishes)
+        raise InvalidRequestError(f"{places}: say only one of them", param)
+    if request.allowed_token_ids is not None:
+        raise InvalidRequestError(f"allowed_token_ids and {place}: say only one of them", "allowed_token_ids")
+    if not end_token_ids:
+        raise InvalidRequestError(f"{place}: this model has no token that ends an answer", param)
+    try:
+        _check(kind, text)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{place}: {error}", param) from error
+    return Constraint(kind, text, end_token_ids)
+
+
+# Clients send one schema again and again.
+_check = functools.lru_cache(maxsize=64)(check_grammar)
+
+
+def _wishes(request: GenerationRequest) -> Iterator[Wish]:
+    if (form := request.response_format) is not None:
+        if form.type == "json_object":
+            yield "response_format", ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, "response_format", SPACED)
+        elif form.type == "json_schema":
+            place = "response_format.json_schema"
+            if form.json_schema is None or form.json_schema.schema_ is None:
+                raise InvalidRequestError(f"{place}: schema is missing", "response_format")
+            yield place, ConstraintKind.JSON_SCHEMA, _schema_text(form.json_schema.schema_, place, SPACED)
+    if (wanted := request.structured_outputs) is not None:
+        spacing = COMPACT if wanted.disable_any_whitespace else SPACED
+        schema = wanted.json_ if wanted.json_ is not None else ANY_OBJECT if wanted.json_object else None
+        if wanted.json_ is not None and wanted.json_object:
+            message = "structured_outputs.json and structured_outputs.json_object: say only one of them"
+            raise InvalidRequestError(message, "structured_outputs")
+        yield from _said("structured_outputs.", schema, wanted.regex, wanted.choice, wanted.grammar, spacing)
+    older = (request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
+    yield from _said("guided_", *older, SPACED)
+
+
+def _said(
+    prefix: str,
+    schema: object,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+    spacing: dict[str, Any],
+) -> Iterator[Wish]:
+    if schema is not None:
+        yield f"{prefix}json", ConstraintKind.JSON_SCHEMA, _schema_text(schema, f"{prefix}json", spacing)
+    if regex is not None:
+        yield f"{prefix}regex", ConstraintKind.REGEX, regex
+    if choice is not None:
+        yield f"{prefix}choice", ConstraintKind.CHOICE, json.dumps(choice, ensure_ascii=False)
+    if grammar is not None:
+        yield f"{prefix}grammar", ConstraintKind.GRAMMAR, grammar
+
+
+def _schema_text(schema: object, place: str, spacing: dict[str, Any]) -> str:
+    """A schema as text, with how the library is to space what it describes."""
+    param = place.partition(".")[0]
+    try:
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise InvalidRequestError(f"{place}: a schema is a JSON object, in which something is possible", param)
+        if "x-guidance" in schema:
+            raise InvalidRequestError(f"{place}: x-guidance is not supported; leave it out", param)
+        return json.dumps({**schema, "x-guidance": spacing}, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{place}: not a JSON schema: {error}", param) from error

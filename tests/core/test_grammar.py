@@ -1,0 +1,75 @@
+"""What can be enforced is accepted, everything else is refused with a reason, and the check always ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.grammar import MAX_TEXT_BYTES, check_grammar
+from paceline.core.types import ConstraintKind
+
+JSON_SCHEMA, REGEX, CHOICE, GRAMMAR = ConstraintKind
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (JSON_SCHEMA, "{}"),
+        (JSON_SCHEMA, '{"type": "object"}'),
+        (JSON_SCHEMA, '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'),
+        (JSON_SCHEMA, '{"type": "string", "format": "date-time", "maxLength": 100000}'),
+        (REGEX, r"^\d{3}-\d{4}$"),
+        (REGEX, ""),
+        (REGEX, "(a*)*b|.*é"),
+        (CHOICE, '["yes", "no", "", "quo\\"te", "ключ", "\\ud83d\\ude42"]'),
+        (GRAMMAR, 'start: "a" rest*\nrest: /[b-d]/ // comment'),
+        (GRAMMAR, 'start: %json {"type": "object"}'),
+        (GRAMMAR, 'root ::= "a" | [0-9]+ root'),
+        (GRAMMAR, 'start: start "a" | "b"'),
+    ],
+)
+def test_what_can_be_enforced(kind: ConstraintKind, text: str) -> None:
+    check_grammar(kind, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        (JSON_SCHEMA, "{", "Expecting"),
+        (JSON_SCHEMA, '{}}, {"lark_grammar": "start: /a+/ /a+/"', "Extra data"),
+        (JSON_SCHEMA, "7", "object or boolean"),
+        (JSON_SCHEMA, '{"type": "nonsense"}', "nonsense"),
+        (JSON_SCHEMA, '{"not": {"type": "string"}}', "not"),
+        (JSON_SCHEMA, '{"$ref": "http://example.com/schema"}', "example.com"),
+        (JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}', "greater than"),
+        (JSON_SCHEMA, '{"type": "string", "pattern": "("}', "unclosed"),
+        (JSON_SCHEMA, '{"a": ' * 2000 + "1" + "}" * 2000, "recursion"),
+        (REGEX, "(", "unclosed"),
+        (REGEX, r"(a)\1", "backreferences"),
+        (REGEX, "(?=a)b", "look-around"),
+        (REGEX, "\ud800", "surrogates"),
+        (CHOICE, "{", "Expecting"),
+        (CHOICE, "[1]", "Expected"),
+        (CHOICE, '["\ud800"]', "surrogates"),
+        (GRAMMAR, "", "start"),
+        (GRAMMAR, 'other ::= "a"', "root"),
+        (GRAMMAR, 'other: "a"', "start"),
+        (GRAMMAR, "start: missing", "missing"),
+        (GRAMMAR, 'root ::= ("a"', "GBNF"),
+        (GRAMMAR, "root ::= " + "(" * 30_000, "recursion"),
+        (GRAMMAR, '{"grammars": [{"lark_grammar": "start: /a+/ /a+/"}]}', "trailing"),
+    ],
+)
+def test_what_cannot_be_enforced(kind: ConstraintKind, text: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        check_grammar(kind, text)
+    assert len(str(caught.value)) <= 500
+
+
+def test_a_text_has_a_greatest_length() -> None:
+    for kind, text in ((JSON_SCHEMA, json.dumps({"const": "é" * MAX_TEXT_BYTES})), (REGEX, "a" * (MAX_TEXT_BYTES + 1))):
+        with pytest.raises(InvalidRequestError, match="128 KiB"):
+            check_grammar(kind, text)
+    check_grammar(REGEX, "a" * MAX_TEXT_BYTES)

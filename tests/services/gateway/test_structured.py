@@ -1,0 +1,148 @@
+"""From what clients say about the form of an answer to one checked constraint."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.types import Constraint, ConstraintKind
+from paceline.services.gateway.schemas import ChatRequest
+from paceline.services.gateway.structured import COMPACT, SPACED, constraint_of
+from tests.services.gateway.conftest import Stack
+from tests.services.gateway.test_errors import complaint
+from tests.services.gateway.toy_model import END
+
+ENDS = frozenset({END})
+POINT = {"type": "object", "properties": {"y": {"type": "integer"}, "x": {"type": "integer"}}, "required": ["x"]}
+
+
+def wanted(**fields: Any) -> Constraint | None:
+    return constraint_of(ChatRequest(messages=[], **fields), ENDS)
+
+
+def named(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "point", "schema": schema, **more}}
+
+
+def test_saying_nothing_constrains_nothing() -> None:
+    assert wanted() is None
+    assert wanted(response_format={"type": "text"}) is None
+    assert wanted(response_format=None, structured_outputs=None) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "schema"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"type": "object"}),
+        ({"response_format": named(POINT, strict=True, description="where")}, POINT),
+        ({"response_format": named(True)}, {}),
+        ({"structured_outputs": {"json": POINT}}, POINT),
+        ({"structured_outputs": {"json": json.dumps(POINT), "regex": None}}, POINT),
+        ({"structured_outputs": {"json_object": True}}, {"type": "object"}),
+        ({"guided_json": POINT}, POINT),
+        ({"response_format": {"type": "text"}, "guided_json": json.dumps(POINT)}, POINT),
+    ],
+)
+def test_schemas(fields: dict[str, Any], schema: dict[str, Any]) -> None:
+    found = wanted(**fields)
+    assert found is not None
+    assert (found.kind, found.end_token_ids) == (ConstraintKind.JSON_SCHEMA, ENDS)
+    # The order of properties counts.
+    assert json.dumps(json.loads(found.text)) == json.dumps({**schema, "x-guidance": SPACED})
+
+
+def test_json_without_white_space() -> None:
+    found = wanted(structured_outputs={"json": POINT, "disable_any_whitespace": True})
+    assert found is not None
+    assert json.loads(found.text)["x-guidance"] == COMPACT
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("regex", "a|b", (ConstraintKind.REGEX, "a|b")),
+        ("choice", ["yes", "нет"], (ConstraintKind.CHOICE, '["yes", "нет"]')),
+        ("grammar", 'start: "a"', (ConstraintKind.GRAMMAR, 'start: "a"')),
+    ],
+)
+def test_other_kinds_by_both_names(name: str, value: Any, expected: tuple[ConstraintKind, str]) -> None:
+    for fields in ({"structured_outputs": {name: value}}, {f"guided_{name}": value}):
+        assert wanted(**fields) == Constraint(*expected, ENDS)
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+    ({"response_format": named(None)}, "response_format", "schema is missing"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format", "required"),
+    ({"response_format": named({"type": "nonsense"})}, "response_format", "nonsense"),
+    ({"response_format": named({"not": {}})}, "response_format", "not"),
+    ({"response_format": named({"x-guidance": {"item_separator": "1+"}})}, "response_format", "x-guidance"),
+    ({"response_format": named(False)}, "response_format", "something is possible"),
+    ({"response_format": "json"}, "response_format", "valid dictionary"),
+    ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "needs one of"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs one of"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "json: not a JSON schema"),
+    ({"structured_outputs": {"json": [1]}}, "structured_outputs", "valid"),
+    ({"structured_outputs": {"json": "7"}}, "structured_outputs", "JSON object"),
+    ({"structured_outputs": {"json": {"a": "\ud800"}}}, "structured_outputs", "surrogates"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex: .*unclosed"),
+    ({"structured_outputs": {"regex": 7}}, "structured_outputs", "string"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs[1]", "string"),
+    ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs", "grammar: .*b"),
+    ({"structured_outputs": {"grammar": "x" * 200_000}}, "structured_outputs", "128 KiB"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag is not supported"),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": "1+"}}, "structured_outputs", "whitespace_pattern"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "only one"),
+    ({"structured_outputs": {"json": {}, "json_object": True}}, "structured_outputs", "only one"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "only one"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "only one"),
+    ({"guided_json": {"type": "nonsense"}}, "guided_json", "nonsense"),
+    ({"guided_choice": []}, "guided_choice", "at least 1"),
+    ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "not supported"),
+    ({"structured_outputs": {"regex": "a"}, "allowed_token_ids": [97]}, "allowed_token_ids", "only one"),
+]
+
+
+async def test_what_is_refused_names_its_field(stack: Stack) -> None:
+    for fields, param, reason in REFUSED:
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+        response = await stack.http.post("/v1/chat/completions", content=content, headers=headers)
+        error = complaint(response)
+        assert (fields, error["param"]) == (fields, param)
+        assert re.search(reason, error["message"], re.DOTALL), (fields, error["message"])
+    assert stack.workers["decode-0"].calls == []
+
+
+def test_a_model_without_an_end_cannot_be_constrained() -> None:
+    with pytest.raises(InvalidRequestError, match="ends an answer"):
+        constraint_of(ChatRequest(messages=[], guided_regex="a"), frozenset())
+
+
+async def test_workers_get_the_constraint_and_its_end_is_no_text(stack: Stack) -> None:
+    for worker in stack.workers.values():
+        worker.stop_at = 3
+    body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 9, "seed": 0}
+    for stream in (False, True):
+        response = await stack.post(
+            "/v1/chat/completions", **body, structured_outputs={"regex": "The"}, stream=stream, temperature=0
+        )
+        assert response.status_code == 200, response.text
+        if not stream:
+            (choice,) = response.json()["choices"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("The", "stop")
+        else:
+            assert '"finish_reason":"stop"' in response.text
+            assert "<|end|>" not in response.text
+    for worker in stack.workers.values():
+        for call in worker.calls:
+            assert call.work.sampling.constraint.text == "The"
+            assert list(call.work.sampling.constraint.end_token_ids) == [END]
+            assert not call.work.sampling.stop_token_ids
