@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import openai
 import pytest
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.stack.conftest import MODEL
 from tests.stack.processes import Stack, serve
@@ -22,6 +22,8 @@ ASKED: list[Any] = [{"role": "user", "content": "Name a city, its country, and h
 
 
 class City(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a schema that allows more properties lets a model go on for ever
+
     name: str = Field(max_length=30)
     country: Literal["France", "Japan", "Brazil"]
     people: int = Field(ge=0, le=100_000_000)
