@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from paceline.core.errors import ConfigError
 
 Method = Literal["ngram", "draft_model", "early_layers"]
+RejectionSampleMethod = Literal["strict", "probabilistic"]
 
 MOST_DRAFTS = 16
 
@@ -30,6 +31,13 @@ class SpeculativeConfig:
     """early_layers: how many of the model's first layers draft."""
     adaptive: bool = True
     """Whether fewer are drafted, down to none, where that is faster."""
+    rejection_sample_method: RejectionSampleMethod = "strict"
+    """strict accepts a draft where it is the token that would have been sampled without drafts. probabilistic accepts
+    more drafts of a model at temperatures above 0; outputs have the same distribution, and are not the same."""
+
+    @property
+    def is_probabilistic(self) -> bool:
+        return self.rejection_sample_method == "probabilistic"
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig | None:
@@ -49,10 +57,12 @@ def parse_speculative_config(text: str) -> SpeculativeConfig | None:
         if name not in fields:
             raise ConfigError(f"--speculative-config has no field {name!r}; there are {', '.join(fields)}")
         _check_type(name, value, fields[name].default)
-    if values.get("method") not in ("ngram", "draft_model", "early_layers"):
+    if values.get("method") not in get_args(Method):
         raise ConfigError(
             f"--speculative-config needs a method: ngram, draft_model or early_layers, for example {_EXAMPLE}"
         )
+    if values.get("rejection_sample_method", "strict") not in get_args(RejectionSampleMethod):
+        raise ConfigError("--speculative-config: rejection_sample_method must be strict or probabilistic")
     config = SpeculativeConfig(**values)
     _check_values(config)
     return config

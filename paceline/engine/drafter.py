@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.engine.rows import Inputs, Rows
-from paceline.engine.sampler import SamplingRow, choose
+from paceline.engine.sampler import Draft, SamplingRow, propose
 from paceline.engine.step import Chunk
 from paceline.kernels.interface import LayerCache
 from paceline.models.base import Model
@@ -41,9 +41,9 @@ class PromptLookup:
 
     def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
         for row, count in wanted.items():
-            rows.draft(row, self.propose(rows.context(row), count))
+            rows.draft(row, [Draft(token) for token in self.lookup(rows.context(row), count)])
 
-    def propose(self, context: np.ndarray, count: int) -> list[int]:
+    def lookup(self, context: np.ndarray, count: int) -> list[int]:
         """Up to `count` token ids that may follow int32 [tokens]; none where there is no idea."""
         last = len(context) - 1
         # Places before the end where the last token stands, narrowed to those where more and more of the end agrees.
@@ -64,19 +64,23 @@ class PromptLookup:
 class ModelDrafter:
     """A model that drafts: a smaller one with KV groups of its own, or the target's first layers with its head.
 
-    It chooses with the numbers that the target will choose with, so that where the two agree on the distribution they
-    agree on the token, at any temperature.
-
     Args:
+        draws: see `sampler.propose`.
         layers: how many layers run; None is all. The target's own first layers share its KV.
         first_group: index of the model's first group in the layout.
     """
 
     def __init__(
-        self, model: Model, caches: Sequence[LayerCache], first_group: int = 0, layers: int | None = None
+        self,
+        model: Model,
+        caches: Sequence[LayerCache],
+        draws: bool = False,
+        first_group: int = 0,
+        layers: int | None = None,
     ) -> None:
         self._model = model
         self._caches = caches
+        self._draws = draws
         self._first_group = first_group
         self._layers = layers
         self._shares_kv = layers is not None
@@ -97,7 +101,7 @@ class ModelDrafter:
         starts = {row: int(rows.lengths[row]) - 1 for row in wanted}
         if not self._shares_kv:
             starts = {row: self._first_missing(rows, row) for row in wanted}
-        drafts: dict[int, list[int]] = {row: [] for row in wanted}
+        drafts: dict[int, list[Draft]] = {row: [] for row in wanted}
         while wanted:
             order = list(wanted)
             ends = [int(rows.lengths[row]) + len(drafts[row]) for row in order]
@@ -107,14 +111,14 @@ class ModelDrafter:
             for index, (row, end) in enumerate(zip(order, ends)):
                 fixed = rows.row(row)
                 context = SamplingRow(fixed.sampling, rows.context(row, end), fixed.prompt_len)
-                token = choose(logits[index], context)
-                drafts[row].append(token)
-                rows.token_ids[row, end] = token
+                draft = propose(logits[index], context, self._draws)
+                drafts[row].append(draft)
+                rows.token_ids[row, end] = draft.token
                 starts[row] = end
-                if len(drafts[row]) == wanted[row] or fixed.ends(token, end + 1):
+                if len(drafts[row]) == wanted[row] or fixed.ends(draft.token, end + 1):
                     del wanted[row]
-        for row, tokens in drafts.items():
-            rows.draft(row, tokens)
+        for row, proposed in drafts.items():
+            rows.draft(row, proposed)
             rows.drafted[row] = starts[row]
 
     def _first_missing(self, rows: Rows, row: int) -> int:

@@ -44,7 +44,8 @@ class Loaded:
 
     def runner(self, pool: Tensor, limits: Limits) -> ModelRunner:
         """What runs the model over `pool`, flat, of the cache's dtype."""
-        return ModelRunner(self.model, self.layout, pool, limits, self._drafter(pool))
+        probabilistic = self.speculative is not None and self.speculative.is_probabilistic
+        return ModelRunner(self.model, self.layout, pool, limits, self._drafter(pool), probabilistic)
 
     def _drafter(self, pool: Tensor) -> Drafter | None:
         config = self.speculative
@@ -54,9 +55,9 @@ class Loaded:
             return PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
         caches = layer_caches(self.layout, pool)
         if self.draft_model is None:
-            return ModelDrafter(self.model, caches, layers=config.num_layers)
+            return ModelDrafter(self.model, caches, config.is_probabilistic, layers=config.num_layers)
         own = caches[self.model.config.num_layers :]
-        return ModelDrafter(self.draft_model, own, first_group=len(self.model.group_shapes))
+        return ModelDrafter(self.draft_model, own, config.is_probabilistic, len(self.model.group_shapes))
 
 
 def load(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import SamplingParams
+from paceline.engine.sampler import Draft
 from paceline.engine.step import Chunk, Grown, Joined
 from paceline.kernels.interface import AttentionBatch, GroupTables
 
@@ -66,6 +67,7 @@ class Rows:
         self.capacities = np.zeros(count, dtype=np.int64)
         self.drafted = np.zeros(count, dtype=np.int64)
         self._rows: list[Row | None] = [None] * count
+        self._drafts: list[Sequence[Draft]] = [()] * count
         self._layout = layout
         self._device = device
         self._tables = [np.zeros((count, group.blocks_for(max_len)), dtype=np.int64) for group in layout.groups]
@@ -126,9 +128,9 @@ class Rows:
         """int32 [length]: the row's first tokens, drafts included where `length` reaches into them; by default none."""
         return self.token_ids[row, : self.lengths[row] if length is None else length]
 
-    def drafts_of(self, row: int) -> list[int]:
-        length = int(self.lengths[row])
-        return [int(token) for token in self.token_ids[row, length : length + self.drafts[row]]]
+    def drafts_of(self, row: int) -> Sequence[Draft]:
+        """What stands behind the context of a row."""
+        return self._drafts[row][: self.drafts[row]]
 
     def room_for_drafts(self, row: int) -> int:
         """Tokens that may be drafted for a row: each takes a place in its blocks, and one token more must follow."""
@@ -146,11 +148,12 @@ class Rows:
     def has_ended(self, row: int) -> bool:
         return bool(self.lengths[row] >= self.limits[row])
 
-    def draft(self, row: int, token_ids: Sequence[int]) -> None:
+    def draft(self, row: int, drafts: Sequence[Draft]) -> None:
         """Proposes what may come behind the context of a row."""
         length = int(self.lengths[row])
-        self.token_ids[row, length : length + len(token_ids)] = token_ids
-        self.drafts[row] = len(token_ids)
+        self.token_ids[row, length : length + len(drafts)] = [draft.token for draft in drafts]
+        self.drafts[row] = len(drafts)
+        self._drafts[row] = drafts
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

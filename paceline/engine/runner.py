@@ -30,13 +30,22 @@ class ModelRunner:
         pool: the blocks, flat, of the cache's dtype: [slots * layout.slot_bytes / itemsize]. On CPU this is the arena
             itself, so that what is stored is where others find it.
         drafter: proposes tokens, where there is one. What it keeps of its own comes behind the model's in the layout.
+        probabilistic: accept drafts as often as the distribution allows, by numbers of their own; otherwise just when
+            they are what would have been sampled without drafts: the same distribution, and the same tokens.
     """
 
     def __init__(
-        self, model: Model, layout: KVLayout, pool: Tensor, limits: Limits, drafter: Drafter | None = None
+        self,
+        model: Model,
+        layout: KVLayout,
+        pool: Tensor,
+        limits: Limits,
+        drafter: Drafter | None = None,
+        probabilistic: bool = False,
     ) -> None:
         self._model = model
         self._drafter = drafter
+        self._probabilistic = probabilistic
         self._rows = Rows(limits.max_seqs, limits.max_model_len, limits.max_drafts, layout, pool.device)
         self._constraints = Constraints(limits.max_seqs)
         self._caches = layer_caches(layout, pool)
@@ -68,7 +77,7 @@ class ModelRunner:
         for chunk, result in zip(chunks, results):
             if result.tokens and not rows.has_ended(chunk.row):
                 tokens = [token.id for token in result.tokens]
-                moves[chunk.row] = Move(tokens, rows.drafts_of(chunk.row))
+                moves[chunk.row] = Move(tokens, [draft.token for draft in rows.drafts_of(chunk.row)])
         self._constraints.advance(moves)
 
     def _draft(self, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> int:
@@ -107,10 +116,9 @@ class ModelRunner:
         return results
 
     def _verify(self, logits: Tensor, row: int, length: int) -> list[Token]:
-        """Accepts drafts as long as they are what would have been sampled; ends with a token that was not drafted.
+        """Accepts drafts as long as they are what is sampled; ends with a token that was not drafted.
 
-        Sampling is a function of (logits, seed, position), so that the tokens are those of a run without drafts. Drafts
-        that a grammar forbids are never sampled, so that behind them no mask is needed.
+        Drafts that a grammar forbids are never sampled, so that behind them no mask is needed.
 
         Args:
             logits: fp32 [1 + drafts, vocab]; the first row chooses the token behind a context of `length` tokens.
@@ -122,13 +130,16 @@ class ModelRunner:
         tokens: list[Token] = []
         ended = False
         masks = self._constraints.masks(row) if logits.shape[0] > 0 else None
+        drafts = state.drafts_of(row)
         for index in range(logits.shape[0]):
             mask = masks[index] if masks is not None else None
             context = state.context(row, length + index)
-            token = sample(logits[index], SamplingRow(fixed.sampling, context, fixed.prompt_len, mask))
+            draft = drafts[index] if index + 1 < logits.shape[0] else None
+            own = SamplingRow(fixed.sampling, context, fixed.prompt_len, mask)
+            token = sample(logits[index], own, draft if self._probabilistic else None)
             tokens.append(token)
             ended = fixed.ends(token.id, length + index + 1)
-            if ended or index + 1 == logits.shape[0] or token.id != state.token_ids[row, length + index]:
+            if ended or draft is None or token.id != draft.token:
                 break
         if tokens:
             state.append(row, [token.id for token in tokens], ended)

@@ -3,26 +3,34 @@
 The order of operations is that of the field: raw logprobs are taken first; then a grammar's mask, allowed tokens,
 minimum length, bias and penalties change the logits; greedy takes the best of them; otherwise temperature, min_p, top_k
 and top_p cut the distribution, from which one uniform number draws. That number is a pure function of (seed, position),
-so that the same request gives the same tokens in any batch, on any worker, at any attempt. It has 53 bits and meets
-fp64 cumulative sums: fp32 would cut off the tail.
+so that the same request gives the same tokens in any batch, on any worker, at any attempt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.core.types import Logprob, SamplingParams, Token
+from paceline.engine.distribution import Distribution, cut
 
 _MASK64 = (1 << 64) - 1
 _COLDEST = 1e-5
 """Below this temperature the best token has all of the probability, as far as numbers can tell."""
-_TOP_CANDIDATES = 1024
-"""top_p looks at this many tokens first; a full sort of the vocabulary is seldom needed."""
+
+
+class Purpose(IntEnum):
+    """What a random number is for. Those of one position are independent of each other."""
+
+    TOKEN = 0
+    DRAFT = 1
+    ACCEPT = 2
+    REDRAW = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +46,58 @@ class SamplingRow:
     never chosen."""
 
 
-def sample(logits: Tensor, row: SamplingRow) -> Token:
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A token that was proposed, with the distribution that it was drawn from; None where nothing was drawn."""
+
+    token: int
+    drawn_from: Distribution | None = None
+
+
+def sample(logits: Tensor, row: SamplingRow, draft: Draft | None = None) -> Token:
     """Chooses a token, and reports on it where that is asked for.
 
     Args:
         logits: fp32 [vocab]; overwritten.
+        draft: is chosen as often as the distribution allows. Without one the token depends on nothing but the row.
     """
     top = row.params.logprobs
     report = raw_logprobs(logits, top) if top is not None else None
-    token = choose(logits, row)
+    token = _choose(logits, row, draft)
     return Token(token, report.of(token) if report else ())
 
 
-def choose(logits: Tensor, row: SamplingRow) -> int:
-    """Chooses a token from fp32 [vocab], which is overwritten."""
+def propose(logits: Tensor, row: SamplingRow, draws: bool) -> Draft:
+    """Drafts a token from fp32 [vocab], which is overwritten.
+
+    Args:
+        draws: with a number of its own, for `sample` to verify; otherwise with the one that will choose the token, so
+            that where two models agree on the distribution they agree on the token.
+    """
+    if not draws or _is_greedy(row.params):
+        return Draft(_choose(logits, row, None))
     _shape_logits(logits, row)
-    if row.params.temperature < _COLDEST:
+    distribution = cut(logits, row.params)
+    return Draft(distribution.draw(_uniform_of(row, Purpose.DRAFT)), distribution)
+
+
+def _choose(logits: Tensor, row: SamplingRow, draft: Draft | None) -> int:
+    _shape_logits(logits, row)
+    if _is_greedy(row.params):
         return int(logits.argmax())
-    return _draw(logits, row.params, uniform(row.params.seed, len(row.token_ids)))
+    distribution = cut(logits, row.params)
+    if draft is None:
+        return distribution.draw(_uniform_of(row, Purpose.TOKEN))
+    u, v = _uniform_of(row, Purpose.ACCEPT), _uniform_of(row, Purpose.REDRAW)
+    return distribution.verify(draft.token, draft.drawn_from, logits.numel(), u, v)
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < _COLDEST
+
+
+def _uniform_of(row: SamplingRow, purpose: Purpose) -> float:
+    return uniform(row.params.seed, len(row.token_ids), purpose)
 
 
 def score(logits: Tensor, token_ids: Sequence[int], top: int) -> list[Token]:
@@ -63,9 +105,9 @@ def score(logits: Tensor, token_ids: Sequence[int], top: int) -> list[Token]:
     return [Token(token, raw_logprobs(row, top).of(token)) for row, token in zip(logits, token_ids)]
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits: SplitMix64's finalizer over (seed, position)."""
-    state = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & _MASK64
+def uniform(seed: int, position: int, purpose: Purpose = Purpose.TOKEN) -> float:
+    """A number in [0, 1) with 53 random bits: SplitMix64's finalizer over (seed, position, purpose)."""
+    state = (seed + 0x9E3779B97F4A7C15 * (position + 1) + 0xD1B54A32D192ED03 * purpose) & _MASK64
     for _ in range(2):  # twice, so that neighbouring seeds at neighbouring positions have nothing in common
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -128,32 +170,3 @@ def _penalise(logits: Tensor, row: SamplingRow) -> None:
     counts = torch.bincount(context[row.prompt_len :], minlength=logits.numel())
     output = counts.nonzero().squeeze(-1)
     logits[output] -= params.presence_penalty + params.frequency_penalty * counts[output]
-
-
-def _draw(logits: Tensor, params: SamplingParams, u: float) -> int:
-    """Draws from one row fp32 [vocab] by inverting the cumulative distribution at u in [0, 1)."""
-    candidates: Tensor | None = None  # ids where the row was cut to its best; None is all, in order of id
-    values = logits.double() / params.temperature
-    if 0 < params.top_k < values.numel():
-        values, candidates = values.topk(params.top_k)
-    probabilities = torch.softmax(values, dim=-1)
-    if params.min_p > 0:
-        probabilities = torch.where(probabilities < params.min_p * probabilities.max(), 0.0, probabilities)
-        probabilities = probabilities / probabilities.sum()
-    if params.top_p < 1:
-        probabilities, order = _cut_top_p(probabilities, params.top_p)
-        candidates = order if candidates is None else candidates[order]
-    cumulative = probabilities.cumsum(dim=-1)
-    index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
-    index = min(index, int(probabilities.nonzero()[-1]))  # rounding at the very end must not pick an impossible token
-    return index if candidates is None else int(candidates[index])
-
-
-def _cut_top_p(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The fewest most likely tokens that together have at least top_p: their probabilities, fp64, and their indices."""
-    best, order = probabilities.topk(min(_TOP_CANDIDATES, probabilities.numel()))
-    if best.sum() < top_p:
-        best, order = probabilities.sort(descending=True, stable=True)
-    before = best.cumsum(dim=-1) - best
-    keep = max(1, int((before < top_p).sum()))
-    return best[:keep], order[:keep]

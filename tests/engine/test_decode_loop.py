@@ -96,7 +96,7 @@ class Loop:
             "early": ModelDrafter(model, caches, layers=layers - 1),
         }
         if draft_model is not None:
-            drafters["model"] = ModelDrafter(draft_model, caches[layers:], len(model.group_shapes))
+            drafters["model"] = ModelDrafter(draft_model, caches[layers:], first_group=len(model.group_shapes))
         limits = Limits(24, MAX_TOKENS, 8, 0 if drafter == "none" else DRAFTS)
         self._events: queue.Queue[Event] = queue.Queue()
         self._failures: list[BaseException] = []

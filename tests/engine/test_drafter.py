@@ -9,29 +9,29 @@ from hypothesis import strategies as st
 from paceline.engine.drafter import PromptLookup
 
 
-def propose(context: list[int], count: int = 4, shortest: int = 2, longest: int = 4) -> list[int]:
-    return PromptLookup(shortest, longest).propose(np.array(context, dtype=np.int32), count)
+def lookup(context: list[int], count: int = 4, shortest: int = 2, longest: int = 4) -> list[int]:
+    return PromptLookup(shortest, longest).lookup(np.array(context, dtype=np.int32), count)
 
 
 def test_what_followed_before_is_proposed() -> None:
-    assert propose([1, 2, 3, 4, 5, 6, 9, 1, 2]) == [3, 4, 5, 6]
-    assert propose([1, 2, 3, 4, 1, 2], count=2) == [3, 4]
+    assert lookup([1, 2, 3, 4, 5, 6, 9, 1, 2]) == [3, 4, 5, 6]
+    assert lookup([1, 2, 3, 4, 1, 2], count=2) == [3, 4]
 
 
 def test_the_longest_agreement_wins_and_among_equals_the_newest() -> None:
-    assert propose([7, 1, 2, 50, 8, 1, 2, 60, 7, 1, 2], count=1) == [50]
-    assert propose([1, 2, 50, 1, 2, 60, 9, 1, 2], count=1) == [60]
+    assert lookup([7, 1, 2, 50, 8, 1, 2, 60, 7, 1, 2], count=1) == [50]
+    assert lookup([1, 2, 50, 1, 2, 60, 9, 1, 2], count=1) == [60]
 
 
 def test_too_little_agreement_is_no_idea() -> None:
-    assert propose([1, 2, 3, 9, 2]) == []
-    assert propose([1, 2, 3, 9, 2], shortest=1) == [3, 9, 2]
-    assert propose([5]) == []
+    assert lookup([1, 2, 3, 9, 2]) == []
+    assert lookup([1, 2, 3, 9, 2], shortest=1) == [3, 9, 2]
+    assert lookup([5]) == []
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3), st.integers(3, 5))
 def test_a_proposal_has_followed_the_end_before(context: list[int], count: int, shortest: int, longest: int) -> None:
-    proposal = propose(context, count, shortest, longest)
+    proposal = lookup(context, count, shortest, longest)
     assert len(proposal) <= count
     known = [
         agreed

@@ -1,0 +1,265 @@
+"""Speculation keeps the distribution of sampled tokens: chi-square tests of whole outputs against the exact one.
+
+Every test of a rule has twins in which the rule is broken on purpose; they must fail it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import make_layout
+from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine import runner, sampler
+from paceline.engine.distribution import Distribution
+from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
+from paceline.engine.request import Request
+from paceline.engine.runner import ModelRunner, layer_caches
+from paceline.engine.sampler import Draft, Purpose, SamplingRow
+from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.speculation import Speculation
+from paceline.engine.step import Sampled
+from paceline.kernels import select_kernels
+from paceline.models.base import Model
+from paceline.models.loader import load_model
+
+CPU = torch.device("cpu")
+VOCAB = 4
+PROMPT = [1, 3, 0, 1, 3, 0, 1]
+TOKENS = 4
+"""Of each output: the first is sampled with the prompt, and of the others up to two are drafted in a step."""
+REQUESTS = 12_500
+AT_A_TIME = 250
+DRAFTS = 2
+SURE = 1e-9
+"""Chance of what cannot be chance."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model, Any]:
+    """A model, one of the same vocabulary that has other ideas, and the reference of the first."""
+    import transformers
+
+    loaded, references = [], []
+    for seed, layers in ((1, 3), (2, 1)):
+        torch.manual_seed(seed)
+        config = transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            initializer_range=0.35,
+        )
+        reference = transformers.LlamaForCausalLM(config)
+        folder = tmp_path_factory.mktemp("model")
+        reference.save_pretrained(folder)
+        references.append(reference)
+        loaded.append(load_model(Path(folder), torch.float32, select_kernels(CPU, "reference"), CPU))
+    return loaded[0], loaded[1], references[0]
+
+
+def exact(reference: Any, params: SamplingParams) -> Tensor:
+    """Probability of every output: fp64 [VOCAB ** TOKENS], in order of its tokens."""
+    outputs = torch.tensor(list(product(range(VOCAB), repeat=TOKENS)))
+    contexts = torch.cat((torch.tensor(PROMPT).expand(len(outputs), -1), outputs), dim=1)
+    with torch.inference_mode():
+        logits = reference(contexts[:, :-1]).logits[:, len(PROMPT) - 1 :].double()
+    shares = torch.log_softmax(logits / params.temperature, dim=-1)
+    return shares.gather(2, outputs.unsqueeze(2)).sum(dim=(1, 2)).exp()
+
+
+def counts(model: Model, draft_model: Model, drafter: str, probabilistic: bool, params: SamplingParams) -> Tensor:
+    """How often every output came, of REQUESTS with seeds of their own: fp64 [VOCAB ** TOKENS]."""
+    shapes, layers = model.group_shapes, model.config.num_layers
+    shapes += tuple(replace(shape, name="draft", layers=(layers,)) for shape in draft_model.group_shapes)
+    layout = make_layout(shapes, 4, "test")
+    blocks = [group.blocks_for(len(PROMPT) + TOKENS) for group in layout.groups]
+    pool = torch.zeros(AT_A_TIME * sum(blocks) * layout.slot_bytes // 4)
+    caches = layer_caches(layout, pool)
+    drafters: dict[str, Drafter] = {
+        "lookup": PromptLookup(1, 2),
+        "early": ModelDrafter(model, caches, probabilistic, layers=1),
+        "model": ModelDrafter(draft_model, caches[layers:], probabilistic, first_group=len(model.group_shapes)),
+    }
+    limits = Limits(AT_A_TIME * len(PROMPT), 64, AT_A_TIME, DRAFTS)
+    worker = ModelRunner(model, layout, pool, limits, drafters[drafter], probabilistic)
+    found = torch.zeros(VOCAB**TOKENS, dtype=torch.float64)
+    for first in range(0, REQUESTS, AT_A_TIME):
+        scheduler = Scheduler(limits, Speculation(DRAFTS, adaptive=False))
+        slots = iter(range(AT_A_TIME * sum(blocks)))
+        for seed in range(first, first + AT_A_TIME):
+            tables = [[next(slots) for _ in range(count)] for count in blocks]
+            sampling = replace(params, seed=seed)
+            chain = HashChain(layout.fingerprint)
+            key = Key(str(seed), 1, 1)
+            scheduler.add(Request(key, [*PROMPT], len(PROMPT), sampling, layout, chain, tables))
+        outputs: dict[Key, int] = {}
+        while (step := scheduler.plan()) is not None:
+            scheduler.apply(step, worker.execute(step))
+            for event in scheduler.take_events():
+                if isinstance(event, Sampled):
+                    outputs[event.key] = outputs.get(event.key, 0) * VOCAB + event.token.id
+        found += torch.bincount(torch.tensor(list(outputs.values())), minlength=VOCAB**TOKENS)
+        assert scheduler.stats.draft_tokens > 0
+    return found
+
+
+def chance(found: Tensor, expected: Tensor) -> float:
+    """The chance that counts deviate from probabilities as much as these (chi-square), rare cells taken together."""
+    wanted = expected / expected.sum() * found.sum()
+    rare = wanted < 8
+    if rare.any():
+        found = torch.cat((found[~rare], found[rare].sum().reshape(1)))
+        wanted = torch.cat((wanted[~rare], wanted[rare].sum().reshape(1)))
+    statistic = ((found - wanted) ** 2 / wanted).sum()
+    freedom = torch.tensor((len(found) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+WAYS = [(drafter, probabilistic) for drafter in ("lookup", "early", "model") for probabilistic in (False, True)]
+HOT = SamplingParams(temperature=1.1, max_tokens=TOKENS)
+
+
+@pytest.mark.parametrize(("drafter", "probabilistic"), WAYS)
+def test_outputs_with_speculation_have_the_distribution_of_the_model(
+    models: tuple[Model, Model, Any], drafter: str, probabilistic: bool
+) -> None:
+    model, draft_model, reference = models
+    assert REQUESTS * TOKENS >= 50_000
+    assert chance(counts(model, draft_model, drafter, probabilistic, HOT), exact(reference, HOT)) > 1e-3
+
+
+# ---- broken on purpose
+
+
+def accepts_everything(self: Distribution, draft: int, *_: object) -> int:
+    return draft
+
+
+def draws_anew_from_all(
+    self: Distribution, draft: int, drawn_from: Distribution | None, size: int, u: float, v: float
+) -> int:
+    found = VERIFY(self, draft, drawn_from, size, u, v)
+    return draft if found == draft else self.draw(v)
+
+
+def accepts_by_its_own_probability(
+    self: Distribution, draft: int, drawn_from: Distribution | None, size: int, u: float, v: float
+) -> int:
+    return draft if u < self.dense(size)[draft] else VERIFY(self, draft, drawn_from, size, 1.0, v)
+
+
+VERIFY = Distribution.verify
+
+
+@pytest.mark.parametrize(
+    ("drafter", "broken"),
+    [
+        *((drafter, accepts_everything) for drafter in ("lookup", "early", "model")),
+        *((drafter, draws_anew_from_all) for drafter in ("lookup", "early", "model")),
+        ("model", accepts_by_its_own_probability),
+    ],
+)
+def test_a_broken_rule_is_noticed(
+    models: tuple[Model, Model, Any], monkeypatch: pytest.MonkeyPatch, drafter: str, broken: Callable[..., int]
+) -> None:
+    model, draft_model, reference = models
+    monkeypatch.setattr(Distribution, "verify", broken)
+    monkeypatch.setitem(globals(), "REQUESTS", 3000)
+    assert chance(counts(model, draft_model, drafter, True, HOT), exact(reference, HOT)) < SURE
+
+
+def test_one_number_for_drawing_and_accepting_is_noticed(
+    models: tuple[Model, Model, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, draft_model, reference = models
+    monkeypatch.setattr(
+        sampler, "_uniform_of", lambda row, purpose: sampler.uniform(row.params.seed, len(row.token_ids))
+    )
+    monkeypatch.setitem(globals(), "REQUESTS", 3000)
+    assert chance(counts(model, draft_model, "model", True, HOT), exact(reference, HOT)) < SURE
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "early", "model"])
+def test_a_strict_rule_that_takes_drafts_is_noticed(
+    models: tuple[Model, Model, Any], monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    model, draft_model, reference = models
+    drafts: list[Draft] = []
+
+    def remember(rows: runner.Rows, row: int) -> list[Draft]:
+        drafts[:] = DRAFTS_OF(rows, row)
+        return [*drafts]
+
+    def sample(logits: Tensor, row: SamplingRow, draft: Draft | None = None) -> Token:
+        return Token(drafts.pop(0).token) if drafts and row.params.seed % 2 else sampler.sample(logits, row, draft)
+
+    monkeypatch.setattr(runner.Rows, "drafts_of", remember)
+    monkeypatch.setattr(runner, "sample", sample)
+    monkeypatch.setitem(globals(), "REQUESTS", 3000)
+    assert chance(counts(model, draft_model, drafter, False, HOT), exact(reference, HOT)) < SURE
+
+
+DRAFTS_OF = runner.Rows.drafts_of
+
+
+# ---- the tail
+
+TAIL_TOKENS = 64
+TAIL = 2.0**-30
+"""Probability of all of them together; half of the draws below come from the uppermost 2 ** -29."""
+
+
+def tail_logits() -> Tensor:
+    logits = torch.full((TAIL_TOKENS + 1,), 0.0, dtype=torch.float32)
+    logits[0] = torch.tensor((1 - TAIL) / (TAIL / TAIL_TOKENS), dtype=torch.float64).log().float()
+    return logits
+
+
+def tail_draws(draft: Draft | None) -> Iterator[int]:
+    row = SamplingRow(SamplingParams(temperature=1.0), [0], 1)
+    for seed in range(4000):
+        yield sampler.sample(tail_logits(), replace(row, params=replace(row.params, seed=seed)), draft).id
+
+
+@pytest.fixture
+def uppermost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that choose or accept come from the uppermost 2 ** -29 of their interval."""
+    whole = sampler.uniform
+
+    def upper(seed: int, position: int, purpose: Purpose = Purpose.TOKEN) -> float:
+        u = whole(seed, position, purpose)
+        return u if purpose is Purpose.REDRAW else 1.0 - 2.0**-29 * (1.0 - u)
+
+    monkeypatch.setattr(sampler, "uniform", upper)
+
+
+CERTAIN = Distribution(torch.tensor([1.0] + [0.0] * TAIL_TOKENS, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("draft", [None, Draft(0), Draft(0, CERTAIN)])
+def test_the_tail_is_drawn_as_often_as_it_should(uppermost: None, draft: Draft | None) -> None:
+    drawn = [token for token in tail_draws(draft) if token != 0]
+    assert 1800 < len(drawn) < 2200  # half of 4000 are expected
+    found = torch.bincount(torch.tensor(drawn) - 1, minlength=TAIL_TOKENS).double()
+    assert chance(found, torch.ones(TAIL_TOKENS, dtype=torch.float64)) > 1e-3
+
+
+@pytest.mark.parametrize("draft", [None, Draft(0)])
+def test_a_tail_in_single_precision_is_noticed(
+    uppermost: None, monkeypatch: pytest.MonkeyPatch, draft: Draft | None
+) -> None:
+    exactly = sampler.cut
+    monkeypatch.setattr(sampler, "cut", lambda *row: Distribution(exactly(*row).weights.float()))
+    drawn = [token for token in tail_draws(draft) if token != 0]
+    assert not 1800 < len(drawn) < 2200
