@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,8 +18,15 @@ from paceline.models.base import Model
 class Drafter(Protocol):
     """Proposes what may come next. A wrong guess costs time, never a token."""
 
-    def observe(self, rows: Rows, chunks: Sequence[Chunk]) -> None:
-        """Sees what the target model computes in a step."""
+    taps: tuple[int, ...]
+    """Depths of the target model whose hidden states it wants to see (trained heads, EAGLE); see `Taps`."""
+
+    def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
+        """Sees what the target model has computed in a step; the tokens that were chosen are in the rows.
+
+        Args:
+            states: [tokens, hidden] of every depth in `taps`, for the tokens of `inputs`.
+        """
 
     def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
         """Puts up to wanted[row] tokens behind the context of each row, with `Rows.draft`."""
@@ -32,11 +39,13 @@ class PromptLookup:
         min_tokens, max_tokens: how much of the end must agree, and how much is looked at to choose the best place.
     """
 
+    taps: tuple[int, ...] = ()
+
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._min_tokens = min_tokens
         self._max_tokens = max_tokens
 
-    def observe(self, rows: Rows, chunks: Sequence[Chunk]) -> None:
+    def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
         pass
 
     def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
@@ -70,6 +79,8 @@ class ModelDrafter:
         first_group: index of the model's first group in the layout.
     """
 
+    taps: tuple[int, ...] = ()
+
     def __init__(
         self,
         model: Model,
@@ -87,7 +98,7 @@ class ModelDrafter:
         self._reach = min((shape.window for shape in model.group_shapes if shape.window), default=None)
         """Tokens at the end whose blocks no group has given back."""
 
-    def observe(self, rows: Rows, chunks: Sequence[Chunk]) -> None:
+    def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
         """Computes its own KV of prompts; of the tokens behind them it computes it when it drafts."""
         prompts = [chunk for chunk in chunks if not chunk.follows]
         if prompts and not self._shares_kv:

@@ -17,7 +17,7 @@ from paceline.engine.sampler import SamplingRow, sample, score
 from paceline.engine.scheduler import Limits
 from paceline.engine.step import Chunk, ChunkResult, Joined, Step, StepResult
 from paceline.kernels.interface import LayerCache, view_pool
-from paceline.models.base import Model
+from paceline.models.base import Model, Taps
 
 _SCORED_ROWS = 256
 """Rows of prompt logits at a time: a long prompt times a large vocabulary would not fit into memory."""
@@ -56,10 +56,11 @@ class ModelRunner:
         began = time.perf_counter()
         self._update(step)
         inputs = self._rows.form(step.chunks)
-        hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch)
+        taps = Taps(self._drafter.taps if self._drafter is not None else ())
+        hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps)
         results = self._sample(hidden, step.chunks, inputs)
         verified = time.perf_counter()
-        drafted = self._draft(step.chunks, results)
+        drafted = self._draft(step.chunks, results, inputs, taps)
         self._tell_constraints(step.chunks, results)
         ended = time.perf_counter()
         return StepResult(results, ended - began, ended - verified, drafted)
@@ -80,12 +81,12 @@ class ModelRunner:
                 moves[chunk.row] = Move(tokens, [draft.token for draft in rows.drafts_of(chunk.row)])
         self._constraints.advance(moves)
 
-    def _draft(self, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> int:
+    def _draft(self, chunks: Sequence[Chunk], results: Sequence[ChunkResult], inputs: Inputs, taps: Taps) -> int:
         """Drafts for the step after; returns how many tokens."""
         if self._drafter is None:
             return 0
         rows = self._rows
-        self._drafter.observe(rows, chunks)
+        self._drafter.observe(rows, chunks, inputs, taps.states)
         wanted = {chunk.row: chunk.drafts for chunk, result in zip(chunks, results) if result.tokens}
         wanted = {row: min(count, rows.room_for_drafts(row)) for row, count in wanted.items()}
         wanted = {row: count for row, count in wanted.items() if count > 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -18,6 +19,20 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor of this name, on the model's device and in its dtype. A tensor that is missing or has another
         shape is reported when all have been taken."""
+
+
+@dataclass(slots=True)
+class Taps:
+    """Takes hidden states out of a forward pass, for drafters that were trained on them."""
+
+    depths: tuple[int, ...] = ()
+    """Behind how many layers; 0 is the embedding."""
+    states: dict[int, Tensor] = field(default_factory=dict)
+    """[tokens, hidden] of each depth, as the next layer receives it."""
+
+    def see(self, depth: int, x: Tensor) -> None:
+        if depth in self.depths:
+            self.states[depth] = x
 
 
 class Model(Protocol):
@@ -36,6 +51,7 @@ class Model(Protocol):
         caches: Sequence[LayerCache],
         batch: AttentionBatch,
         layers: int | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Computes the tokens of one step and stores their KV.
 
@@ -43,6 +59,7 @@ class Model(Protocol):
             token_ids, positions: int64 [tokens].
             caches: one a layer.
             layers: run only the first so many; None runs all.
+            taps: receive hidden states on the way.
 
         Returns:
             hidden states behind the final norm, [tokens, hidden] in the model's dtype.

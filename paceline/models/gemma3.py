@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
-from paceline.models.base import Weights, kv_groups
+from paceline.models.base import Taps, Weights, kv_groups
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm, Rotary, Vocabulary
 from paceline.models.config import ModelConfig
 
@@ -35,12 +35,15 @@ class Gemma3:
         caches: Sequence[LayerCache],
         batch: AttentionBatch,
         layers: int | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         steps = [AttentionStep(rotary(positions), batch, group) for rotary, group in zip(self._rotaries, batch.groups)]
         x = self._vocabulary.embed(token_ids)
         # The checkpoint was trained with the factor rounded to the embedding's dtype.
         x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
-        for layer, cache, group in zip(self._layers[:layers], caches, self.layer_groups):
+        taps = taps or Taps()
+        for depth, (layer, cache, group) in enumerate(zip(self._layers[:layers], caches, self.layer_groups)):
+            taps.see(depth, x)
             x = layer(x, cache, steps[group])
         return self._norm(x)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
-from paceline.models.base import Weights, kv_groups
+from paceline.models.base import Taps, Weights, kv_groups
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm, Rotary, Vocabulary
 from paceline.models.config import ModelConfig
 
@@ -30,10 +30,13 @@ class Llama:
         caches: Sequence[LayerCache],
         batch: AttentionBatch,
         layers: int | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         step = AttentionStep(self._rotary(positions), batch, batch.groups[0])
         x = self._vocabulary.embed(token_ids)
-        for layer, cache in zip(self._layers[:layers], caches):
+        taps = taps or Taps()
+        for depth, (layer, cache) in enumerate(zip(self._layers[:layers], caches)):
+            taps.see(depth, x)
             x = layer(x, cache, step)
         return self._norm(x)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +18,12 @@ from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
+from paceline.engine.rows import Inputs, Rows
 from paceline.engine.runner import ModelRunner, layer_caches
+from paceline.engine.sampler import Draft
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Acceptance, Speculation
-from paceline.engine.step import Event, Removed, Sampled, Trimmed
+from paceline.engine.step import Chunk, Event, Removed, Sampled, Trimmed
 from paceline.kernels import select_kernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
@@ -94,6 +96,7 @@ class Loop:
             "none": None,
             "lookup": PromptLookup(1, 3),
             "early": ModelDrafter(model, caches, layers=layers - 1),
+            "head": Head(model, layers - 1),
         }
         if draft_model is not None:
             drafters["model"] = ModelDrafter(draft_model, caches[layers:], first_group=len(model.group_shapes))
@@ -192,6 +195,36 @@ def test_work_is_seen_as_busy_time_or_bubble(model: Model) -> None:
     assert engine.busy_seconds > 0
     assert engine.host_seconds > 0
     assert engine.bubble_seconds >= 0
+
+
+class Head:
+    """A head on the model's hidden states, as a trained one is: it drafts one token from the last state it has seen."""
+
+    def __init__(self, model: Model, depth: int) -> None:
+        self.taps = (depth,)
+        self._model = model
+        self._last: dict[int, torch.Tensor] = {}
+
+    def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, torch.Tensor]) -> None:
+        spans = zip(inputs.batch.query_start, inputs.batch.query_start[1:])
+        for chunk, start, (first, end) in zip(chunks, inputs.starts, spans):
+            # Behind an accepted context its newest token is not computed yet; the state before it is.
+            behind = int(rows.lengths[chunk.row]) - 2 - start
+            if 0 <= behind < end - first:
+                self._last[chunk.row] = states[self.taps[0]][first + behind]
+
+    def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
+        for row in wanted:
+            token = int(self._model.logits(self._last[row].unsqueeze(0)).argmax())
+            rows.draft(row, [Draft(token)])
+
+
+def test_a_head_sees_hidden_states_and_drafts_from_them(model: Model) -> None:
+    asked = requests(model.config.vocab_size)
+    loop = Loop(model, 2, "head")
+    assert_same(loop.run(asked), expected(model, asked))
+    loop.engine.stop()
+    assert loop.engine.stats.draft_tokens > 50
 
 
 class Late(Speculation):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.core.kv_layout import KVGroup, make_layout
 from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, view_pool
-from paceline.models.base import Model
+from paceline.models.base import Model, Taps
 
 TRIMMED = 2**31 - 1
 """Stands in a table where nothing may be read; as an index it would raise."""
@@ -44,7 +44,7 @@ class PagedContexts:
             by_layer.update(zip(shape.layers, views))
         return [by_layer[layer] for layer in range(len(by_layer))]
 
-    def step(self, tokens: dict[int, list[int]]) -> dict[int, Tensor]:
+    def step(self, tokens: dict[int, list[int]], taps: Taps | None = None) -> dict[int, Tensor]:
         """Appends tokens to some requests -> fp32 logits [new tokens, vocab] of each."""
         starts, positions = [0], []
         for request, new in tokens.items():
@@ -56,7 +56,7 @@ class PagedContexts:
         batch = AttentionBatch(tuple(starts), contexts, groups)
         flat = torch.tensor([token for new in tokens.values() for token in new])
         with torch.inference_mode():
-            hidden = self._model.forward(flat, torch.cat(positions), self._caches, batch)
+            hidden = self._model.forward(flat, torch.cat(positions), self._caches, batch, taps=taps)
             logits = self._model.logits(hidden)
         self._trim()
         return {request: logits[starts[row] : starts[row + 1]] for row, request in enumerate(tokens)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import select_kernels
-from paceline.models.base import Model
+from paceline.models.base import Model, Taps
 from paceline.models.loader import load_model
 
 CPU = torch.device("cpu")
@@ -98,6 +98,21 @@ def test_llama(tmp_path: Path, save_llama: Any, paged_contexts: Any, changes: di
 @pytest.mark.parametrize("changes", GEMMAS.values(), ids=GEMMAS)
 def test_gemma3(tmp_path: Path, save_gemma3: Any, paged_contexts: Any, changes: dict[str, Any]) -> None:
     check_against_reference(save_gemma3(**changes), load(tmp_path), paged_contexts)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_taps_receive_the_hidden_states_of_the_reference(
+    tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, family: str
+) -> None:
+    reference = request.getfixturevalue(f"save_{family}")()
+    (tokens,) = random_tokens(100, 30)
+    taps = Taps((0, 2))
+    paged_contexts(load(tmp_path), 1, 30).step({0: tokens}, taps)
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    assert list(taps.states) == [0, 2]
+    for depth, states in taps.states.items():
+        same(states, wanted[depth][0])
 
 
 def test_a_sharded_checkpoint_computes_the_same(tmp_path: Path, save_llama: Any, paged_contexts: Any) -> None:
