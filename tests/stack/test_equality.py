@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.equality import shorten, ways
+from bench.mixed import Outcome, answers, requests
 from tests.stack.processes import serve
 from tests.stack.reference import PROMPTS, generate
 
@@ -23,7 +25,6 @@ STACKS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "two workers of each role": (8, 32, ("--prefill=2", "--decode=2", "--threads=1")),
     "chunked prefill": (8, 32, ("--max-batched-tokens=32", "--max-seqs=32")),
     "aggregated": (8, 32, ("--prefill=0",)),
-    "one step in flight": (8, 8, ("--no-async-scheduling",)),
     "drafts": (8, 32, (f"--speculative-config={DRAFTS}",)),
 }
 
@@ -49,6 +50,25 @@ async def test_tokens_are_those_of_transformers(
         await stack.settled()
     wrong = [PROMPTS[index][:30] for index in range(count) if tokens[index] != expected[index]]
     assert not wrong
+
+
+@pytest.mark.model
+@pytest.mark.stack
+async def test_requests_of_all_kinds_do_not_notice_how_the_loop_runs(
+    real_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = real_model("smollm2-135m-instruct")
+    asked = requests(20, seed=5, vocab_size=49152)
+    shorten(folder, 8, tmp_path / "draft")
+    stacks = ways(tmp_path / "draft", 8)
+    wanted: list[Outcome] = []
+    first, *others = stacks
+    for way in (first, *(name for name in others if name.startswith("asynchronous, ") and "no drafts" not in name)):
+        with serve(tmp_path / "log", str(folder), "--dtype=float32", "--kv-memory=1GiB", *stacks[way]) as stack:
+            found = await answers(stack.url, folder.name, asked, concurrency=8 if wanted else 1)
+            await stack.settled()
+        wanted = wanted or found
+        assert [one.difference(other) for one, other in zip(wanted, found)] == [""] * len(asked), way
 
 
 async def complete_all(url: str, model: str, inputs: list[list[int]], concurrency: int) -> list[list[int]]:

@@ -1,0 +1,126 @@
+"""Whether tokens depend on how the stack runs: the same requests to one stack after another, each cut differently.
+
+    python -m bench.equality smollm2-135m-instruct --dtype float32 --requests 200
+
+Ways: synchronous and asynchronous scheduling, without drafts and with each drafter. Each stack is asked one request at
+a time, and then eight; all outcomes must be those of the first. The draft model is the model's own first third of
+layers, as a checkpoint of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from bench.load import table
+from bench.mixed import Outcome, answers, requests
+from paceline.core.env import default_cache_dir
+
+STOP_SECONDS = 60.0
+
+
+def ways(draft_folder: Path, layers: int) -> dict[str, tuple[str, ...]]:
+    """Names and options of stacks; the first is what the others are compared with."""
+    drafters = {
+        "no drafts": {},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "adaptive": False},
+        "early layers": {
+            "method": "early_layers",
+            "num_layers": layers,
+            "num_speculative_tokens": 3,
+            "adaptive": False,
+        },
+        "draft model": {"model": str(draft_folder), "num_speculative_tokens": 3, "adaptive": False},
+    }
+    return {
+        f"{mode}, {name}": (f"--{flag}", f"--speculative-config={json.dumps(config) if config else ''}")
+        for mode, flag in (("synchronous", "no-async-scheduling"), ("asynchronous", "async-scheduling"))
+        for name, config in drafters.items()
+    }
+
+
+def shorten(folder: Path, layers: int, target: Path) -> None:
+    """Writes a checkpoint with the first layers of another."""
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = layers
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    (target / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+    kept = {name: tensor for name, tensor in tensors.items() if _layer(name) < layers}
+    save_file(kept, target / "model.safetensors")
+
+
+def _layer(name: str) -> int:
+    """The layer that a tensor belongs to; -1 where it is none of them."""
+    parts = name.split(".")
+    return int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
+
+
+@contextlib.contextmanager
+def stack(model: str, *options: str) -> Iterator[str]:
+    """A whole stack; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "paceline", "serve", model, f"--port={port}", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        if not any("Ready." in line for line in process.stdout):
+            raise RuntimeError(f"{' '.join(command)} did not start")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(STOP_SECONDS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.equality", description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="bundled name, whose converted folder is in the cache, or a folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--concurrency", type=int, action="append", help="default: 1 and 8")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    folder = Path(args.model) if Path(args.model).is_dir() else default_cache_dir() / args.model
+    config = json.loads((folder / "config.json").read_text())
+    third = max(1, config["num_hidden_layers"] // 3)
+    asked = requests(args.requests, args.seed, config["vocab_size"])
+    name = folder.name
+    wanted: list[Outcome] = []
+    rows, differences = [], 0
+    with tempfile.TemporaryDirectory() as scratch:
+        shorten(folder, third, Path(scratch))
+        for way, options in ways(Path(scratch), third).items():
+            with stack(str(folder), f"--served-model-name={name}", f"--dtype={args.dtype}", *options) as url:
+                for concurrency in args.concurrency or [1, 8]:
+                    began = time.perf_counter()
+                    found = asyncio.run(answers(url, name, asked, concurrency))
+                    seconds = time.perf_counter() - began
+                    wanted = wanted or found
+                    wrong = [text for one, other in zip(wanted, found) if (text := one.difference(other))]
+                    differences += len(wrong)
+                    tokens = sum(len(outcome.tokens) for outcome in found)
+                    rows.append([way, str(concurrency), str(tokens), f"{tokens / seconds:.0f}", str(len(wrong))])
+                    print(*rows[-1], *wrong[:2], sep=" | ", file=sys.stderr, flush=True)
+    print(table(["way", "at a time", "tokens", "tok/s", "differ"], rows))
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
