@@ -3,17 +3,25 @@
     python -m bench.decode_loop ~/.cache/paceline/smollm2-135m-instruct --batch 1 --batch 8 --rounds 3
 
 Each round runs every way of working in turn, on the same requests; the table holds medians. The bubble is the time that
-the compute thread stood still although there was work, of the whole. Tokens are compared with those of the first way.
+the compute thread stood still although there was work, of the whole, as the loop itself has measured it. With --profile
+a profiler (py-spy) looks on from outside: "idle" is its share of looks at which the compute thread computed nothing.
+Tokens are compared with those of the first way.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import os
 import queue
+import signal
 import statistics
+import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.core import env
@@ -35,7 +43,12 @@ from paceline.engine.step import Event, Sampled  # noqa: E402
 from paceline.kernels import select_kernels  # noqa: E402
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
-WAYS = (("one step, no drafts", 1, ""), ("two steps, no drafts", 2, ""), ("two steps, ngram", 2, NGRAM))
+WAYS = (
+    ("one step, no drafts", 1, ""),
+    ("two steps, no drafts", 2, ""),
+    ("one step, ngram", 1, NGRAM),
+    ("two steps, ngram", 2, NGRAM),
+)
 MAX_LEN = 1024
 
 _LIST = ", ".join(f"item {number}: {name}" for number, name in enumerate(("apple", "bread", "candle", "drum") * 4))
@@ -53,6 +66,8 @@ class Run:
     accepted_length: float
     """Tokens that a request got from a step, on average."""
     tokens: list[list[int]]
+    idle: float = math.nan
+    """Of the profiler's looks, from the first prompt on."""
 
 
 def main() -> None:
@@ -63,6 +78,7 @@ def main() -> None:
     parser.add_argument("--text", choices=sorted(TEXTS), action="append")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="let py-spy look on, which must be installed")
     options = parser.parse_args()
     device, dtype = torch.device("cpu"), getattr(torch, options.dtype)
     kernels = select_kernels(device, "auto")
@@ -71,14 +87,18 @@ def main() -> None:
         for name, steps, config in WAYS
     }
     tokenizer = tokenizers.Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    print(f"{'text':<8}{'batch':<7}{'way':<24}{'tok/s':>8}{'ratio':>7}{'bubble':>9}{'tokens a step':>15}  same tokens")
+    print(
+        f"{'text':<8}{'batch':<7}{'way':<24}{'tok/s':>8}{'ratio':>7}{'bubble':>9}{'idle':>8}{'tokens a step':>15}  same tokens"
+    )
     for text in options.text or TEXTS:
         for batch in options.batch or (1, 8):
             prompts = [tokenizer.encode(f"{index}. {TEXTS[text]}").ids for index in range(batch)]
             runs = {name: [] for name in ways}
             for _ in range(options.rounds):
                 for name, (steps, loaded) in ways.items():
-                    runs[name].append(run(loaded, steps, prompts, options.tokens))
+                    with profiled() if options.profile else contextlib.nullcontext([]) as looks:
+                        done = run(loaded, steps, prompts, options.tokens)
+                    runs[name].append(replace(done, idle=idle_share(looks)))
             _print(text, batch, runs)
 
 
@@ -121,16 +141,43 @@ def run(loaded: Loaded, steps_in_flight: int, prompts: Sequence[list[int]], max_
     return Run(given / seconds, bubble, engine.stats.sampled_tokens / engine.stats.steps / len(prompts), tokens)
 
 
+@contextlib.contextmanager
+def profiled() -> Iterator[list[str]]:
+    """Lets py-spy look at this process; the list then holds its lines: frames of a thread, and how often they came."""
+    looks: list[str] = []
+    with tempfile.NamedTemporaryFile("r") as file:
+        command = ["py-spy", "record", "--pid", str(os.getpid()), "--output", file.name, "--format", "raw"]
+        options = ["--rate", "200", "--threads", "--idle", "--nonblocking", "--duration", "3600"]
+        spy = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        time.sleep(1.0)  # it reads symbols first
+        yield looks
+        spy.send_signal(signal.SIGINT)
+        output, _ = spy.communicate(timeout=60)
+        if not (lines := file.read().splitlines()):
+            raise SystemExit(f"py-spy has seen nothing: {output.decode()}")
+        looks += lines
+
+
+def idle_share(looks: Sequence[str]) -> float:
+    """How often the compute thread was seen outside of steps."""
+    seen = {True: 0, False: 0}
+    for line in looks:
+        frames, _, count = line.rpartition(" ")
+        if "engine-compute" in frames:
+            seen["ModelRunner.execute" in frames] += int(count)
+    return seen[False] / sum(seen.values()) if looks else math.nan
+
+
 def _print(text: str, batch: int, runs: dict[str, list[Run]]) -> None:
     first = next(iter(runs.values()))
     base = statistics.median(run.tokens_per_second for run in first)
     for name, own in runs.items():
         speed = statistics.median(run.tokens_per_second for run in own)
-        bubble = statistics.median(run.bubble for run in own)
+        bubble, idle = (statistics.median(getattr(run, name) for run in own) for name in ("bubble", "idle"))
         length = statistics.median(run.accepted_length for run in own)
         same = sum(a == b for run in own for a, b in zip(run.tokens, first[0].tokens))
         print(
-            f"{text:<8}{batch:<7}{name:<24}{speed:>8.1f}{speed / base:>7.2f}{bubble:>9.2%}{length:>15.2f}"
+            f"{text:<8}{batch:<7}{name:<24}{speed:>8.1f}{speed / base:>7.2f}{bubble:>9.2%}{idle:>8.2%}{length:>15.2f}"
             f"  {same} of {len(own) * batch}",
             flush=True,
         )
