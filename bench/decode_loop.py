@@ -87,9 +87,8 @@ def main() -> None:
         for name, steps, config in WAYS
     }
     tokenizer = tokenizers.Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    print(
-        f"{'text':<8}{'batch':<7}{'way':<24}{'tok/s':>8}{'ratio':>7}{'bubble':>9}{'idle':>8}{'tokens a step':>15}  same tokens"
-    )
+    figures = f"{'tok/s':>8}{'ratio':>7}{'bubble':>9}{'idle':>8}{'tokens a step':>15}"
+    print(f"{'text':<8}{'batch':<7}{'way':<24}{figures}  same tokens")
     for text in options.text or TEXTS:
         for batch in options.batch or (1, 8):
             prompts = [tokenizer.encode(f"{index}. {TEXTS[text]}").ids for index in range(batch)]
