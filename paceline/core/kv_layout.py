@@ -38,6 +38,8 @@ class GroupShape:
     head_dim: int
     window: int = 0
     """Sliding window in tokens: a query at position p sees keys in (p - window, p]. 0 sees all."""
+    drafter: bool = False
+    """Whether these are layers of a draft model, which may lag behind the target."""
 
     @property
     def elements_per_token(self) -> int:

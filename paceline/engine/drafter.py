@@ -14,10 +14,14 @@ from paceline.engine.step import Chunk
 from paceline.kernels.interface import LayerCache
 from paceline.models.base import Model
 
+_CATCH_UP_TOKENS = 128
+
 
 class Drafter(Protocol):
     """Proposes what may come next. A wrong guess costs time, never a token."""
 
+    fills_kv: bool
+    """Whether it has KV groups of its own."""
     taps: tuple[int, ...]
     """Depths of the target model whose hidden states it wants to see (trained heads, EAGLE); see `Taps`."""
 
@@ -28,8 +32,11 @@ class Drafter(Protocol):
             states: [tokens, hidden] of every depth in `taps`, for the tokens of `inputs`.
         """
 
-    def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
-        """Puts up to wanted[row] tokens behind the context of each row, with `Rows.draft`."""
+    def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
+        """Puts up to wanted[row] tokens, at least one, behind the context of each row, with `Rows.draft`.
+
+        Returns how many tokens it drafted; 0 where the time that it took says nothing about what a draft costs.
+        """
 
 
 class PromptLookup:
@@ -39,6 +46,7 @@ class PromptLookup:
         min_tokens, max_tokens: how much of the end must agree, and how much is looked at to choose the best place.
     """
 
+    fills_kv = False
     taps: tuple[int, ...] = ()
 
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
@@ -48,9 +56,10 @@ class PromptLookup:
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
         pass
 
-    def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
+    def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
         for row, count in wanted.items():
             rows.draft(row, [Draft(token) for token in self.lookup(rows.context(row), count)])
+        return int(rows.drafts[list(wanted)].sum())
 
     def lookup(self, context: np.ndarray, count: int) -> list[int]:
         """Up to `count` token ids that may follow int32 [tokens]; none where there is no idea."""
@@ -94,32 +103,33 @@ class ModelDrafter:
         self._draws = draws
         self._first_group = first_group
         self._layers = layers
-        self._shares_kv = layers is not None
-        self._reach = min((shape.window for shape in model.group_shapes if shape.window), default=None)
-        """Tokens at the end whose blocks no group has given back."""
+        self.fills_kv = layers is None
 
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
         """Computes its own KV of prompts; of the tokens behind them it computes it when it drafts."""
-        prompts = [chunk for chunk in chunks if not chunk.follows]
-        if prompts and not self._shares_kv:
-            own = [chunk.row for chunk in prompts]
-            self._forward(rows.span(own, [chunk.start for chunk in prompts], [chunk.end for chunk in prompts]))
-            rows.drafted[own] = [chunk.end for chunk in prompts]
+        # Who leaves after the first token takes the drafter's KV along, and never drafts here.
+        prompts = [chunk for chunk in chunks if not chunk.follows or chunk.request.only_first_token]
+        if prompts and self.fills_kv:
+            self._catch_up(rows, {chunk.row: chunk.end for chunk in prompts})
 
-    def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
-        wanted = {row: count for row, count in wanted.items() if count > 0}
-        # Of its own drafts, those that were accepted are computed already; of the target's layers all but the newest.
-        starts = {row: int(rows.lengths[row]) - 1 for row in wanted}
-        if not self._shares_kv:
-            starts = {row: self._first_missing(rows, row) for row in wanted}
-        drafts: dict[int, list[Draft]] = {row: [] for row in wanted}
-        while wanted:
-            order = list(wanted)
-            ends = [int(rows.lengths[row]) + len(drafts[row]) for row in order]
-            inputs = rows.span(order, [starts[row] for row in order], ends)
+    def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
+        late = {}
+        if self.fills_kv:
+            # Nothing may have been drafted for long. Not all of it in one step: others wait for its end.
+            ends = {row: int(rows.drafter_lengths[row]) + _CATCH_UP_TOKENS for row in wanted}
+            late = {row: end for row, end in ends.items() if end < rows.lengths[row]}
+            self._catch_up(rows, late)
+        left = {row: count for row, count in wanted.items() if row not in late}
+        # Of the target's own layers all is computed but the newest token.
+        starts = {row: int(rows.drafter_lengths[row] if self.fills_kv else rows.lengths[row] - 1) for row in left}
+        drafts: dict[int, list[Draft]] = {row: [] for row in left}
+        while left:
+            order = list(left)
+            ends = {row: int(rows.lengths[row]) + len(drafts[row]) for row in order}
+            inputs = rows.span(order, [starts[row] for row in order], [ends[row] for row in order])
             hidden = self._forward(inputs)
             logits = self._model.logits(hidden[[end - 1 for end in inputs.batch.query_start[1:]]])
-            for index, (row, end) in enumerate(zip(order, ends)):
+            for index, (row, end) in enumerate(ends.items()):
                 fixed = rows.row(row)
                 context = SamplingRow(fixed.sampling, rows.context(row, end), fixed.prompt_len)
                 draft = propose(logits[index], context, self._draws)
@@ -127,16 +137,18 @@ class ModelDrafter:
                 rows.token_ids[row, end] = draft.token
                 starts[row] = end
                 if len(drafts[row]) == wanted[row] or fixed.ends(draft.token, end + 1):
-                    del wanted[row]
+                    del left[row]
         for row, proposed in drafts.items():
             rows.draft(row, proposed)
-            rows.drafted[row] = starts[row]
+            rows.drafter_lengths[row] = starts[row]
+        return 0 if late else sum(map(len, drafts.values()))
 
-    def _first_missing(self, rows: Rows, row: int) -> int:
-        """Where its own KV ends; it may lie far back, where for a while nothing was drafted."""
-        length = int(rows.lengths[row])
-        missing = min(length - 1, int(rows.drafted[row]))
-        return missing if self._reach is None else max(missing, length - self._reach)
+    def _catch_up(self, rows: Rows, ends: Mapping[int, int]) -> None:
+        """Computes its own KV of tokens before ends[row]."""
+        if ends:
+            order = list(ends)
+            self._forward(rows.span(order, rows.drafter_lengths[order], list(ends.values())))
+            rows.drafter_lengths[order] = list(ends.values())
 
     def _forward(self, inputs: Inputs) -> Tensor:
         batch = inputs.batch.from_group(self._first_group)

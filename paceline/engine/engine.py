@@ -20,7 +20,8 @@ from typing import NamedTuple, Protocol
 
 from paceline.core.types import Key
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduler, SchedulerStats
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import Event, Step, StepResult
 
 STEPS_IN_FLIGHT = 2

@@ -81,7 +81,12 @@ def load(
             )
         first = model.config.num_layers
         shapes += tuple(
-            replace(shape, name=f"draft-{shape.name}", layers=tuple(first + layer for layer in shape.layers))
+            replace(
+                shape,
+                name=f"draft-{shape.name}",
+                layers=tuple(first + layer for layer in shape.layers),
+                drafter=True,
+            )
             for shape in draft_model.group_shapes
         )
         identity += model_identity(draft_folder, str(dtype))

@@ -45,6 +45,8 @@ class Request:
     drafts: int = field(default=0, init=False)
     """Tokens that the newest planned step drafts for the one after it."""
     acceptance: Acceptance | None = field(default=None, init=False)
+    drafter_len: int = field(init=False)
+    """Tokens whose KV the blocks of the drafter's groups hold."""
     joined_len: int = field(init=False)
     """Tokens that it came with."""
     planned_len: int = field(init=False)
@@ -55,7 +57,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.joined_len = len(self.token_ids)
-        self.planned_len = self.computed_len
+        self.planned_len = self.drafter_len = self.computed_len
         self.sealed_blocks = [self.computed_len // group.block_tokens for group in self.layout.groups]
 
     @property
@@ -99,7 +101,7 @@ class Request:
     def seal_full_blocks(self, group_index: int) -> tuple[int, list[bytes]]:
         """Marks blocks that became full as sealed; returns the first of them and the hashes of all."""
         block_tokens = self.layout.groups[group_index].block_tokens
-        first, end = self.sealed_blocks[group_index], self.computed_len // block_tokens
+        first, end = self.sealed_blocks[group_index], self._filled_len(group_index) // block_tokens
         if first == end:
             return first, []
         self.chain.extend(self.token_ids)
@@ -109,9 +111,12 @@ class Request:
 
     def trim_behind_window(self, group_index: int) -> int:
         """Forgets blocks that no later query reads; returns how many entries at the front are empty, 0 if no new."""
-        first_needed = self.layout.groups[group_index].first_needed_block(self.computed_len)
+        first_needed = self.layout.groups[group_index].first_needed_block(self._filled_len(group_index))
         table = self.tables[group_index]
         if first_needed == 0 or table[first_needed - 1] == NO_SLOT:
             return 0
         table[:first_needed] = [NO_SLOT] * first_needed
         return first_needed
+
+    def _filled_len(self, group_index: int) -> int:
+        return self.drafter_len if self.layout.groups[group_index].shape.drafter else self.computed_len

@@ -52,7 +52,7 @@ class Rows:
 
     `token_ids` int32 [count, max_len] holds contexts, and behind each its drafts. int64 [count] are: `lengths` and
     `drafts`, how many tokens of either there are; `limits`, how long a context may grow; `capacities`, how many tokens
-    have room in its blocks; `drafted`, for how many tokens the drafter has computed its own KV.
+    have room in its blocks; `drafter_lengths`, for how many tokens a draft model has computed KV of its own.
 
     Args:
         max_len: tokens of the longest context.
@@ -65,7 +65,7 @@ class Rows:
         self.drafts = np.zeros(count, dtype=np.int64)
         self.limits = np.zeros(count, dtype=np.int64)
         self.capacities = np.zeros(count, dtype=np.int64)
-        self.drafted = np.zeros(count, dtype=np.int64)
+        self.drafter_lengths = np.zeros(count, dtype=np.int64)
         self._rows: list[Row | None] = [None] * count
         self._drafts: list[Sequence[Draft]] = [()] * count
         self._layout = layout
@@ -80,7 +80,7 @@ class Rows:
                 self._rows[row] = Row(update.sampling, update.prompt_len)
                 self.token_ids[row, : len(update.token_ids)] = update.token_ids
                 self.lengths[row], self.drafts[row], self.limits[row] = len(update.token_ids), 0, update.limit
-                self.drafted[row] = update.computed_len
+                self.drafter_lengths[row] = update.computed_len
             for table, slots in zip(self._tables, update.tables):
                 table[row, : len(slots)] = slots
             self.capacities[row] = update.capacity
@@ -142,6 +142,8 @@ class Rows:
         self.token_ids[row, length : length + len(token_ids)] = token_ids
         self.lengths[row] = length + len(token_ids)
         self.drafts[row] = 0
+        # What it computed for refused drafts counts no more.
+        self.drafter_lengths[row] = min(self.drafter_lengths[row], self.lengths[row] - 1)
         if ended:
             self.limits[row] = self.lengths[row]
 

@@ -60,10 +60,15 @@ class ModelRunner:
         hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps)
         results = self._sample(hidden, step.chunks, inputs)
         verified = time.perf_counter()
-        drafted = self._draft(step.chunks, results, inputs, taps)
+        drafted, drafter_lengths = 0, []
+        if self._drafter is not None:
+            self._drafter.observe(self._rows, step.chunks, inputs, taps.states)
+            drafted = self._draft(self._drafter, step.chunks, results)
+            if self._drafter.fills_kv:
+                drafter_lengths = [int(self._rows.drafter_lengths[chunk.row]) for chunk in step.chunks]
         self._tell_constraints(step.chunks, results)
         ended = time.perf_counter()
-        return StepResult(results, ended - began, ended - verified, drafted)
+        return StepResult(results, ended - began, ended - verified, drafted, drafter_lengths)
 
     def _update(self, step: Step) -> None:
         self._rows.update(step.updates)
@@ -81,17 +86,14 @@ class ModelRunner:
                 moves[chunk.row] = Move(tokens, [draft.token for draft in rows.drafts_of(chunk.row)])
         self._constraints.advance(moves)
 
-    def _draft(self, chunks: Sequence[Chunk], results: Sequence[ChunkResult], inputs: Inputs, taps: Taps) -> int:
-        """Drafts for the step after; returns how many tokens."""
-        if self._drafter is None:
-            return 0
-        rows = self._rows
-        self._drafter.observe(rows, chunks, inputs, taps.states)
-        wanted = {chunk.row: chunk.drafts for chunk, result in zip(chunks, results) if result.tokens}
-        wanted = {row: min(count, rows.room_for_drafts(row)) for row, count in wanted.items()}
-        wanted = {row: count for row, count in wanted.items() if count > 0}
-        self._drafter.draft(rows, wanted)
-        return int(rows.drafts[list(wanted)].sum())
+    def _draft(self, drafter: Drafter, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> int:
+        """Drafts for the step after."""
+        wanted = {
+            chunk.row: count
+            for chunk, result in zip(chunks, results)
+            if result.tokens and (count := min(chunk.drafts, self._rows.room_for_drafts(chunk.row))) > 0
+        }
+        return drafter.draft(self._rows, wanted) if wanted else 0
 
     def _sample(self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs) -> list[ChunkResult]:
         """Scores prompts, and chooses tokens behind every input that may be the newest of its context."""
@@ -108,16 +110,16 @@ class ModelRunner:
             own = logits[first : first + len(span)]
             first += len(span)
             try:
-                tokens = self._verify(own, chunk.row, start + span.start - begin + 1)
+                tokens, accepted = self._verify(own, chunk.row, start + span.start - begin + 1)
             except GrammarError as error:
                 self._rows.append(chunk.row, [], ended=True)
                 results.append(ChunkResult(scores=scores, failure=str(error)))
                 continue
-            results.append(ChunkResult(tokens, max(len(span) - 1, 0), scores))
+            results.append(ChunkResult(tokens, max(len(span) - 1, 0), accepted, scores))
         return results
 
-    def _verify(self, logits: Tensor, row: int, length: int) -> list[Token]:
-        """Accepts drafts as long as they are what is sampled; ends with a token that was not drafted.
+    def _verify(self, logits: Tensor, row: int, length: int) -> tuple[list[Token], int]:
+        """Samples as long as what comes was drafted; returns the tokens, and how many of them were drafts.
 
         Drafts that a grammar forbids are never sampled, so that behind them no mask is needed.
 
@@ -128,23 +130,22 @@ class ModelRunner:
             GrammarError: the row has a grammar, and it allows no token.
         """
         state, fixed = self._rows, self._rows.row(row)
+        if logits.shape[0] == 0:
+            return [], 0
         tokens: list[Token] = []
-        ended = False
-        masks = self._constraints.masks(row) if logits.shape[0] > 0 else None
-        drafts = state.drafts_of(row)
+        masks, drafts = self._constraints.masks(row), state.drafts_of(row)
         for index in range(logits.shape[0]):
             mask = masks[index] if masks is not None else None
-            context = state.context(row, length + index)
+            own = SamplingRow(fixed.sampling, state.context(row, length + index), fixed.prompt_len, mask)
             draft = drafts[index] if index + 1 < logits.shape[0] else None
-            own = SamplingRow(fixed.sampling, context, fixed.prompt_len, mask)
             token = sample(logits[index], own, draft if self._probabilistic else None)
             tokens.append(token)
-            ended = fixed.ends(token.id, length + index + 1)
-            if ended or draft is None or token.id != draft.token:
+            is_draft = draft is not None and token.id == draft.token
+            ended = fixed.ends(token.id, length + len(tokens))
+            if ended or not is_draft:
                 break
-        if tokens:
-            state.append(row, [token.id for token in tokens], ended)
-        return tokens
+        state.append(row, [token.id for token in tokens], ended)
+        return tokens, len(tokens) - (not is_draft)
 
     def _score(self, hidden: Tensor, chunk: Chunk, start: int) -> list[Token]:
         tokens: list[Token] = []

@@ -13,11 +13,12 @@ are full waits. When there are no blocks (`starve`), the request that came last 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.core.types import Key
 from paceline.engine.request import Request
 from paceline.engine.speculation import Speculation
+from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import (
     Chunk,
     ChunkResult,
@@ -46,28 +47,12 @@ LOOKAHEAD_TOKENS = 16
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_batched_tokens: int
-    """Tokens of one step, at most."""
+    """Tokens of one step, at most; no fewer than max_seqs."""
     max_model_len: int
     max_seqs: int
     """Rows: requests that run at the same time."""
     max_drafts: int = 0
     """Draft tokens that one request may have verified in one step."""
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since the start."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    sampled_tokens: int = 0
-    drafts: int = 0
-    """Times that drafts of a request were verified."""
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
-    """How often the first, second, … draft came true."""
-    preemptions: int = 0
 
 
 class Scheduler:
@@ -82,6 +67,7 @@ class Scheduler:
         self._updates: list[Joined | Grown] = []
         self._events: list[Event] = []
         self._made_room = False
+        self._starved: list[Request] = []
         self.stats = SchedulerStats()
 
     def __len__(self) -> int:
@@ -116,25 +102,38 @@ class Scheduler:
         """There are no blocks for this request now. The newest request leaves, so that the others go on."""
         if (request := self._requests.get(key)) is None:
             return
-        request.growing = False  # asks again with the next plan
-        if self._made_room or any(self._is_preempted(key) for key in self._leaving):
-            return  # room was made since the last plan, or will be soon; whether it suffices will show
-        victim = self._requests.pop(next(reversed(self._requests)))
-        self._made_room = True
-        self.stats.preemptions += 1
-        self._leave(victim, Preempted(victim.key, victim))
+        self._starved.append(request)
+        # Where room was made since the last plan, or will be soon, whether it suffices will show.
+        if not self._made_room and not any(map(self._is_preempted, self._leaving)):
+            victim = self._requests.pop(next(reversed(self._requests)))
+            self._made_room = True
+            self.stats.preemptions += 1
+            self._leave(victim, Preempted(victim.key, victim))
+        self._ask_again()
 
     # ---- planning
 
     def plan(self) -> Step | None:
-        """The next step, or None where no request can go on now. Decoding comes first, then prompts in order."""
+        """The next step, or None where no request can go on now.
+
+        Every decoding request gets its token; drafts come next, then prompts in order, which drafts leave at least half
+        of what is left.
+        """
         self._made_room = False
-        budget = self._limits.max_batched_tokens
+        decoding = [request for request in self._requests.values() if request.decodes and self._seat(request)]
+        prompts = [request for request in self._requests.values() if not request.decodes]
+        budget = self._limits.max_batched_tokens - len(decoding)
+        drafts = budget // 2 if prompts else budget
         chunks: list[Chunk] = []
-        for request in sorted(self._requests.values(), key=lambda request: not request.decodes):
+        for request in decoding:
+            if chunk := self._next_tokens(request, drafts):
+                chunks.append(chunk)
+                drafts -= chunk.length - 1
+                budget -= chunk.length - 1
+        for request in prompts:
             if budget == 0:
                 break
-            if self._seat(request) and (chunk := self._next_chunk(request, budget)):
+            if self._seat(request) and (chunk := self._next_piece(request, budget)):
                 chunks.append(chunk)
                 budget -= chunk.length
         if not chunks:
@@ -161,22 +160,28 @@ class Scheduler:
             )
         return request.row is not None
 
-    def _next_chunk(self, request: Request, budget: int) -> Chunk | None:
+    def _next_tokens(self, request: Request, drafts: int) -> Chunk | None:
+        """The newest token of a decoding request, and up to so many drafts behind it."""
         self._ask_for_blocks(request)
-        follows = request.decodes
-        if follows:
-            limit = request.limit(self._limits.max_model_len)
-            if request.least_len >= limit or request.most_len > request.capacity:
-                return None
-            room = min(budget - 1, limit - request.least_len - 1, request.capacity - request.most_len)
-            start, length, samples = request.most_len - 1, 1 + min(request.drafts, room), True
-        else:
-            start = request.planned_len
-            length = min(len(request.token_ids) - start, budget, request.capacity - start)
-            if length <= 0:
-                return None
-            request.planned_len = start + length
-            samples = request.planned_len == len(request.token_ids)
+        limit = request.limit(self._limits.max_model_len)
+        if request.least_len >= limit or request.most_len > request.capacity:
+            return None
+        room = min(drafts, limit - request.least_len - 1, request.capacity - request.most_len)
+        start, length = request.most_len - 1, 1 + min(request.drafts, room)
+        return self._launch(request, start, length, follows=True, samples=True)
+
+    def _next_piece(self, request: Request, budget: int) -> Chunk | None:
+        """As much of a prompt as fits."""
+        self._ask_for_blocks(request)
+        start = request.planned_len
+        length = min(len(request.token_ids) - start, budget, request.capacity - start)
+        if length <= 0:
+            return None
+        request.planned_len = start + length
+        samples = request.planned_len == len(request.token_ids)
+        return self._launch(request, start, length, follows=False, samples=samples)
+
+    def _launch(self, request: Request, start: int, length: int, follows: bool, samples: bool) -> Chunk:
         if samples:
             request.unknown.append(length if follows else 1)
             request.drafts = self._choose_drafts(request)
@@ -203,13 +208,14 @@ class Scheduler:
         """Takes in what the oldest step in flight computed."""
         self.stats.steps += 1
         self._observe(step, result)
-        for chunk, own in zip(step.chunks, result.chunks, strict=True):
+        drafter_lengths = result.drafter_lengths or [0] * len(step.chunks)
+        for chunk, own, drafter_len in zip(step.chunks, result.chunks, drafter_lengths, strict=True):
             request = chunk.request
             request.in_flight -= 1
             if chunk.samples:
                 request.unknown.popleft()
             if request.key in self._requests or self._is_preempted(request.key):
-                self._take(chunk, own)
+                self._take(chunk, own, drafter_len)
             if request.in_flight == 0 and request.key in self._leaving:
                 self._let_go(request)
 
@@ -225,18 +231,7 @@ class Scheduler:
             given = sum(len(chunk.tokens) for chunk in result.chunks)
             self._speculation.observe_step(tokens, given, result.drafted, result.seconds, result.draft_seconds)
 
-    def _observe_drafts(self, request: Request, drafted: int, accepted: int) -> None:
-        assert request.acceptance is not None
-        self._speculation.observe_drafts(request.acceptance, drafted, accepted)
-        stats = self.stats
-        stats.drafts += 1
-        stats.draft_tokens += drafted
-        stats.accepted_tokens += accepted
-        stats.accepted_by_position += [0] * (drafted - len(stats.accepted_by_position))
-        for position in range(accepted):
-            stats.accepted_by_position[position] += 1
-
-    def _take(self, chunk: Chunk, result: ChunkResult) -> None:
+    def _take(self, chunk: Chunk, result: ChunkResult, drafter_len: int) -> None:
         request, events = chunk.request, self._events
         if result.scores:
             events.append(Scored(request.key, chunk.scored.start, result.scores))
@@ -249,10 +244,13 @@ class Scheduler:
         # The newest token is never computed: it is the input of the next step.
         request.computed_len = len(request.token_ids) - 1 if chunk.samples else chunk.end
         request.planned_len = max(request.planned_len, request.computed_len)
-        self.stats.computed_tokens += chunk.length
+        request.drafter_len = min(drafter_len, request.computed_len)  # what it computed for drafts may be refused
+        self.stats.computed_tokens += 1 + result.drafted if chunk.follows else chunk.length
         self.stats.sampled_tokens += len(sampled)
         if result.drafted and result.tokens:
-            self._observe_drafts(request, result.drafted, len(result.tokens) - 1)
+            assert request.acceptance is not None
+            self._speculation.observe_drafts(request.acceptance, result.drafted, result.accepted)
+            self.stats.count_drafts(result.drafted, result.accepted)
         self._settle_blocks(request)
         events += sampled
         if result.failure:
@@ -283,6 +281,14 @@ class Scheduler:
             request.row = None
         if last_word is not None:
             self._events.append(last_word)
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Those that found no blocks ask with the next plan, or when a preempted request has given back its own."""
+        if self._starved and not any(map(self._is_preempted, self._leaving)):
+            for request in self._starved:
+                request.growing = False
+            self._starved.clear()
 
     def _is_preempted(self, key: Key) -> bool:
         return key in self._leaving and isinstance(self._leaving[key][1], Preempted)

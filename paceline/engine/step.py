@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.types import FinishReason, Key, SamplingParams, Token
@@ -82,6 +83,8 @@ class ChunkResult:
     """Where the chunk samples: the accepted drafts and one token more; none where the row had come to its end."""
     drafted: int = 0
     """Draft tokens that were verified."""
+    accepted: int = 0
+    """How many of them came true; they are the first of `tokens`."""
     scores: list[Token] = field(default_factory=list)
     """One for each position of `Chunk.scored`."""
     failure: str = ""
@@ -96,7 +99,9 @@ class StepResult:
     """Time that the step took to compute, drafting included."""
     draft_seconds: float = 0.0
     drafted: int = 0
-    """Tokens drafted for the step after."""
+    """Tokens drafted for the step after; 0 also where `draft_seconds` tells nothing about what drafts cost."""
+    drafter_lengths: Sequence[int] = ()
+    """[chunks]: tokens for which a draft model has KV of its own, drafts included; empty where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.core.hashing import HashChain
-from paceline.core.kv_layout import make_layout
+from paceline.core.kv_layout import NO_SLOT, make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.engine import Engine
@@ -82,7 +82,12 @@ class Loop:
         layers = model.config.num_layers
         if draft_model is not None:
             shapes += tuple(
-                replace(shape, name=f"draft-{shape.name}", layers=tuple(layers + layer for layer in shape.layers))
+                replace(
+                    shape,
+                    name=f"draft-{shape.name}",
+                    layers=tuple(layers + layer for layer in shape.layers),
+                    drafter=True,
+                )
                 for shape in draft_model.group_shapes
             )
         self.layout = make_layout(shapes, 4, "test")
@@ -112,12 +117,25 @@ class Loop:
         )
         self.engine.start()
 
+    def tables(self) -> list[list[int]]:
+        """Blocks for one request."""
+        return [[self._slots.pop() for _ in range(group.blocks_for(MAX_TOKENS))] for group in self.layout.groups]
+
+    def run_one(self, request: Request) -> None:
+        """Runs a request to its end, and ends the engine."""
+        self.engine.add(request)
+        while not isinstance(event := self._events.get(timeout=30), Sampled) or not (
+            event.reason or request.only_first_token
+        ):
+            assert not self._failures
+        self.engine.stop()
+
     def run(self, asked: Sequence[Asked]) -> list[list[Token]]:
         """Runs requests side by side, each from the first token on."""
         outputs: dict[Key, list[Token]] = {}
         own: dict[Key, list[list[int]]] = {}
         for index, (prompt, sampling) in enumerate(asked):
-            tables = [[self._slots.pop() for _ in range(g.blocks_for(MAX_TOKENS))] for g in self.layout.groups]
+            tables = self.tables()
             key = Key(str(index), 1, 1)
             own[key] = [[*table] for table in tables]
             outputs[key] = []
@@ -200,6 +218,8 @@ def test_work_is_seen_as_busy_time_or_bubble(model: Model) -> None:
 class Head:
     """A head on the model's hidden states, as a trained one is: it drafts one token from the last state it has seen."""
 
+    fills_kv = False
+
     def __init__(self, model: Model, depth: int) -> None:
         self.taps = (depth,)
         self._model = model
@@ -213,10 +233,11 @@ class Head:
             if 0 <= behind < end - first:
                 self._last[chunk.row] = states[self.taps[0]][first + behind]
 
-    def draft(self, rows: Rows, wanted: dict[int, int]) -> None:
+    def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
         for row in wanted:
             token = int(self._model.logits(self._last[row].unsqueeze(0)).argmax())
             rows.draft(row, [Draft(token)])
+        return len(wanted)
 
 
 def test_a_head_sees_hidden_states_and_drafts_from_them(model: Model) -> None:
@@ -249,3 +270,77 @@ def test_a_draft_model_that_begins_late_writes_to_no_block_that_was_given_back(s
     assert loop.engine.stats.draft_tokens > 0
     assert loop.given_back
     assert bool((loop.slots[sorted(loop.given_back)] == FOREIGN).all())
+
+
+class Pattern(Speculation):
+    """Drafts as many tokens as the pattern says, over and over."""
+
+    def __init__(self, *pattern: int) -> None:
+        super().__init__(DRAFTS, adaptive=False)
+        self._pattern = itertools.cycle(pattern)
+
+    def choose(self, request: Acceptance) -> int:
+        return next(self._pattern)
+
+
+def draft_keys(loop: Loop, tables: Sequence[Sequence[int]], model: Model) -> list[list[torch.Tensor | None]]:
+    """For each layer of the draft model, the keys of each token; None where its block was given back."""
+    first_layer = loop.layout.groups[len(model.group_shapes)].shape.layers[0]
+    layers = {}
+    for group, table in list(zip(loop.layout.groups, tables))[len(model.group_shapes) :]:
+        for layer in group.shape.layers:
+            cache = layer_caches(loop.layout, loop.slots.view(-1))[layer]
+            places = [(slot, place) for slot in table for place in range(group.block_tokens)]
+            layers[layer] = [None if slot == NO_SLOT else cache.keys[slot, :, place] for slot, place in places]
+    return [layers[layer] for layer in sorted(layers) if layer >= first_layer]
+
+
+@pytest.mark.parametrize("pattern", [(0,), (3,), (3, 0, 0, 3), (2, 0, 0, 0, 0, 0, 0, 1)])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_is_sealed_of_a_draft_models_cache_is_computed(
+    family: str, pattern: tuple[int, ...], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    save = request.getfixturevalue(f"save_{family}")
+    save()
+    model = load(tmp_path)
+    save(initializer_range=0.05)
+    draft_model = load(tmp_path)
+    loop = Loop(model, 2, "model", draft_model, Pattern(*pattern))
+    running = make_request(loop, [7, 8, 9] * 8, SamplingParams(max_tokens=90, temperature=0.8, seed=3))
+    loop.run_one(running)
+    found = draft_keys(loop, running.tables, model)
+    alone = Loop(model, 1, "model", draft_model, Pattern(1))
+    whole = make_request(alone, running.token_ids, SamplingParams(max_tokens=1))
+    tables = [[*table] for table in whole.tables]
+    alone.run_one(whole)
+    wanted = draft_keys(alone, tables, model)
+    groups = loop.layout.groups[len(model.group_shapes) :]
+    sealed = [blocks * group.block_tokens for blocks, group in zip(running.sealed_blocks[-len(groups) :], groups)]
+    assert max(sealed) > 64 if any(pattern) else max(sealed) <= 24
+    for layer, (own, reference) in enumerate(zip(found, wanted)):
+        group = next(
+            index for index, group in enumerate(groups) if layer + model.config.num_layers in group.shape.layers
+        )
+        for keys, other in zip(own[: sealed[group]], reference):
+            if keys is not None and other is not None:
+                torch.testing.assert_close(keys, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [23, 24, 25, 48, 49])
+def test_prefill_leaves_no_hole_in_a_draft_models_cache(model: Model, length: int) -> None:
+    loop = Loop(model, 2, "model", model)
+    request = make_request(
+        loop, [5 + i % 7 for i in range(length)], SamplingParams(max_tokens=9), only_first_token=True
+    )
+    tables = [[*table] for table in request.tables]
+    loop.run_one(request)
+    for keys in draft_keys(loop, tables, model):
+        assert not any(bool(key.isnan().any()) for key in keys[max(0, length - 19) : length] if key is not None)
+
+
+def make_request(loop: Loop, prompt: list[int], sampling: SamplingParams, only_first_token: bool = False) -> Request:
+    chain = HashChain(loop.layout.fingerprint)
+    key = Key("one", 1, 1)
+    return Request(
+        key, [*prompt], len(prompt), sampling, loop.layout, chain, loop.tables(), only_first_token=only_first_token
+    )

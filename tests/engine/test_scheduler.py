@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +15,7 @@ from paceline.core.kv_layout import NO_SLOT, GroupShape, KVLayout, make_layout
 from paceline.core.types import FinishReason, Key, SamplingParams, Token
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.speculation import Speculation
 from paceline.engine.step import (
     Chunk,
     ChunkResult,
@@ -111,6 +112,35 @@ def test_decoding_comes_before_prompts() -> None:
     step = scheduler.plan()
     assert step is not None
     assert [(chunk.request.key.request_id, chunk.length) for chunk in step.chunks] == [("decoding", 1), ("prompt", 31)]
+
+
+def test_drafts_neither_keep_others_from_decoding_nor_prompts_from_going_on() -> None:
+    scheduler = Scheduler(Limits(64, 4096, 64, 4), Speculation(4, adaptive=False))
+    device = ToyDevice()
+    for index in range(32):
+        scheduler.add(make_request(f"{index}", [1, 2, 3, 4], 200, computed_len=3))
+    prompt = make_request("prompt", list(range(200)), 5)
+    scheduler.add(prompt)
+    in_flight: deque[Step] = deque()
+    for _ in range(10):
+        while len(in_flight) < 2 and (step := scheduler.plan()):
+            assert sum(chunk.length for chunk in step.chunks) <= 64
+            assert len(step.chunks) == 33
+            in_flight.append(step)
+        step = in_flight.popleft()
+        scheduler.apply(step, device.execute(step))
+    assert prompt.computed_len >= 160
+    assert scheduler.stats.draft_tokens > 0
+
+
+def test_what_was_not_drafted_is_not_counted_as_computed() -> None:
+    scheduler = Scheduler(Limits(64, 4096, 4, 4), Speculation(4, adaptive=False))
+    device = ToyDevice(accept=lambda most: min(most, 1))
+    scheduler.add(make_request("a", [1, 2, 3, 4], 50))
+    while step := scheduler.plan():
+        result = device.execute(step)
+        scheduler.apply(step, StepResult([replace(chunk, drafted=0) for chunk in result.chunks]))
+    assert scheduler.stats.computed_tokens == 4 + 49
 
 
 def test_output_ends_at_max_tokens_and_at_the_context_limit() -> None:
@@ -220,6 +250,42 @@ class ToyPool:
         self.free += self.used.pop(key)
 
 
+def test_who_starves_asks_again_as_soon_as_a_preempted_request_is_out_of_the_engine() -> None:
+    scheduler = Scheduler(Limits(64, 4096, 4))
+    device = ToyDevice()
+    for name, capacity in (("old", 16), ("new", 64)):
+        scheduler.add(make_request(name, list(range(10)), 500, capacity=capacity))
+
+    def asks() -> int:
+        return sum(
+            isinstance(event, NeedsBlocks) and event.key.request_id == "old" for event in scheduler.take_events()
+        )
+
+    under_way = scheduler.plan()
+    assert under_way is not None
+    assert asks() == 1
+    scheduler.starve(Key("old", 1, 1))
+    scheduler.plan()
+    assert asks() == 0  # the newest leaves only when the step under way is over
+    scheduler.apply(under_way, device.execute(under_way))
+    scheduler.plan()
+    assert asks() == 1
+
+
+def test_who_starves_asks_again_even_if_the_preempted_request_is_removed() -> None:
+    scheduler = Scheduler(Limits(64, 4096, 4))
+    for name in ("old", "new"):
+        scheduler.add(make_request(name, list(range(10)), 500, capacity=16))
+    step = scheduler.plan()
+    assert step is not None
+    scheduler.starve(Key("old", 1, 1))
+    scheduler.remove(Key("new", 1, 1))
+    scheduler.take_events()
+    scheduler.apply(step, ToyDevice().execute(step))
+    scheduler.plan()
+    assert NeedsBlocks(Key("old", 1, 1), 75) in scheduler.take_events()
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 120)), min_size=1, max_size=8),
@@ -240,7 +306,7 @@ def test_every_request_gets_its_tokens_on_a_small_pool(
     data: st.DataObject,
 ) -> None:
     pool = ToyPool(pool_blocks)
-    scheduler = Scheduler(Limits(budget, 4096, rows, drafts))
+    scheduler = Scheduler(Limits(budget, 4096, min(rows, budget), drafts))
     rng = random.Random(data.draw(st.integers(0, 1000)))
     device = ToyDevice(lambda most: rng.randint(1, most))
     in_flight: deque[tuple[Step, StepResult]] = deque()

@@ -1,0 +1,30 @@
+"""What a scheduler counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    drafts: int = 0
+    """Times that drafts of a request were verified."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+    """How often the first, second, … draft came true."""
+    preemptions: int = 0
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Drafts of one request in one step were verified; the first `accepted` came true."""
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        self.accepted_by_position += [0] * (drafted - len(self.accepted_by_position))
+        for position in range(accepted):
+            self.accepted_by_position[position] += 1
