@@ -40,7 +40,10 @@ class Answer:
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> Schema:
-    """A schema of a few properties, nested up to `depth`, whose values are of bounded length."""
+    """A schema of a few properties, nested up to `depth`, whose values are of bounded length.
+
+    A date-time would not be: the fraction of its second may have digits without end.
+    """
     kinds = ["string", "integer", "number", "boolean", "enum", "pattern", "format", "nullable"]
     if depth > 0:
         kinds += ["object"] * 4 + ["array"] * 2 + ["anyOf"]
@@ -59,7 +62,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> Schema:
         case "pattern":
             return {"type": "string", "pattern": rng.choice([r"^[A-Z]{2}-\d{4}$", r"^(a|bc){1,6}$", r"^\w{1,12}$"])}
         case "format":
-            return {"type": "string", "format": rng.choice(["date", "date-time", "uuid", "ipv4"])}
+            return {"type": "string", "format": rng.choice(["date", "uuid", "ipv4"])}
         case "nullable":
             return {"type": ["null", "boolean"]}
         case "array":

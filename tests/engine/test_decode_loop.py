@@ -295,7 +295,9 @@ def draft_keys(loop: Loop, tables: Sequence[Sequence[int]], model: Model) -> lis
     return [layers[layer] for layer in sorted(layers) if layer >= first_layer]
 
 
-@pytest.mark.parametrize("pattern", [(0,), (3,), (3, 0, 0, 3), (2, 0, 0, 0, 0, 0, 0, 1)])
+@pytest.mark.parametrize(
+    "pattern", [(0,), (3,), (3, 0, 0, 3), (2, 0, 0, 0, 0, 0, 0, 1), (0,) * 160 + (3,) * 30], ids=str
+)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_what_is_sealed_of_a_draft_models_cache_is_computed(
     family: str, pattern: tuple[int, ...], tmp_path: Path, request: pytest.FixtureRequest
@@ -306,7 +308,7 @@ def test_what_is_sealed_of_a_draft_models_cache_is_computed(
     save(initializer_range=0.05)
     draft_model = load(tmp_path)
     loop = Loop(model, 2, "model", draft_model, Pattern(*pattern))
-    running = make_request(loop, [7, 8, 9] * 8, SamplingParams(max_tokens=90, temperature=0.8, seed=3))
+    running = make_request(loop, [7, 8, 9] * 8, SamplingParams(max_tokens=220, temperature=0.8, seed=3))
     loop.run_one(running)
     found = draft_keys(loop, running.tables, model)
     alone = Loop(model, 1, "model", draft_model, Pattern(1))
