@@ -73,10 +73,17 @@ def _shared_prefix(name: str, prompt: Prompt) -> Workload:
     return Workload(name, (first, *later), concurrency=1)
 
 
+def _copy_heavy(name: str, prompt: Prompt) -> Workload:
+    """A passage again and again, in the middle of its fourth time: models go on copying, and lookups find what comes."""
+    passages = [prompt(64) for _ in range(4)]
+    return Workload(name, tuple(Request((passage * 4)[:220], 192) for passage in passages), concurrency=1)
+
+
 WORKLOADS: dict[str, Callable[[str, Prompt], Workload]] = {
     "one": _uniform(count=4, concurrency=1, tokens_in=128, tokens_out=128),
     "eight": _uniform(count=16, concurrency=8, tokens_in=128, tokens_out=128),
     "prompt-heavy": _uniform(count=16, concurrency=16, tokens_in=512, tokens_out=64),
     "interference": _interference,
     "shared-prefix": _shared_prefix,
+    "copy-heavy": _copy_heavy,
 }
