@@ -2,13 +2,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.kernels import select_kernels
 from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, LayerCache, view_pool
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.library import instruction_sets
+from paceline.kernels.reference import ReferenceKernels
 
 SLOTS = 64
 
@@ -96,7 +99,13 @@ def paged_case() -> Callable[..., PagedCase]:
     return make_case
 
 
-@pytest.fixture(scope="session", params=["reference"])
+BACKENDS: dict[str, Callable[[], Kernels]] = {
+    "reference": ReferenceKernels,
+    **{f"native-{name}": partial(NativeKernels, 2, name) for name in instruction_sets()},
+}
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Every backend passes the same suite."""
-    return select_kernels(torch.device("cpu"), request.param)
+    return BACKENDS[request.param]()
