@@ -56,9 +56,10 @@ def make_case(
     block_tokens: int = 16,
     window: int = 0,
     seed: int = 0,
+    places: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PagedCase:
-    """lengths: (query tokens, context length) of each request."""
+    """lengths: (query tokens, context length) of each request. seed chooses the numbers, places where blocks lie."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -67,7 +68,7 @@ def make_case(
     slot_elements = 2 * kv_heads * block_tokens * head_dim + 24  # with padding behind the block
     pool = torch.full((SLOTS * slot_elements,), float("nan"), dtype=dtype)
     cache = view_pool(pool, slot_elements, 1, kv_heads, block_tokens, head_dim)[0]
-    free = iter(torch.randperm(SLOTS, generator=generator).tolist())
+    free = iter(torch.randperm(SLOTS, generator=torch.Generator().manual_seed(places)).tolist())
     width = max(-(-context // block_tokens) for _, context in lengths)
     tables = torch.full((len(lengths), width), 2**31 - 1, dtype=torch.int32)
     keys, values, starts, slots, offsets = [], [], [0], [], []

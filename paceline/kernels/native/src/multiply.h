@@ -73,6 +73,9 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
+// The compiler does not know what the tile instructions read: before them, all memory must be written.
+static inline void finish_writes() { asm volatile("" ::: "memory"); }
+
 // Tiles 0 to 3 are sums, of row blocks 0 0 1 1 and groups 0 1 0 1; 4 and 5 are x, 6 and 7 weights.
 static inline void configure_tiles(Worker& worker, int rows) {
     if (worker.tile_rows == rows) return;
@@ -81,6 +84,7 @@ static inline void configure_tiles(Worker& worker, int rows) {
     const uint8_t tile_rows[8] = {first, first, second, second, first, second, 16, 16};
     TileConfig config;
     for (int tile = 0; tile < 8; ++tile) config.rows[tile] = tile_rows[tile], config.row_bytes[tile] = 64;
+    finish_writes();
     _tile_loadconfig(&config);
 }
 
@@ -118,6 +122,7 @@ static inline void multiply(
     Worker& worker, const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, int64_t rows,
     int64_t groups, float* out, int64_t out_stride) {
     configure_tiles(worker, static_cast<int>(rows));
+    finish_writes();
     const auto tiles = rows > 16 ? (groups == 2 ? multiply_tiles<true, true> : multiply_tiles<true, false>)
                                  : (groups == 2 ? multiply_tiles<false, true> : multiply_tiles<false, false>);
     tiles(x, x_stride, w, w_stride, in, out, out_stride);
