@@ -11,7 +11,17 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, PackedWeight
-from paceline.kernels.native.library import ERRORS, TYPES, Cache, Kind, Op, Step, instruction_sets, load_library, make_step
+from paceline.kernels.native.library import (
+    ERRORS,
+    TYPES,
+    Cache,
+    Kind,
+    Op,
+    Step,
+    instruction_sets,
+    load_library,
+    make_step,
+)
 
 
 class NativeKernels:
@@ -52,7 +62,9 @@ class NativeKernels:
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         if x.dtype != weight.data.dtype or x.shape[1:] != (weight.size_in,):
-            raise ValueError(f"{tuple(x.shape)} {x.dtype} does not fit weights for {weight.size_in} {weight.data.dtype}")
+            raise ValueError(
+                f"{tuple(x.shape)} {x.dtype} does not fit weights for {weight.size_in} {weight.data.dtype}"
+            )
         x = _with_dense_rows(x)
         out = x.new_empty(x.shape[0], weight.size_out)
         numbers = (weight.size_in, weight.size_out, x.stride(0))

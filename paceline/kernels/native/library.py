@@ -106,7 +106,9 @@ def load_library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
-        raise ConfigError(f"the native CPU kernels do not load ({error}); reinstall paceline on this machine") from error
+        raise ConfigError(
+            f"the native CPU kernels do not load ({error}); reinstall paceline on this machine"
+        ) from error
     _declare(library)
     return library
 
