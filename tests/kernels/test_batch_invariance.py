@@ -169,9 +169,10 @@ def test_a_slot_outside_the_pool_is_refused(
     group = GroupTables(16, 0, tables, case.group.write_slots, case.group.write_offsets)
     with pytest.raises(IndexError, match="slot outside the pool"):
         teams[0].attention(case.queries, case.cache, case.batch, group, 0.25, 0.0)
+    keys = torch.zeros(3, 3, 20, dtype=dtype)
+    group = GroupTables(16, 0, tables, torch.tensor([0, 64, 1]), torch.arange(3))
     with pytest.raises(IndexError, match="slot outside the pool"):
-        keys = torch.zeros(3, 3, 20, dtype=dtype)
-        teams[0].store_kv(keys, keys, case.cache, GroupTables(16, 0, tables, torch.tensor([0, 64, 1]), torch.arange(3)))
+        teams[0].store_kv(keys, keys, case.cache, group)
 
 
 def test_a_token_outside_the_vocabulary_is_refused(teams: list[NativeKernels]) -> None:
