@@ -9,14 +9,14 @@ constexpr int64_t kTaskRows = 64;  // query rows (tokens times heads of one KV h
 constexpr int64_t kPairsPerKey = 2;
 
 template <class T>
-static void store_kv(const Op& op, const Step& step, Worker& worker) {
+static void store_kv(const Op& op, const Step& step, Team& team) {
     const Group& group = step.groups[op.group];
     const Cache& cache = op.cache;
     const int64_t row = cache.kv_heads * cache.head_dim;
-    for_each_row(worker, step.tokens, row, [&](int64_t token) {
+    for_each_row(team, step.tokens, row, [&](int64_t token) {
         const int64_t slot = group.write_slots[token], offset = group.write_offsets[token];
         if (slot < 0 || slot >= cache.slots || offset < 0 || offset >= group.block_tokens)
-            return worker.fail(kNoSuchSlot);
+            return team.fail(kNoSuchSlot);
         for (int64_t head = 0; head < cache.kv_heads; ++head) {
             const int64_t to = slot * cache.slot_stride + head * cache.head_stride + offset * cache.token_stride;
             const int64_t from = token * row + head * cache.head_dim;
@@ -41,7 +41,7 @@ template <class T>
 struct Attention {
     const Op& op;
     const Step& step;
-    Worker& worker;
+    Team& team;
     const Group& group = step.groups[op.group];
     const Cache& cache = op.cache;
     const int64_t heads = op.n0, dim = cache.head_dim, shared_by = heads / cache.kv_heads;
@@ -91,7 +91,7 @@ struct Attention {
         float* scores;
         Partial piece, total;
     };
-    Space space() const {
+    Space space(Worker& worker) const {
         const int64_t sizes[] = {max_rows * depth * int64_t(sizeof(T)), kPiece * depth * int64_t(sizeof(T)),
                                  kPiece * width * int64_t(sizeof(T)),   max_rows * kPiece * int64_t(sizeof(T)),
                                  max_rows * kPiece * int64_t(sizeof(float)), partial_bytes(), partial_bytes()};
@@ -118,7 +118,7 @@ struct Attention {
         if (position < first || position >= end) return nullptr;
         const int64_t slot = group.tables[rows.request * group.table_width + position / group.block_tokens];
         if (slot < 0 || slot >= cache.slots) {
-            worker.fail(kNoSuchSlot);
+            team.fail(kNoSuchSlot);
             return nullptr;
         }
         return static_cast<const T*>(plane) + slot * cache.slot_stride + rows.kv_head * cache.head_stride +
@@ -192,7 +192,7 @@ struct Attention {
     }
 
     // Leaves in space.piece what a piece gives to the rows whose queries are in space.queries.
-    void attend(const Rows& rows, int64_t piece, const Space& space) const {
+    void attend(const Rows& rows, int64_t piece, const Space& space, Worker& worker) const {
         const int64_t base = piece * kPiece, row_count = count(rows);
         const int64_t first = most(first_key(rows), base), end = least(end_key(rows), base + kPiece);
         // Whole depths of keys, so that sums begin and end at the same places for every row.
@@ -260,13 +260,13 @@ struct Attention {
 
 template <class T>
 static void attend_whole(const Attention<T>& attention, int64_t tasks) {
-    attention.worker.for_each(tasks, [&](int64_t task) {
+    attention.team.for_each(tasks, [&](int64_t task, Worker& worker) {
         const Rows rows = attention.rows_of(task);
-        const auto space = attention.space();
+        const auto space = attention.space(worker);
         attention.copy_queries(rows, space.queries);
         attention.begin(rows, space.total);
         for (int64_t piece = attention.first_piece(rows); piece < attention.end_piece(rows); ++piece) {
-            attention.attend(rows, piece, space);
+            attention.attend(rows, piece, space, worker);
             attention.join(rows, space.piece, space.total);
         }
         attention.finish(rows, space.total);
@@ -276,21 +276,21 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
 // The same, with the pieces of a row shared by threads.
 template <class T>
 static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t pieces) {
-    Worker& worker = attention.worker;
+    Team& team = attention.team;
     const int64_t bytes = (attention.partial_bytes() + 63) / 64 * 64;
-    char* partials = static_cast<char*>(worker.shared(tasks * pieces * bytes));
-    worker.for_each(tasks * pieces, [&](int64_t index) {
+    char* partials = static_cast<char*>(team.shared(tasks * pieces * bytes));
+    team.for_each(tasks * pieces, [&](int64_t index, Worker& worker) {
         const Rows rows = attention.rows_of(index / pieces);
         const int64_t piece = attention.first_piece(rows) + index % pieces;
         if (piece >= attention.end_piece(rows)) return;
-        auto space = attention.space();
+        auto space = attention.space(worker);
         space.piece = attention.partial_at(partials + index * bytes);
         attention.copy_queries(rows, space.queries);
-        attention.attend(rows, piece, space);
+        attention.attend(rows, piece, space, worker);
     });
-    worker.for_each(tasks, [&](int64_t task) {
+    team.for_each(tasks, [&](int64_t task, Worker& worker) {
         const Rows rows = attention.rows_of(task);
-        const Partial total = attention.space().total;
+        const Partial total = attention.space(worker).total;
         attention.begin(rows, total);
         const int64_t count = attention.end_piece(rows) - attention.first_piece(rows);
         for (int64_t i = 0; i < count; ++i)
@@ -300,14 +300,14 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
 }
 
 template <class T>
-static void attention(const Op& op, const Step& step, Worker& worker) {
-    const Attention<T> attention{op, step, worker};
+static void attention(const Op& op, const Step& step, Team& team) {
+    const Attention<T> attention{op, step, team};
     const int64_t tasks = attention.tasks();
     int64_t pieces = 0;
     for (int64_t task = 0; task < tasks; ++task) {
         const Rows rows = attention.rows_of(task);
         pieces = most(pieces, attention.end_piece(rows) - attention.first_piece(rows));
     }
-    if (tasks >= 4 * worker.threads() || pieces <= 1 || worker.threads() == 1) return attend_whole(attention, tasks);
+    if (tasks >= 4 * team.threads() || pieces <= 1 || team.threads() == 1) return attend_whole(attention, tasks);
     attend_pieces(attention, tasks, pieces);
 }

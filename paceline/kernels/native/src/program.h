@@ -5,7 +5,7 @@
 
 namespace paceline {
 
-class Worker;
+class Team;
 
 // Weights [out, in] are packed as [ceil(out / 16)][in / 2][16][2] in bf16, where `in` is padded with zeros to a multiple
 // of 32, and as [ceil(out / 16)][in][16] in fp32: every output has a lane of its own and adds up along `in`.
@@ -63,7 +63,7 @@ struct Step {
     const Group* groups;
 };
 
-using Kernel = void (*)(const Op&, const Step&, Worker&);
+using Kernel = void (*)(const Op&, const Step&, Team&);
 // [type][kind], one table for each instruction set.
 using KernelTable = const Kernel* [kTypes];
 extern const KernelTable portable_kernels, avx2_kernels, avx512_kernels, amx_kernels;

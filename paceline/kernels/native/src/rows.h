@@ -4,18 +4,18 @@ constexpr int64_t kTaskElements = 8192;  // what one thread takes at a time
 
 // body(row) for every row of `size` elements.
 template <class Body>
-static void for_each_row(Worker& worker, int64_t rows, int64_t size, const Body& body) {
+static void for_each_row(Team& team, int64_t rows, int64_t size, const Body& body) {
     const int64_t step = most(1, kTaskElements / most(1, size));
-    worker.for_each((rows + step - 1) / step, [&](int64_t task) {
+    team.for_each((rows + step - 1) / step, [&](int64_t task, Worker&) {
         for (int64_t row = task * step; row < least(rows, (task + 1) * step); ++row) body(row);
     });
 }
 
 template <class T>
-static void rms_norm(const Op& op, const Step& step, Worker& worker) {
+static void rms_norm(const Op& op, const Step& step, Team& team) {
     const int64_t size = op.n0;
     const T* weight = static_cast<const T*>(op.b);
-    for_each_row(worker, op.rows * step.tokens, size, [&](int64_t row) {
+    for_each_row(team, op.rows * step.tokens, size, [&](int64_t row) {
         const T* x = static_cast<const T*>(op.a) + row * op.n1;
         T* out = static_cast<T*>(op.out) + row * size;
         f32x16 squares = {};
@@ -32,13 +32,13 @@ static void rms_norm(const Op& op, const Step& step, Worker& worker) {
 }
 
 template <class T>
-static void rotation(const Op& op, const Step& step, Worker& worker) {
+static void rotation(const Op& op, const Step& step, Team& team) {
     const int64_t* positions = op.a ? static_cast<const int64_t*>(op.a) : step.positions;
     const float* frequencies = static_cast<const float*>(op.b);
     const int64_t half = op.n0, tokens = op.rows * step.tokens;
     float* cosines = static_cast<float*>(op.out);
     float* sines = static_cast<float*>(const_cast<void*>(op.c));
-    for_each_row(worker, tokens, 32 * half, [&](int64_t token) {
+    for_each_row(team, tokens, 32 * half, [&](int64_t token) {
         for (int64_t i = 0; i < half; ++i) {
             const float angle = static_cast<float>(positions[token]) * frequencies[i];
             float* cosine = cosines + token * 2 * half + i;
@@ -50,9 +50,9 @@ static void rotation(const Op& op, const Step& step, Worker& worker) {
 }
 
 template <class T>
-static void rotate(const Op& op, const Step& step, Worker& worker) {
+static void rotate(const Op& op, const Step& step, Team& team) {
     const int64_t heads = op.n0, size = op.n1, half = size / 2;
-    for_each_row(worker, op.rows * step.tokens, heads * size, [&](int64_t token) {
+    for_each_row(team, op.rows * step.tokens, heads * size, [&](int64_t token) {
         const float* cosine = static_cast<const float*>(op.b) + token * size;
         const float* sine = static_cast<const float*>(op.c) + token * size;
         for (int64_t head = 0; head < heads; ++head) {
@@ -72,12 +72,12 @@ static void rotate(const Op& op, const Step& step, Worker& worker) {
 
 // out[i] = f(a[i], b[i]) for all elements.
 template <class T, class F>
-static void elementwise(const Op& op, const Step& step, Worker& worker, const F& f) {
+static void elementwise(const Op& op, const Step& step, Team& team, const F& f) {
     const T* a = static_cast<const T*>(op.a);
     const T* b = static_cast<const T*>(op.b);
     T* out = static_cast<T*>(op.out);
     const int64_t count = op.rows * step.tokens * op.n0;
-    worker.for_each((count + kTaskElements - 1) / kTaskElements, [&](int64_t task) {
+    team.for_each((count + kTaskElements - 1) / kTaskElements, [&](int64_t task, Worker&) {
         const int64_t end = least(count, (task + 1) * kTaskElements);
         for (int64_t i = task * kTaskElements; i < end; i += kLanes)
             store_some(out + i, f(load_some(a + i, end - i), load_some(b + i, end - i)), end - i);
@@ -85,15 +85,15 @@ static void elementwise(const Op& op, const Step& step, Worker& worker, const F&
 }
 
 template <class T>
-static void silu_and_mul(const Op& op, const Step& step, Worker& worker) {
-    elementwise<T>(op, step, worker, [](f32x16 gate, f32x16 up) {
+static void silu_and_mul(const Op& op, const Step& step, Team& team) {
+    elementwise<T>(op, step, team, [](f32x16 gate, f32x16 up) {
         return round_to(static_cast<const T*>(nullptr), gate / (1.0f + exp(-gate))) * up;
     });
 }
 
 template <class T>
-static void gelu_tanh_and_mul(const Op& op, const Step& step, Worker& worker) {
-    elementwise<T>(op, step, worker, [](f32x16 gate, f32x16 up) {
+static void gelu_tanh_and_mul(const Op& op, const Step& step, Team& team) {
+    elementwise<T>(op, step, team, [](f32x16 gate, f32x16 up) {
         // 0.5 * (1 + tanh(u)) is the logistic function of 2u; 2 * sqrt(2 / pi) = 1.5957691.
         const f32x16 u2 = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
         return round_to(static_cast<const T*>(nullptr), gate / (1.0f + exp(-u2))) * up;
@@ -101,6 +101,6 @@ static void gelu_tanh_and_mul(const Op& op, const Step& step, Worker& worker) {
 }
 
 template <class T>
-static void add(const Op& op, const Step& step, Worker& worker) {
-    elementwise<T>(op, step, worker, [](f32x16 a, f32x16 b) { return a + b; });
+static void add(const Op& op, const Step& step, Team& team) {
+    elementwise<T>(op, step, team, [](f32x16 a, f32x16 b) { return a + b; });
 }

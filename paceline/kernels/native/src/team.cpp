@@ -5,14 +5,26 @@
 namespace paceline {
 namespace {
 
-// Longer than the pause between two operations that Python starts, shorter than what would hurt whoever shares the core.
-constexpr auto kSpin = std::chrono::microseconds(30);
+// Longer than what lies between two operations that share their work, shorter than what would hurt others on this core.
+constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr int kSpinsBetweenClocks = 64;
 
 inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
+}
+
+// Spins until `ready`; false when it has taken too long.
+template <class Ready>
+bool spin_until(const Ready& ready) {
+    for (const auto end = std::chrono::steady_clock::now() + kSpin; std::chrono::steady_clock::now() < end;) {
+        for (int spin = 0; spin < kSpinsBetweenClocks; ++spin) {
+            if (ready()) return true;
+            relax();
+        }
+    }
+    return false;
 }
 
 }  // namespace
@@ -26,88 +38,84 @@ void* Scratch::take(size_t bytes) {
     return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) & ~uintptr_t{63});
 }
 
-int64_t Worker::next() { return team_.next_.fetch_add(1, std::memory_order_relaxed); }
-
-int Worker::threads() const { return team_.threads_; }
-
-void Worker::fail(int code) {
-    int none = 0;
-    team_.error_.compare_exchange_strong(none, code);
-}
-
-void* Worker::shared(size_t bytes) {
-    if (index_ == 0) team_.shared_memory_ = team_.shared_.take(bytes);
-    barrier();
-    return team_.shared_memory_;
-}
-
-void Worker::barrier() {
-    const uint32_t phase = team_.phase_.load();
-    if (team_.arrived_.fetch_add(1) + 1 < team_.threads_) return team_.await_change(team_.phase_, phase);
-    team_.arrived_.store(0);
-    team_.next_.store(0);
-    team_.advance(team_.phase_);
-}
-
-Team::Team(int threads, const KernelTable& kernels, void (*leave)())
-    : threads_(threads), kernels_(kernels), leave_(leave) {
-    workers_.reserve(threads);
-    for (int index = 0; index < threads; ++index) workers_.emplace_back(*this, index);
-    for (int index = 1; index < threads; ++index) helpers_.emplace_back([this, index] { work(index); });
+Team::Team(int threads, const KernelTable& kernels, void (*leave)()) : kernels_(kernels), leave_(leave) {
+    for (int index = 1; index < threads; ++index) helpers_.emplace_back([this] { help(); });
 }
 
 Team::~Team() {
-    stopping_.store(true);
-    advance(program_);
+    {
+        const std::lock_guard<std::mutex> lock(sleep_);
+        stopping_.store(true);
+    }
+    wake_.notify_all();
     for (auto& helper : helpers_) helper.join();
 }
 
 int Team::run(const Op* ops, int64_t count, const Step& step) {
     const std::lock_guard<std::mutex> lock(one_at_a_time_);
-    ops_ = ops, count_ = count, step_ = &step;
     error_.store(0);
-    if (threads_ > 1) advance(program_);
-    go_through(workers_[0]);
+    for (int64_t i = 0; i < count && !error_.load(); ++i) kernels_[ops[i].type][ops[i].kind](ops[i], step, *this);
+    leave_();
+    caller_.tile_rows = 0;
     return error_.load();
 }
 
-void Team::work(int index) {
-    for (uint32_t seen = 0;; ++seen) {
-        await_change(program_, seen);
-        if (stopping_.load()) return;
-        go_through(workers_[index]);
+void Team::fail(int code) {
+    int none = 0;
+    error_.compare_exchange_strong(none, code);
+}
+
+void Team::do_tasks(int64_t count, Body body, const void* context) {
+    if (count <= 1 || helpers_.empty()) {
+        for (int64_t i = 0; i < count; ++i) body(context, i, caller_);
+        return;
     }
-}
-
-void Team::go_through(Worker& worker) {
-    // Behind the last barrier the next program may come in while this thread is still leaving.
-    const auto ops = ops_;
-    const auto count = count_;
-    const auto step = step_;
-    for (int64_t i = 0; i < count; ++i) kernels_[ops[i].type][ops[i].kind](ops[i], *step, worker);
-    leave_();
-    worker.tile_rows = 0;
-}
-
-void Team::await_change(const std::atomic<uint32_t>& word, uint32_t seen) {
-    for (const auto end = std::chrono::steady_clock::now() + kSpin; std::chrono::steady_clock::now() < end;) {
-        for (int spin = 0; spin < kSpinsBetweenClocks; ++spin) {
-            if (word.load() != seen) return;
-            relax();
-        }
-    }
-    std::unique_lock<std::mutex> lock(sleep_);
-    sleepers_.fetch_add(1);
-    wake_.wait(lock, [&] { return word.load() != seen; });
-    sleepers_.fetch_sub(1);
-}
-
-void Team::advance(std::atomic<uint32_t>& word) {
-    word.fetch_add(1);
+    const uint64_t job = (ticket_.load() >> 32) + 1;
+    Job& own = jobs_[job % kJobs];
+    own.body = body;
+    own.context = context;
+    own.tasks.store(static_cast<uint32_t>(count));
+    done_.store(0);
+    ticket_.store(job << 32);
     if (sleepers_.load() > 0) {
-        // Who is about to sleep holds the lock from its last look at the word until it sleeps.
+        // Who is about to sleep holds the lock from its last look at the ticket until it sleeps.
         { const std::lock_guard<std::mutex> lock(sleep_); }
         wake_.notify_all();
+    }
+    while (do_one(caller_)) {
+    }
+    const auto all_done = [&] { return done_.load() == count; };
+    while (!spin_until(all_done)) std::this_thread::yield();
+}
+
+bool Team::has_tasks() const {
+    const uint64_t ticket = ticket_.load();
+    return static_cast<uint32_t>(ticket) < jobs_[(ticket >> 32) % kJobs].tasks.load();
+}
+
+bool Team::do_one(Worker& worker) {
+    uint64_t ticket = ticket_.load();
+    const Job& job = jobs_[(ticket >> 32) % kJobs];
+    const uint32_t task = static_cast<uint32_t>(ticket);
+    if (task >= job.tasks.load()) return false;
+    if (!ticket_.compare_exchange_strong(ticket, ticket + 1)) return true;
+    job.body(job.context, task, worker);
+    done_.fetch_add(1);
+    return true;
+}
+
+void Team::help() {
+    Worker worker;
+    while (!stopping_.load()) {
+        while (do_one(worker)) {
+        }
+        if (spin_until([&] { return has_tasks(); })) continue;
+        leave_();
+        worker.tile_rows = 0;
+        std::unique_lock<std::mutex> lock(sleep_);
+        sleepers_.fetch_add(1);
+        wake_.wait(lock, [&] { return stopping_.load() || has_tasks(); });
+        sleepers_.fetch_sub(1);
     }
 }
 
