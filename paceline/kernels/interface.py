@@ -6,6 +6,7 @@ place. Models receive a backend from their maker and call nothing else on their 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -64,10 +65,29 @@ class PackedWeight:
     size_in: int
 
 
+class Forward(Protocol):
+    """A model's forward pass; see `paceline.models.base.Model`."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[LayerCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
+    ) -> Tensor: ...
+
+
 class Kernels(Protocol):
     """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
 
     name: str
+
+    def compile(self, forward: Forward) -> Forward:
+        """The same pass, perhaps without the cost of calling its operations one by one.
+
+        `forward` must compute with these kernels alone (views are free), and the same way for any number of tokens.
+        """
 
     def pack(self, weight: Tensor) -> PackedWeight:
         """Takes in a matrix [out, in], once, when a model is loaded. On the meta device it stays as it is."""

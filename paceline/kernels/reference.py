@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, PackedWeight
+from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
 
 
 class ReferenceKernels:
@@ -14,6 +14,9 @@ class ReferenceKernels:
     as the vendor's matrix product, whose summation order may change with the number of rows."""
 
     name = "reference"
+
+    def compile(self, forward: Forward) -> Forward:
+        return forward
 
     def pack(self, weight: Tensor) -> PackedWeight:
         return PackedWeight(weight, *weight.shape)

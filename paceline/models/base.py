@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape
-from paceline.kernels.interface import AttentionBatch, LayerCache
+from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
 from paceline.models.config import ModelConfig
 
 
@@ -50,6 +50,17 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] -> fp32 [n, vocab]."""
+
+
+class CompiledModel:
+    """A model whose forward pass runs as its kernels like it best. See `Model`."""
+
+    def __init__(self, model: Model, kernels: Kernels) -> None:
+        self.config = model.config
+        self.group_shapes = model.group_shapes
+        self.layer_groups = model.layer_groups
+        self.forward = kernels.compile(model.forward)
+        self.logits = model.logits
 
 
 def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:

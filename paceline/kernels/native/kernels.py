@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, PackedWeight
+from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
 from paceline.kernels.native.library import (
     ERRORS,
     TYPES,
@@ -22,6 +22,7 @@ from paceline.kernels.native.library import (
     load_library,
     make_step,
 )
+from paceline.kernels.native.replay import Operands, Recorder, Replay
 
 
 class NativeKernels:
@@ -47,7 +48,11 @@ class NativeKernels:
             raise ConfigError(f"{instruction_set!r} does not run here; choose one of: {', '.join(['auto', *known])}")
         self._library = load_library()
         self._team = self._library.paceline_team_start(threads, self.instruction_set.encode())
+        self.recorder: Recorder | None = None
         weakref.finalize(self, self._library.paceline_team_stop, self._team)
+
+    def compile(self, forward: Forward) -> Forward:
+        return Replay(forward, self)
 
     def pack(self, weight: Tensor) -> PackedWeight:
         out, size_in = weight.shape
@@ -72,7 +77,7 @@ class NativeKernels:
         return out
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
-        out = torch.empty(len(token_ids), weight.size_in, dtype=weight.data.dtype)
+        out = token_ids.new_empty(len(token_ids), weight.size_in, dtype=weight.data.dtype)
         factor = float(torch.tensor(scale, dtype=out.dtype))
         numbers = (weight.size_in, weight.size_out)
         self._run(Kind.EMBED, len(token_ids), out, (token_ids, weight.data), numbers, (factor,))
@@ -87,7 +92,7 @@ class NativeKernels:
 
     def rotation(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         tokens, half = len(positions), len(frequencies)
-        cos, sin = torch.empty(2, tokens, 2 * half)
+        cos, sin = (positions.new_empty(tokens, 2 * half, dtype=torch.float32) for _ in range(2))
         self._run(Kind.ROTATION, tokens, cos, (positions, frequencies, sin), (half,))
         return cos, sin
 
@@ -95,14 +100,15 @@ class NativeKernels:
         tokens, heads, head_dim = x.shape
         if x.stride(2) != 1 or x.stride(1) != head_dim:
             x = x.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(x.shape)
         inputs = (x, cos.contiguous(), sin.contiguous())
         self._run(Kind.ROTATE, tokens, out, inputs, (heads, head_dim, x.stride(0)))
         return out
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
         inputs = (keys.contiguous(), values.contiguous())
-        self._run(Kind.STORE_KV, 1, keys, inputs, cache=cache, step=make_step(len(keys), (0,), (), (group,)))
+        batch = AttentionBatch((0,), (), (group,))
+        self._run(Kind.STORE_KV, len(keys), keys, inputs, cache=cache, batch=batch, group=group)
 
     def attention(
         self,
@@ -115,8 +121,8 @@ class NativeKernels:
     ) -> Tensor:
         queries = queries.contiguous()
         out = torch.empty_like(queries)
-        step = make_step(len(queries), batch.query_start, batch.context_len, (group,))
-        self._run(Kind.ATTENTION, 1, out, (queries,), (queries.shape[1],), (scale, softcap), cache, step)
+        numbers, factors = (queries.shape[1],), (scale, softcap)
+        self._run(Kind.ATTENTION, len(queries), out, (queries,), numbers, factors, cache, batch, group)
         return out
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -143,25 +149,41 @@ class NativeKernels:
         numbers: Sequence[int] = (),
         factors: Sequence[float] = (),
         cache: LayerCache | None = None,
-        step: Step | None = None,
+        batch: AttentionBatch | None = None,
+        group: GroupTables | None = None,
     ) -> None:
         _check(out)
-        op = Op(kind=kind, type=TYPES[out.dtype], rows=rows, out=out.data_ptr())
-        for name, tensor in zip("abc", inputs):
-            setattr(op, name, None if tensor is None else tensor.data_ptr())
+        op = Op(kind=kind, type=TYPES[out.dtype], rows=rows)
         for index, number in enumerate(numbers):
             setattr(op, f"n{index}", number)
         for index, factor in enumerate(factors):
             setattr(op, f"f{index}", factor)
         if cache is not None:
             op.cache = _cache(cache)
-        error = self._library.paceline_run(self._team, ctypes.byref(op), 1, ctypes.byref(step or Step(tokens=1)))
+        operands = (out, *inputs, *(None,) * (3 - len(inputs)))
+        if self.recorder is not None:
+            self.recorder.add(op, operands, group)
+        else:
+            self._run_now(op, operands, batch, group)
+
+    def _run_now(self, op: Op, operands: Operands, batch: AttentionBatch | None, group: GroupTables | None) -> None:
+        for name, tensor in zip(("out", "a", "b", "c"), operands):
+            setattr(op, name, None if tensor is None else tensor.data_ptr())
+        step = Step(tokens=1)
+        if batch is not None and group is not None:
+            step = make_step(op.rows, batch.query_start, batch.context_len, (group,))
+            op.rows = 1
+        self.execute(op, 1, step)
+
+    def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: Step) -> None:
+        """Runs operations in order. Raises IndexError for ids and slots that do not exist."""
+        error = self._library.paceline_run(self._team, ctypes.byref(ops), count, ctypes.byref(step))
         if error:
             raise IndexError(ERRORS[error])
 
 
 def _check(tensor: Tensor) -> None:
-    if tensor.dtype not in TYPES or tensor.device.type != "cpu":
+    if tensor.dtype not in TYPES or tensor.device.type not in ("cpu", "meta"):
         raise ConfigError(
             f"the native kernels compute bfloat16 and float32 on cpu, not {tensor.dtype} on {tensor.device}; "
             "choose --kernels reference"
