@@ -6,7 +6,6 @@
 
 constexpr int64_t kPiece = 128;
 constexpr int64_t kTaskRows = 64;  // query rows (tokens times heads of one KV head) that share one packing of keys
-constexpr int64_t kPairsPerKey = 2;
 
 template <class T>
 static void store_kv(const Op& op, const Step& step, Team& team) {
@@ -113,44 +112,55 @@ struct Attention {
             }
     }
 
-    // Where a position's key or value lies in its plane; null outside [first, end), where a slot may hold anything.
-    const T* find(const void* plane, const Rows& rows, int64_t position, int64_t first, int64_t end) const {
-        if (position < first || position >= end) return nullptr;
-        const int64_t slot = group.tables[rows.request * group.table_width + position / group.block_tokens];
-        if (slot < 0 || slot >= cache.slots) {
-            team.fail(kNoSuchSlot);
-            return nullptr;
+    // Where the keys or values of kDepth positions lie in their plane; null outside [first, end), where a slot may hold
+    // anything.
+    void locate(const void* plane, const Rows& rows, int64_t position, int64_t first, int64_t end,
+                const T* (&to)[kDepth]) const {
+        const int32_t* table = group.tables + rows.request * group.table_width;
+        const T* head = static_cast<const T*>(plane) + rows.kv_head * cache.head_stride;
+        int64_t block = position / group.block_tokens, offset = position % group.block_tokens;
+        for (int64_t i = 0; i < kDepth; ++i, ++offset) {
+            if (offset == group.block_tokens) ++block, offset = 0;
+            to[i] = nullptr;
+            if (position + i < first || position + i >= end) continue;
+            const int64_t slot = table[block];
+            if (slot >= 0 && slot < cache.slots)
+                to[i] = head + slot * cache.slot_stride + offset * cache.token_stride;
+            else
+                team.fail(kNoSuchSlot);
         }
-        return static_cast<const T*>(plane) + slot * cache.slot_stride + rows.kv_head * cache.head_stride +
-               position % group.block_tokens * cache.token_stride;
     }
 
-    // Sixteen keys side by side: [depth / pair][16][pair].
+    // Packs kDepth keys, sixteen side by side: [2][depth / pair][16][pair].
     void pack_keys(const Rows& rows, int64_t position, int64_t first, int64_t end, T* to) const {
-        const T* keys[kLanes];
-        for (int64_t i = 0; i < kLanes; ++i) keys[i] = find(cache.keys, rows, position + i, first, end);
+        const T* keys[kDepth];
+        locate(cache.keys, rows, position, first, end, keys);
         constexpr int64_t per_line = 64 / sizeof(T);
-        for (int64_t d = 0; d < depth; d += per_line) {
-            u32x16 square[kLanes];
-            for (int64_t i = 0; i < kLanes; ++i) square[i] = keys[i] ? read_line(keys[i] + d, dim - d) : u32x16{};
-            transpose(square);
-            const int64_t lines = least(kLanes, (depth - d) * int64_t(sizeof(T)) / 4);
-            for (int64_t i = 0; i < lines; ++i) memcpy(to + d * kLanes + i * per_line, &square[i], 64);
-        }
+        for (int64_t lane = 0; lane < kDepth; lane += kLanes, to += depth * kLanes)
+            for (int64_t d = 0; d < depth; d += per_line) {
+                u32x16 square[kLanes];
+                for (int64_t i = 0; i < kLanes; ++i)
+                    square[i] = keys[lane + i] ? read_line(keys[lane + i] + d, dim - d) : u32x16{};
+                transpose(square);
+                const int64_t lines = least(kLanes, (depth - d) * int64_t(sizeof(T)) / 4);
+                for (int64_t i = 0; i < lines; ++i) memcpy(to + d * kLanes + i * per_line, &square[i], 64);
+            }
     }
 
     static u32x16 read_line(const T* from, int64_t count) {
+        if (count >= int64_t(64 / sizeof(T))) return read<u32x16>(from);
         u32x16 line = {};
-        memcpy(&line, from, least(64, count * int64_t(sizeof(T))));
+        memcpy(&line, from, count * sizeof(T));
         return line;
     }
 
-    // Values of `kDepth` keys as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
+    // Packs kDepth values as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
     void pack_values(const Rows& rows, int64_t position, int64_t first, int64_t end, T* to) const {
         constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
+        const T* values[kDepth];
+        locate(cache.values, rows, position, first, end, values);
         for (int64_t i = 0; i < kDepth; i += pair) {
-            const T* a = find(cache.values, rows, position + i, first, end);
-            const T* b = pair == 2 ? find(cache.values, rows, position + i + 1, first, end) : nullptr;
+            const T *a = values[i], *b = values[i + pair - 1];
             for (int64_t d = 0; d < width; d += kLanes)
                 pack_lanes(a ? a + d : nullptr, b ? b + d : nullptr, dim - d, to + d * kPiece + i * kLanes);
         }
@@ -198,7 +208,7 @@ struct Attention {
         // Whole depths of keys, so that sums begin and end at the same places for every row.
         const int64_t from = (first - base) / kDepth * kDepth;
         const int64_t to = least(kPiece, (end - base + kDepth - 1) / kDepth * kDepth);
-        for (int64_t i = from; i < to; i += kLanes) pack_keys(rows, base + i, first, end, space.keys + i * depth);
+        for (int64_t i = from; i < to; i += kDepth) pack_keys(rows, base + i, first, end, space.keys + i * depth);
         for (int64_t i = from; i < to; i += kDepth) pack_values(rows, base + i, first, end, space.values + i * kLanes);
         for (int64_t row = 0; row < row_count; row += kRowBlock) {
             const int64_t height = least(kRowBlock, row_count - row);
