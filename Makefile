@@ -57,10 +57,10 @@ lock: ## resolve all extras afresh into requirements.lock
 	rm -rf build/lock
 
 clean: ## remove what make and the tools have made
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build *.egg-info paceline/kernels/native/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): requirements.lock pyproject.toml
+$(READY): requirements.lock pyproject.toml setup.py $(wildcard paceline/kernels/native/src/*)
 	@echo "Filling $(VENV) from requirements.lock; this takes some minutes when it is new."
 	@test -x $(BIN)/python || { python=$$($(FIND_PYTHON)); "$$python" -m venv $(VENV); }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock

@@ -74,7 +74,7 @@ def _shared_prefix(name: str, prompt: Prompt) -> Workload:
 
 
 def _copy_heavy(name: str, prompt: Prompt) -> Workload:
-    """A passage again and again, in the middle of its fourth time: models go on copying, and lookups find what comes."""
+    """A passage again and again, cut in its fourth time: models go on copying, and lookups find what comes."""
     passages = [prompt(64) for _ in range(4)]
     return Workload(name, tuple(Request((passage * 4)[:220], 192) for passage in passages), concurrency=1)
 

@@ -105,7 +105,7 @@ ensure_base() {
     for image in $BASE_IMAGE $REDIS_IMAGE; do
         docker image inspect "$image" >/dev/null 2>&1 || missing=1
     done
-    local debian=paceline-test-base:1
+    local debian=paceline-test-base:2
     if [ -n "$missing" ] && ! docker image inspect $debian >/dev/null 2>&1; then
         if { timeout 120 docker pull $BASE_IMAGE && timeout 120 docker pull $REDIS_IMAGE; } >"$RUN_DIR/pull.log" 2>&1; then
             missing=
@@ -119,7 +119,7 @@ ensure_base() {
 make_base() {
     say "no base image can be pulled; making one with debootstrap"
     need_command debootstrap debootstrap || { say "install debootstrap, or let the engine pull images"; exit 1; }
-    logged debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,redis-server bookworm \
+    logged debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,g++,redis-server bookworm \
         "$RUN_DIR/rootfs"
     # A network that only the host's certificates open is opened to containers too.
     cp /etc/ssl/certs/ca-certificates.crt "$RUN_DIR/rootfs/etc/ssl/certs/"

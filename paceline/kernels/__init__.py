@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
 
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
+from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
+
+log = logging.getLogger(__name__)
 
 # A backend is one line here. Its maker gets the device and raises ConfigError where it cannot run there.
 _BACKENDS: Mapping[str, Callable[[torch.device], Kernels]] = {
     "reference": lambda device: ReferenceKernels(),
+    # As many threads as torch was told to use.
+    "native": lambda device: NativeKernels(torch.get_num_threads()),
 }
 
 # What "auto" means on a device type; all others get the reference.
-_PREFERRED: Mapping[str, str] = {}
+_PREFERRED: Mapping[str, str] = {"cpu": "native"}
 
 
 def select_kernels(device: torch.device, backend: str = "auto") -> Kernels:
     """Makes the kernels that run on `device`.
 
     Args:
-        backend: a known name, or "auto" for the fastest one that fits the device.
+        backend: a known name, or "auto" for the fastest one that fits the device and is installed.
 
     Raises:
         ConfigError: no backend has this name, or it cannot run on this device.
     """
-    name = _PREFERRED.get(device.type, "reference") if backend == "auto" else backend
-    if name not in _BACKENDS:
-        raise ConfigError(f"unknown kernel backend {name!r}; known are: {', '.join(['auto', *_BACKENDS])}")
-    return _BACKENDS[name](device)
+    if backend == "auto":
+        return _best(device)
+    if backend not in _BACKENDS:
+        raise ConfigError(f"unknown kernel backend {backend!r}; known are: {', '.join(['auto', *_BACKENDS])}")
+    return _BACKENDS[backend](device)
+
+
+def _best(device: torch.device) -> Kernels:
+    name = _PREFERRED.get(device.type, "reference")
+    try:
+        return _BACKENDS[name](device)
+    except ConfigError as error:
+        log.warning("running on the slow torch reference: %s", error)
+        return ReferenceKernels()

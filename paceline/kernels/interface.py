@@ -6,6 +6,7 @@ place. Models receive a backend from their maker and call nothing else on their 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -54,17 +55,64 @@ class LayerCache:
     values: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix [size_out, size_in] in the form that its backend reads fastest; what made it can be dropped."""
+
+    data: Tensor
+    """In the backend's own layout."""
+    size_out: int
+    size_in: int
+
+
+class Forward(Protocol):
+    """A model's forward pass; see `paceline.models.base.Model`."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[LayerCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
+    ) -> Tensor: ...
+
+
 class Kernels(Protocol):
     """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
 
     name: str
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def compile(self, forward: Forward) -> Forward:
+        """The same pass, perhaps without the cost of calling its operations one by one.
+
+        `forward` must compute with these kernels alone (views are free), and the same way for any number of tokens.
+        """
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """Takes in a matrix [out, in], once, when a model is loaded. On the meta device it stays as it is."""
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """x [tokens, in] @ weight [out, in].T + bias -> [tokens, out]."""
+
+    def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
+        """Rows of weight [vocab, hidden] -> [tokens, hidden], times the scale rounded to their dtype.
+
+        token_ids: int64 [tokens].
+        """
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y of one shape: the residual stream."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension; with unit_offset * (1 + weight), all in fp32
         (Gemma), without it the product is taken in x's dtype (Llama)."""
+
+    def rotation(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles that `rotate` takes, fp32 [tokens, head_dim] each.
+
+        positions: int64 [tokens]; frequencies: fp32 [head_dim / 2], radians a position.
+        """
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding (half-split form): x [tokens, heads, head_dim]; cos, sin fp32 [tokens, head_dim]."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache
+from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
 
 
 class ReferenceKernels:
@@ -15,8 +15,21 @@ class ReferenceKernels:
 
     name = "reference"
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def compile(self, forward: Forward) -> Forward:
+        return forward
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        return PackedWeight(weight, *weight.shape)
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight.data, bias)
+
+    def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(token_ids, weight.data)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         wide = x.float()
@@ -24,6 +37,11 @@ class ReferenceKernels:
         if unit_offset:
             return (normed * (1.0 + weight.float())).to(x.dtype)
         return normed.to(x.dtype) * weight
+
+    def rotation(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        half = positions.float().unsqueeze(1) * frequencies
+        angles = torch.cat((half, half), dim=-1)
+        return angles.cos(), angles.sin()
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         wide = x.float()

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape
-from paceline.kernels.interface import AttentionBatch, LayerCache
+from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
 from paceline.models.config import ModelConfig
 
 
@@ -67,6 +67,30 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] -> fp32 [n, vocab]."""
+
+
+class CompiledModel:
+    """A model whose forward pass runs as its kernels like it best. See `Model`."""
+
+    def __init__(self, model: Model, kernels: Kernels) -> None:
+        self.config = model.config
+        self.group_shapes = model.group_shapes
+        self.layer_groups = model.layer_groups
+        self.logits = model.logits
+        self._compiled, self._plain = kernels.compile(model.forward), model.forward
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[LayerCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
+        taps: Taps | None = None,
+    ) -> Tensor:
+        if taps is not None and taps.depths:  # a compiled pass has no hidden states to show on its way
+            return self._plain(token_ids, positions, caches, batch, layers, taps)
+        return self._compiled(token_ids, positions, caches, batch, layers)
 
 
 def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:

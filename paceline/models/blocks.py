@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, LayerCache
@@ -18,7 +17,7 @@ class Linear:
     """x [tokens, in] -> [tokens, out]."""
 
     def __init__(self, weights: Weights, place: str, size_in: int, size_out: int, bias: bool, kernels: Kernels) -> None:
-        self._weight = weights.take(f"{place}.weight", size_out, size_in)
+        self._weight = kernels.pack(weights.take(f"{place}.weight", size_out, size_in))
         self._bias = weights.take(f"{place}.bias", size_out) if bias else None
         self._kernels = kernels
 
@@ -52,13 +51,12 @@ class Rotation:
 class Rotary:
     """Angles of the rotary embedding, computed from the positions: no table, so no position is too large."""
 
-    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device, kernels: Kernels) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
+        self._kernels = kernels
 
     def __call__(self, positions: Tensor) -> Rotation:
-        half = positions.float().unsqueeze(1) * self._frequencies
-        angles = torch.cat((half, half), dim=-1)
-        return Rotation(angles.cos(), angles.sin())
+        return Rotation(*self._kernels.rotation(positions, self._frequencies))
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -142,18 +140,19 @@ class Vocabulary:
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         shape = (config.vocab_size, config.hidden_size)
-        self._embedding = weights.take("model.embed_tokens.weight", *shape)
-        self._head = self._embedding if config.tie_word_embeddings else weights.take("lm_head.weight", *shape)
+        self._embedding = kernels.pack(weights.take("model.embed_tokens.weight", *shape))
+        tied = config.tie_word_embeddings
+        self._head = self._embedding if tied else kernels.pack(weights.take("lm_head.weight", *shape))
         self._softcap = config.logit_softcap
         self._kernels = kernels
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.device
+        return self._embedding.data.device
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, scale: float = 1.0) -> Tensor:
         """int64 [tokens] -> [tokens, hidden]."""
-        return F.embedding(token_ids, self._embedding)
+        return self._kernels.embed(token_ids, self._embedding, scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> fp32 [n, vocab]."""

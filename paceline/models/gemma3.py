@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
@@ -25,7 +24,7 @@ class Gemma3:
         self._norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps, kernels, unit_offset=True)
         ropes = {"full": config.rope, "sliding": config.sliding_rope}
         self._rotaries = [
-            Rotary(ropes[shape.name], config.head_dim, self._vocabulary.device) for shape in self.group_shapes
+            Rotary(ropes[shape.name], config.head_dim, self._vocabulary.device, kernels) for shape in self.group_shapes
         ]
 
     def forward(
@@ -38,9 +37,7 @@ class Gemma3:
         taps: Taps | None = None,
     ) -> Tensor:
         steps = [AttentionStep(rotary(positions), batch, group) for rotary, group in zip(self._rotaries, batch.groups)]
-        x = self._vocabulary.embed(token_ids)
-        # The checkpoint was trained with the factor rounded to the embedding's dtype.
-        x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
+        x = self._vocabulary.embed(token_ids, scale=self.config.hidden_size**0.5)
         taps = taps or Taps()
         for depth, (layer, cache, group) in enumerate(zip(self._layers[:layers], caches, self.layer_groups)):
             taps.see(depth, x)
@@ -60,7 +57,8 @@ class _Layer:
         self._pre_mlp = norm(weights, f"{place}.pre_feedforward_layernorm")
         self._mlp = GatedMLP(config, weights, f"{place}.mlp", kernels)
         self._post_mlp = norm(weights, f"{place}.post_feedforward_layernorm")
+        self._add = kernels.add
 
     def __call__(self, x: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
-        x = x + self._post_attention(self._attention(self._pre_attention(x), cache, step))
-        return x + self._post_mlp(self._mlp(self._pre_mlp(x)))
+        x = self._add(x, self._post_attention(self._attention(self._pre_attention(x), cache, step)))
+        return self._add(x, self._post_mlp(self._mlp(self._pre_mlp(x))))

@@ -21,7 +21,7 @@ class Llama:
         self._vocabulary = Vocabulary(config, weights, kernels)
         self._layers = [_Layer(config, weights, f"model.layers.{layer}", kernels) for layer in range(config.num_layers)]
         self._norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps, kernels)
-        self._rotary = Rotary(config.rope, config.head_dim, self._vocabulary.device)
+        self._rotary = Rotary(config.rope, config.head_dim, self._vocabulary.device, kernels)
 
     def forward(
         self,
@@ -51,7 +51,8 @@ class _Layer:
         self._attention = Attention(config, weights, f"{place}.self_attn", kernels)
         self._mlp_norm = RMSNorm(weights, f"{place}.post_attention_layernorm", size, eps, kernels)
         self._mlp = GatedMLP(config, weights, f"{place}.mlp", kernels)
+        self._add = kernels.add
 
     def __call__(self, x: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
-        x = x + self._attention(self._attention_norm(x), cache, step)
-        return x + self._mlp(self._mlp_norm(x))
+        x = self._add(x, self._attention(self._attention_norm(x), cache, step))
+        return self._add(x, self._mlp(self._mlp_norm(x)))

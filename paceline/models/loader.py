@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.kernels.interface import Kernels
-from paceline.models.base import Model
+from paceline.models.base import CompiledModel, Model
 from paceline.models.config import read_config
 from paceline.models.folder import weight_files
 from paceline.models.registry import MODELS
@@ -32,7 +32,7 @@ def load_model(path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.d
     checkpoint = Checkpoint(weight_files(path), dtype, device)
     model = MODELS[config.architecture](config, checkpoint, kernels)
     checkpoint.finish(may_remain=("lm_head.weight",) if config.tie_word_embeddings else ())
-    return model
+    return CompiledModel(model, kernels)
 
 
 class Checkpoint:

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.kernels import select_kernels
 from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, LayerCache, view_pool
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.library import instruction_sets
+from paceline.kernels.reference import ReferenceKernels
 
 SLOTS = 64
 
@@ -53,9 +56,10 @@ def make_case(
     block_tokens: int = 16,
     window: int = 0,
     seed: int = 0,
+    places: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PagedCase:
-    """lengths: (query tokens, context length) of each request."""
+    """lengths: (query tokens, context length) of each request. seed chooses the numbers, places where blocks lie."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -64,7 +68,7 @@ def make_case(
     slot_elements = 2 * kv_heads * block_tokens * head_dim + 24  # with padding behind the block
     pool = torch.full((SLOTS * slot_elements,), float("nan"), dtype=dtype)
     cache = view_pool(pool, slot_elements, 1, kv_heads, block_tokens, head_dim)[0]
-    free = iter(torch.randperm(SLOTS, generator=generator).tolist())
+    free = iter(torch.randperm(SLOTS, generator=torch.Generator().manual_seed(places)).tolist())
     width = max(-(-context // block_tokens) for _, context in lengths)
     tables = torch.full((len(lengths), width), 2**31 - 1, dtype=torch.int32)
     keys, values, starts, slots, offsets = [], [], [0], [], []
@@ -96,7 +100,13 @@ def paged_case() -> Callable[..., PagedCase]:
     return make_case
 
 
-@pytest.fixture(scope="session", params=["reference"])
+BACKENDS: dict[str, Callable[[], Kernels]] = {
+    "reference": ReferenceKernels,
+    **{f"native-{name}": partial(NativeKernels, 2, name) for name in instruction_sets()},
+}
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Every backend passes the same suite."""
-    return select_kernels(torch.device("cpu"), request.param)
+    return BACKENDS[request.param]()

@@ -20,12 +20,13 @@ class PagedContexts:
     Blocks that fall behind a window are poisoned again and struck from the table, as the engine gives them back.
     """
 
-    def __init__(self, model: Model, requests: int, max_tokens: int) -> None:
-        layout = make_layout(model.group_shapes, 4, "test")
+    def __init__(self, model: Model, requests: int, max_tokens: int, dtype: torch.dtype = torch.float32) -> None:
+        layout = make_layout(model.group_shapes, dtype.itemsize, "test")
         self._model = model
         self._slots = iter(torch.randperm(requests * layout.slots_for(max_tokens)).tolist())
-        slot_elements = layout.slot_bytes // 4
-        self._pool = torch.full((requests * layout.slots_for(max_tokens) * slot_elements,), float("nan"))
+        slot_elements = layout.slot_bytes // dtype.itemsize
+        pool_elements = requests * layout.slots_for(max_tokens) * slot_elements
+        self._pool = torch.full((pool_elements,), float("nan"), dtype=dtype)
         self._by_slot = self._pool.view(-1, slot_elements)
         self._groups = layout.groups
         self._tables = [

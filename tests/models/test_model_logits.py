@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.models.base import Model, Taps
 from paceline.models.loader import load_model
 
 CPU = torch.device("cpu")
+Load = Callable[[Path], Model]
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -49,8 +51,9 @@ GEMMAS: dict[str, dict[str, Any]] = {
 }
 
 
-def load(folder: Path) -> Model:
-    return load_model(folder, torch.float32, select_kernels(CPU), CPU)
+@pytest.fixture(params=["native", "reference"])
+def load(request: pytest.FixtureRequest) -> Load:
+    return lambda folder: load_model(folder, torch.float32, select_kernels(CPU, request.param), CPU)
 
 
 def random_tokens(vocab: int, *lengths: int) -> list[list[int]]:
@@ -91,18 +94,18 @@ def check_against_reference(reference: Any, model: Model, paged_contexts: Any) -
 
 
 @pytest.mark.parametrize("changes", LLAMAS.values(), ids=LLAMAS)
-def test_llama(tmp_path: Path, save_llama: Any, paged_contexts: Any, changes: dict[str, Any]) -> None:
+def test_llama(tmp_path: Path, save_llama: Any, paged_contexts: Any, changes: dict[str, Any], load: Load) -> None:
     check_against_reference(save_llama(**changes), load(tmp_path), paged_contexts)
 
 
 @pytest.mark.parametrize("changes", GEMMAS.values(), ids=GEMMAS)
-def test_gemma3(tmp_path: Path, save_gemma3: Any, paged_contexts: Any, changes: dict[str, Any]) -> None:
+def test_gemma3(tmp_path: Path, save_gemma3: Any, paged_contexts: Any, changes: dict[str, Any], load: Load) -> None:
     check_against_reference(save_gemma3(**changes), load(tmp_path), paged_contexts)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_taps_receive_the_hidden_states_of_the_reference(
-    tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, family: str
+    tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, load: Load, family: str
 ) -> None:
     reference = request.getfixturevalue(f"save_{family}")()
     (tokens,) = random_tokens(100, 30)
@@ -115,14 +118,18 @@ def test_taps_receive_the_hidden_states_of_the_reference(
         same(states, wanted[depth][0])
 
 
-def test_a_sharded_checkpoint_computes_the_same(tmp_path: Path, save_llama: Any, paged_contexts: Any) -> None:
+def test_a_sharded_checkpoint_computes_the_same(
+    tmp_path: Path, save_llama: Any, paged_contexts: Any, load: Load
+) -> None:
     reference = save_llama(max_shard_size="60KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     check_against_reference(reference, load(tmp_path), paged_contexts)
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_parameters": LLAMA3_ROPE}], ids=["default", "llama3"])
-def test_positions_up_to_the_last_one_work(tmp_path: Path, save_llama: Any, paged_contexts: Any, rope: Any) -> None:
+def test_positions_up_to_the_last_one_work(
+    tmp_path: Path, save_llama: Any, paged_contexts: Any, rope: Any, load: Load
+) -> None:
     reference = save_llama(max_position_embeddings=700, num_hidden_layers=1, **rope)
     (tokens,) = random_tokens(101, 700)
     contexts = paged_contexts(load(tmp_path), 1, 700)
@@ -130,14 +137,14 @@ def test_positions_up_to_the_last_one_work(tmp_path: Path, save_llama: Any, page
     same(torch.cat(parts), reference_logits(reference, tokens))
 
 
-def test_groups_of_llama(tmp_path: Path, save_llama: Any) -> None:
+def test_groups_of_llama(tmp_path: Path, save_llama: Any, load: Load) -> None:
     save_llama()
     model = load(tmp_path)
     assert [(shape.name, shape.layers, shape.window) for shape in model.group_shapes] == [("full", (0, 1, 2), 0)]
     assert model.layer_groups == (0, 0, 0)
 
 
-def test_groups_of_gemma3(tmp_path: Path, save_gemma3: Any) -> None:
+def test_groups_of_gemma3(tmp_path: Path, save_gemma3: Any, load: Load) -> None:
     save_gemma3()
     model = load(tmp_path)
     assert [(shape.name, shape.layers, shape.window) for shape in model.group_shapes] == [

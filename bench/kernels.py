@@ -1,0 +1,183 @@
+"""Each kernel of the CPU beside its floor, and beside plain torch, at the shapes of real models.
+
+    python -m bench.kernels [--threads 2] [--rounds 30] [--dtype bfloat16]
+
+The floor is the larger of two: the bytes that have to be read over the bandwidth of reading, and the operations over
+the best rate of a matrix product; both are measured first. Native and torch take turns; times are medians. Weights lie
+in as many copies as fill a model, so that they come from memory, as they do in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_pool
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.reference import ReferenceKernels
+
+COPIES_BYTES = 200 << 20
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides how its kernels run."""
+
+    name: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+MODELS = (
+    Shape("smollm2-135m", 576, 1536, 9, 3, 64, 49152),
+    Shape("gemma-3-270m", 640, 2048, 4, 1, 256, 262144),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one shape. `make` prepares a backend's run; what it needs to read and compute follows."""
+
+    name: str
+    rows: str
+    make: Callable[[Kernels], Callable[[], object]]
+    read_bytes: float
+    operations: float = 0.0
+
+
+def linear_case(name: str, rows: int, size_in: int, size_out: int, dtype: torch.dtype) -> Case:
+    weight_bytes = size_in * size_out * dtype.itemsize
+    x = torch.randn(rows, size_in).to(dtype)
+
+    def make(kernels: Kernels) -> Callable[[], object]:
+        copies = max(1, COPIES_BYTES // weight_bytes)
+        packed = itertools.cycle([kernels.pack(torch.randn(size_out, size_in).to(dtype)) for _ in range(copies)])
+        return lambda: kernels.linear(x, next(packed))
+
+    return Case(f"{name} {size_in}->{size_out}", str(rows), make, weight_bytes, 2.0 * rows * size_in * size_out)
+
+
+def attention_case(shape: Shape, count: int, context: int, requests: int, dtype: torch.dtype) -> Case:
+    blocks = -(-context // BLOCK_TOKENS)
+    elements = 2 * shape.kv_heads * BLOCK_TOKENS * shape.head_dim
+    pool = torch.randn(requests * blocks * elements).to(dtype)
+    cache = view_pool(pool, elements, 1, shape.kv_heads, BLOCK_TOKENS, shape.head_dim)[0]
+    tables = torch.randperm(requests * blocks).view(requests, blocks).int()
+    nothing = torch.zeros(0, dtype=torch.int64)
+    group = GroupTables(BLOCK_TOKENS, 0, tables, nothing, nothing)
+    batch = AttentionBatch(tuple(range(0, requests * count + 1, count)), (context,) * requests, (group,))
+    queries = torch.randn(requests * count, shape.heads, shape.head_dim).to(dtype)
+
+    def make(kernels: Kernels) -> Callable[[], object]:
+        return lambda: kernels.attention(queries, cache, batch, group, 0.1, 0.0)
+
+    pairs = requests * count * (context - (count - 1) / 2)
+    name = f"attention, context {context}"
+    return Case(name, f"{requests}x{count}", make, pool.nbytes, 4.0 * pairs * shape.heads * shape.head_dim)
+
+
+def row_cases(shape: Shape, rows: int, dtype: torch.dtype) -> Iterator[Case]:
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size).to(dtype)
+
+    x, weight = randn(rows, shape.hidden), randn(shape.hidden)
+    yield Case("rms_norm", str(rows), lambda k: lambda: k.rms_norm(x, weight, 1e-5), x.nbytes)
+    heads, positions = randn(rows, shape.heads, shape.head_dim), torch.arange(rows)
+    cos, sin = ReferenceKernels().rotation(positions, torch.rand(shape.head_dim // 2))
+    yield Case("rotate", str(rows), lambda k: lambda: k.rotate(heads, cos, sin), heads.nbytes)
+    gate, up = randn(rows, shape.inner), randn(rows, shape.inner)
+    yield Case("silu_and_mul", str(rows), lambda k: lambda: k.silu_and_mul(gate, up), 2 * gate.nbytes)
+    yield Case("gelu_tanh_and_mul", str(rows), lambda k: lambda: k.gelu_tanh_and_mul(gate, up), 2 * gate.nbytes)
+    elements = 2 * shape.kv_heads * BLOCK_TOKENS * shape.head_dim
+    cache = view_pool(randn(rows * elements), elements, 1, shape.kv_heads, BLOCK_TOKENS, shape.head_dim)[0]
+    keys = randn(rows, shape.kv_heads, shape.head_dim)
+    group = GroupTables(BLOCK_TOKENS, 0, torch.zeros(1, 1, dtype=torch.int32), positions, positions % BLOCK_TOKENS)
+    yield Case("store_kv", str(rows), lambda k: lambda: k.store_kv(keys, keys, cache, group), 2 * keys.nbytes)
+
+
+def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
+    width = shape.heads * shape.head_dim
+    for rows in (1, 8, 512):
+        yield linear_case("linear q", rows, shape.hidden, width, dtype)
+        yield linear_case("linear up", rows, shape.hidden, shape.inner, dtype)
+        yield linear_case("linear down", rows, shape.inner, shape.hidden, dtype)
+    for rows in (1, 8):
+        yield linear_case("linear head", rows, shape.hidden, shape.vocab, dtype)
+    for requests, count, context in ((1, 1, 1024), (8, 1, 1024), (1, 512, 512), (1, 512, 2048)):
+        yield attention_case(shape, count, context, requests, dtype)
+    for rows in (1, 512):
+        yield from row_cases(shape, rows, dtype)
+
+
+def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
+    """Seconds of each run, taking turns."""
+    times: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run()
+    for _ in range(rounds):
+        for run, own in zip(runs, times):
+            began = time.perf_counter()
+            run()
+            own.append(time.perf_counter() - began)
+    return [statistics.median(own) for own in times]
+
+
+def measure_read_bandwidth(rounds: int) -> float:
+    """Bytes a second."""
+    data = torch.ones(COPIES_BYTES // 4)
+    return data.nbytes / medians(rounds, data.sum)[0]
+
+
+def measure_peak(backends: list[Kernels], rounds: int, dtype: torch.dtype) -> float:
+    """Operations a second of the better backend's matrix product."""
+    rows, size = 1024, 2048
+    x = torch.randn(rows, size).to(dtype)
+    packed = [kernels.pack(torch.randn(size, size).to(dtype)) for kernels in backends]
+    runs = [lambda k=kernels, w=weight: k.linear(x, w) for kernels, weight in zip(backends, packed)]
+    return 2.0 * rows * size * size / min(medians(rounds, *runs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--instruction-set", default="auto")
+    parser.add_argument("--only", default="", help="run the kernels whose name contains this")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
+    native = NativeKernels(options.threads, options.instruction_set)
+    backends: list[Kernels] = [native, ReferenceKernels()]
+    with torch.inference_mode():
+        bandwidth, peak = measure_read_bandwidth(options.rounds), measure_peak(backends, options.rounds, dtype)
+        print(f"{native.instruction_set}, {options.threads} threads, {options.dtype}")
+        print(f"reads {bandwidth / 1e9:.1f} GB/s, computes {peak / 1e9:.0f} GFLOP/s")
+        print(f"{'model':<14}{'kernel':<28}{'rows':>7}{'native us':>11}{'torch us':>11}{'speedup':>9}{'of floor':>10}")
+        for shape in MODELS:
+            for case in cases(shape, dtype):
+                if options.only not in case.name:
+                    continue
+                own, torch_time = medians(options.rounds, *(case.make(kernels) for kernels in backends))
+                floor = max(case.read_bytes / bandwidth, case.operations / peak)
+                print(
+                    f"{shape.name:<14}{case.name:<28}{case.rows:>7}{own * 1e6:>11.1f}{torch_time * 1e6:>11.1f}"
+                    f"{torch_time / own:>9.2f}{floor / own:>10.0%}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

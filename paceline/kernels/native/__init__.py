@@ -1,0 +1,3 @@
+"""Kernels in C++ for CPU. `NativeKernels` is all that others need."""
+
+from paceline.kernels.native.kernels import NativeKernels as NativeKernels

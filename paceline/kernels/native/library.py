@@ -1,0 +1,133 @@
+"""The compiled library: where it is, and its C structures. Mirrors src/program.h."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.kernels.interface import GroupTables
+
+HOW_TO_BUILD = (
+    "the native CPU kernels are not compiled; install a C++ compiler (g++ 11 or newer) and reinstall paceline "
+    "with 'pip install --force-reinstall --no-deps' of the same source"
+)
+
+
+class Kind(IntEnum):
+    """What an operation does."""
+
+    LINEAR = 0
+    EMBED = 1
+    RMS_NORM = 2
+    ROTATION = 3
+    ROTATE = 4
+    STORE_KV = 5
+    ATTENTION = 6
+    SILU_AND_MUL = 7
+    GELU_TANH_AND_MUL = 8
+    ADD = 9
+
+
+TYPES = {torch.bfloat16: 0, torch.float32: 1}
+
+ERRORS = {
+    1: "a token id lies outside the vocabulary",
+    2: "a block table or a write names a slot outside the pool",
+}
+
+
+class Cache(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("slots", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("slot_stride", "head_stride", "token_stride")),
+    ]
+
+
+class Op(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("kind", "type")),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("out", "a", "b", "c")),
+        *((name, ctypes.c_int64) for name in ("n0", "n1", "n2")),
+        *((name, ctypes.c_float) for name in ("f0", "f1")),
+        ("cache", Cache),
+        ("group", ctypes.c_int64),
+    ]
+
+
+class Group(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("block_tokens", "window", "table_width")),
+        *((name, ctypes.c_void_p) for name in ("tables", "write_slots", "write_offsets")),
+    ]
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("tokens", "requests")),
+        *((name, ctypes.c_void_p) for name in ("query_start", "context_len", "token_ids", "positions")),
+        ("groups", ctypes.POINTER(Group)),
+    ]
+
+
+def make_step(
+    tokens: int, query_start: Sequence[int], context_len: Sequence[int], groups: Sequence[GroupTables]
+) -> Step:
+    """A step as the library sees it. Keeps alive what it points to."""
+    starts = (ctypes.c_int64 * len(query_start))(*query_start)
+    lengths = (ctypes.c_int64 * len(context_len))(*context_len)
+    tensors = [(g.tables.contiguous(), g.write_slots.contiguous(), g.write_offsets.contiguous()) for g in groups]
+    tables = (Group * len(groups))(
+        *(
+            Group(group.block_tokens, group.window, group.tables.shape[1], *(tensor.data_ptr() for tensor in own))
+            for group, own in zip(groups, tensors)
+        )
+    )
+    step = Step(tokens, len(context_len), ctypes.addressof(starts), ctypes.addressof(lengths), None, None, tables)
+    step.kept = (starts, lengths, tensors, tables)
+    return step
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The library. Raises ConfigError where it was not compiled, or does not load here."""
+    folder = Path(__file__).parent
+    file = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_library{suffix}").exists()), None)
+    if file is None:
+        raise ConfigError(HOW_TO_BUILD)
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        raise ConfigError(
+            f"the native CPU kernels do not load ({error}); reinstall paceline on this machine"
+        ) from error
+    _declare(library)
+    return library
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that run here, the best first."""
+    names = ctypes.create_string_buffer(256)
+    load_library().paceline_instruction_sets(names, len(names))
+    return names.value.decode().split()
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.paceline_instruction_sets.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.paceline_packed_bytes.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int64]
+    library.paceline_packed_bytes.restype = ctypes.c_int64
+    library.paceline_pack.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    library.paceline_pack.restype = None
+    library.paceline_team_start.argtypes = [ctypes.c_int, ctypes.c_char_p]
+    library.paceline_team_start.restype = ctypes.c_void_p
+    library.paceline_team_stop.argtypes = [ctypes.c_void_p]
+    library.paceline_team_stop.restype = None
+    library.paceline_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Step)]

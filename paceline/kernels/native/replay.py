@@ -1,0 +1,177 @@
+"""A model's forward pass as one call: recorded once, then replayed, so that Python's cost per operation is gone.
+
+What a CUDA graph is on a GPU. The model runs once on the meta device, where its kernels note what they are asked for
+instead of computing; tensors stand for buffers there. The program that results holds for any number of tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigError
+from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache
+from paceline.kernels.native.library import Kind, Op, Step, make_step
+
+RECORDED_TOKENS = 2
+"""So many that a row's stride cannot be overlooked, as it can with one."""
+_TOKENS_STEP = 64
+_MAX_PROGRAMS = 8
+
+Operands = tuple[Tensor | None, ...]
+"""What `out`, `a`, `b` and `c` of an operation point to."""
+
+
+class Recorder:
+    """Notes the operations of one forward pass."""
+
+    def __init__(self, groups: Sequence[GroupTables]) -> None:
+        self.operations: list[tuple[Op, Operands]] = []
+        self._groups = groups
+
+    def add(self, op: Op, operands: Operands, group: GroupTables | None) -> None:
+        if group is not None:
+            op.group = next(index for index, own in enumerate(self._groups) if own is group)
+        op.rows //= RECORDED_TOKENS
+        self.operations.append((op, operands))
+
+
+class Runner(Protocol):
+    """What computes and records: `NativeKernels`."""
+
+    recorder: Recorder | None
+
+    def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: Step) -> None: ...
+
+
+class Program:
+    """Operations in order, and where their results lie.
+
+    A buffer takes so many bytes for each token and lies behind the others; two that are never needed at the same time
+    may be one. Its address is its offset for one token times the number of tokens that there is room for.
+    """
+
+    def __init__(self, recorder: Recorder, inputs: Sequence[Tensor], result: Tensor) -> None:
+        self._operands = [operands for _, operands in recorder.operations]
+        self._ops = (Op * len(self._operands))(*(op for op, _ in recorder.operations))
+        self._row = (*result.shape[1:],)
+        self._dtype = result.dtype
+        self._inputs = {_buffer(tensor) for tensor in inputs}
+        self._result = _buffer(result)
+        self._offsets, self._bytes_per_token = self._plan()
+        self._capacity = 0
+
+    def run(self, runner: Runner, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        tokens = len(token_ids)
+        if tokens > self._capacity:
+            self._make_room(-(-tokens // _TOKENS_STEP) * _TOKENS_STEP)
+        out = torch.empty(tokens, *self._row, dtype=self._dtype)
+        for op, name, offset in self._result_places:
+            setattr(op, name, out.data_ptr() + offset)
+        step = make_step(tokens, batch.query_start, batch.context_len, batch.groups)
+        token_ids, positions = token_ids.contiguous(), positions.contiguous()
+        step.token_ids, step.positions = token_ids.data_ptr(), positions.data_ptr()
+        runner.execute(self._ops, len(self._ops), step)
+        return out
+
+    def _plan(self) -> tuple[dict[int, int], int]:
+        """Offset of every buffer for one token, and what all of them take."""
+        last_use = {
+            _buffer(tensor): index for index, operands in enumerate(self._operands) for tensor in _buffers(operands)
+        }
+        offsets: dict[int, int] = {}
+        free: dict[int, list[int]] = {}
+        end = 0
+        for index, (op, operands) in enumerate(zip(self._ops, self._operands)):
+            written = _written(op, operands)
+            own = {_buffer(tensor): tensor for tensor in _buffers(operands)}
+            for buffer, tensor in own.items():
+                if buffer in offsets or buffer in self._inputs:
+                    continue
+                if all(tensor is not other for other in written):
+                    raise ConfigError("the model computes outside of its kernels; choose --kernels reference")
+                size = -(-tensor.untyped_storage().nbytes() // RECORDED_TOKENS // _TOKENS_STEP) * _TOKENS_STEP
+                if not free.get(size):
+                    free.setdefault(size, []).append(end)
+                    end += size
+                offsets[buffer] = free[size].pop()
+            for buffer, tensor in own.items():
+                if last_use[buffer] == index and buffer in offsets:
+                    size = -(-tensor.untyped_storage().nbytes() // RECORDED_TOKENS // _TOKENS_STEP) * _TOKENS_STEP
+                    free[size].append(offsets[buffer])
+        return offsets, end
+
+    def _make_room(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._memory = torch.empty(self._bytes_per_token * capacity + 64, dtype=torch.uint8)
+        base = -(-self._memory.data_ptr() // 64) * 64
+        self._result_places = []
+        for op, operands in zip(self._ops, self._operands):
+            for name, tensor in zip(("out", "a", "b", "c"), operands):
+                if tensor is None:
+                    continue
+                if not tensor.is_meta:
+                    setattr(op, name, tensor.data_ptr())
+                    continue
+                buffer, offset = _buffer(tensor), tensor.storage_offset() * tensor.itemsize
+                if buffer == self._result:
+                    self._result_places.append((op, name, offset))
+                elif buffer not in self._inputs:
+                    setattr(op, name, base + self._offsets[buffer] * capacity + offset)
+
+
+class Replay:
+    """A forward pass that is recorded when it is called with new caches, and replayed from then on."""
+
+    def __init__(self, forward: Forward, runner: Runner) -> None:
+        self._forward = forward
+        self._runner = runner
+        self._programs: dict[tuple[object, ...], Program] = {}
+        self._recording = threading.Lock()
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[LayerCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
+    ) -> Tensor:
+        places = [(cache.keys.data_ptr(), cache.keys.shape, cache.keys.stride()) for cache in (caches[0], caches[-1])]
+        key = (layers, *places[0], *places[1])
+        program = self._programs.get(key)
+        if program is None:
+            if len(self._programs) == _MAX_PROGRAMS:
+                self._programs.clear()
+            program = self._programs[key] = self._record(caches, batch, layers)
+        return program.run(self._runner, token_ids, positions, batch)
+
+    def _record(self, caches: Sequence[LayerCache], batch: AttentionBatch, layers: int | None) -> Program:
+        token_ids, positions = (torch.empty(RECORDED_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
+        with self._recording:
+            self._runner.recorder = recorder = Recorder(batch.groups)
+            try:
+                result = self._forward(token_ids, positions, caches, batch, layers)
+            finally:
+                self._runner.recorder = None
+        return Program(recorder, (token_ids, positions), result)
+
+
+def _buffers(operands: Operands) -> list[Tensor]:
+    """Those operands that are results of the pass or its inputs, not weights."""
+    return [tensor for tensor in operands if tensor is not None and tensor.is_meta]
+
+
+def _buffer(tensor: Tensor) -> int:
+    """The same for all views of one buffer."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _written(op: Op, operands: Operands) -> list[Tensor]:
+    tensors = [operands[0], operands[3]] if op.kind == Kind.ROTATION else [operands[0]]
+    return [tensor for tensor in tensors if tensor is not None]

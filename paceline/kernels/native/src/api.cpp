@@ -1,0 +1,133 @@
+// What Python calls, through ctypes.
+
+#include <cstring>
+
+#include "team.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define PACELINE_X86
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+#ifdef __linux__
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace paceline {
+namespace {
+
+constexpr size_t kHugePage = 2 << 20;
+
+void do_nothing() {}
+
+#ifdef PACELINE_X86
+__attribute__((target("amx-tile"))) void release_tiles() { _tile_release(); }
+
+bool has_amx() {
+#ifdef __linux__
+    unsigned a, b, c, d;
+    constexpr unsigned bf16_and_tiles = 1u << 22 | 1u << 24;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & bf16_and_tiles) != bf16_and_tiles) return false;
+    // Linux gives a process the tiles when it asks for them (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+    return false;
+#endif
+}
+
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("fma");
+}
+#endif
+
+struct InstructionSet {
+    const char* name;
+    bool (*runs_here)();
+    const KernelTable* kernels;
+    void (*leave)();
+};
+
+// The best first.
+const InstructionSet kInstructionSets[] = {
+#ifdef PACELINE_X86
+    {"amx", [] { return has_avx512() && has_amx(); }, &amx_kernels, release_tiles},
+    {"avx512", has_avx512, &avx512_kernels, do_nothing},
+    {"avx2", [] { return bool(__builtin_cpu_supports("avx2")); }, &avx2_kernels, do_nothing},
+#endif
+    {"portable", [] { return true; }, &portable_kernels, do_nothing},
+};
+
+const InstructionSet* find(const char* name) {
+    for (const auto& set : kInstructionSets)
+        if (!std::strcmp(set.name, name)) return set.runs_here() ? &set : nullptr;
+    return nullptr;
+}
+
+template <class T>
+void pack(const T* weight, int64_t out, int64_t in, T* to, int64_t padded_in, int64_t pair) {
+    std::memset(to, 0, (out + kLanes - 1) / kLanes * kLanes * padded_in * sizeof(T));
+    for (int64_t row = 0; row < out; ++row)
+        for (int64_t i = 0; i < in; ++i)
+            to[(row / kLanes * padded_in + i / pair * pair) * kLanes + row % kLanes * pair + i % pair] =
+                weight[row * in + i];
+}
+
+}  // namespace
+}  // namespace paceline
+
+extern "C" {
+
+// Names of the instruction sets that run here, the best first, separated by spaces.
+int paceline_instruction_sets(char* names, int size) {
+    int used = 0;
+    for (const auto& set : paceline::kInstructionSets) {
+        const int length = static_cast<int>(std::strlen(set.name));
+        if (!set.runs_here() || used + length + 2 > size) continue;
+        if (used) names[used++] = ' ';
+        std::memcpy(names + used, set.name, length + 1);
+        used += length;
+    }
+    return used;
+}
+
+// Bytes of a packed matrix.
+int64_t paceline_packed_bytes(int32_t type, int64_t out, int64_t in) {
+    using namespace paceline;
+    const int64_t lanes = (out + kLanes - 1) / kLanes * kLanes;
+    return type == kBf16 ? lanes * ((in + kDepth - 1) / kDepth * kDepth) * 2 : lanes * in * 4;
+}
+
+// Packs weight [out, in], contiguous; see program.h.
+void paceline_pack(int32_t type, const void* weight, int64_t out, int64_t in, void* to) {
+    using namespace paceline;
+#ifdef __linux__
+    // Weights are read from end to end; with large pages without a miss of the TLB on every 4 KiB.
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(to) + kHugePage - 1) / kHugePage * kHugePage;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(to) + paceline_packed_bytes(type, out, in)) / kHugePage * kHugePage;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+    if (type == kBf16) {
+        const int64_t padded = (in + kDepth - 1) / kDepth * kDepth;
+        pack(static_cast<const uint16_t*>(weight), out, in, static_cast<uint16_t*>(to), padded, 2);
+    } else {
+        pack(static_cast<const float*>(weight), out, in, static_cast<float*>(to), in, 1);
+    }
+}
+
+// A team of `threads` that runs programs with one instruction set; null where that is not there.
+void* paceline_team_start(int threads, const char* instruction_set) {
+    const auto* set = paceline::find(instruction_set);
+    return set ? new paceline::Team(threads, *set->kernels, set->leave) : nullptr;
+}
+void paceline_team_stop(void* team) { delete static_cast<paceline::Team*>(team); }
+
+// Runs a program; returns 0, or an Error of program.h.
+int paceline_run(void* team, const paceline::Op* ops, int64_t count, const paceline::Step* step) {
+    return static_cast<paceline::Team*>(team)->run(ops, count, *step);
+}
+
+}  // extern "C"

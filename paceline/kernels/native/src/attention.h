@@ -1,0 +1,323 @@
+// Attention over the paged cache, and writing to it.
+//
+// A context is cut at fixed positions into pieces of kPiece keys. Each piece is a softmax of its own over packed keys and
+// values; pieces are joined in their order. So a row's result depends on its own context alone: not on where blocks lie,
+// which rows are computed beside it, or whether one thread takes all pieces of a row or several threads share them.
+
+constexpr int64_t kPiece = 128;
+constexpr int64_t kTaskRows = 64;  // query rows (tokens times heads of one KV head) that share one packing of keys
+
+template <class T>
+static void store_kv(const Op& op, const Step& step, Team& team) {
+    const Group& group = step.groups[op.group];
+    const Cache& cache = op.cache;
+    const int64_t row = cache.kv_heads * cache.head_dim;
+    for_each_row(team, step.tokens, row, [&](int64_t token) {
+        const int64_t slot = group.write_slots[token], offset = group.write_offsets[token];
+        if (slot < 0 || slot >= cache.slots || offset < 0 || offset >= group.block_tokens)
+            return team.fail(kNoSuchSlot);
+        for (int64_t head = 0; head < cache.kv_heads; ++head) {
+            const int64_t to = slot * cache.slot_stride + head * cache.head_stride + offset * cache.token_stride;
+            const int64_t from = token * row + head * cache.head_dim;
+            memcpy(static_cast<T*>(cache.keys) + to, static_cast<const T*>(op.a) + from, cache.head_dim * sizeof(T));
+            memcpy(static_cast<T*>(cache.values) + to, static_cast<const T*>(op.b) + from, cache.head_dim * sizeof(T));
+        }
+    });
+}
+
+// Rows that share keys: tokens [begin, end) of one request, all heads of one KV head.
+struct Rows {
+    int64_t request, kv_head, begin, end;
+    int64_t first_position;  // of token `begin`
+};
+
+// What one piece gives to its rows, and what the pieces so far have given: maximum, sum of weights, weighted values.
+struct Partial {
+    float *max, *sum, *values;
+};
+
+template <class T>
+struct Attention {
+    const Op& op;
+    const Step& step;
+    Team& team;
+    const Group& group = step.groups[op.group];
+    const Cache& cache = op.cache;
+    const int64_t heads = op.n0, dim = cache.head_dim, shared_by = heads / cache.kv_heads;
+    const int64_t depth = padded<T>(dim);                          // of a packed key
+    const int64_t width = (dim + kLanes - 1) / kLanes * kLanes;    // of a row of values
+    const int64_t token_block = most(1, kTaskRows / shared_by);
+    const int64_t max_rows = token_block * shared_by;
+
+    int64_t tasks() const {
+        int64_t count = 0;
+        for (int64_t r = 0; r < step.requests; ++r) count += blocks(r) * cache.kv_heads;
+        return count;
+    }
+
+    int64_t blocks(int64_t request) const {
+        return (step.query_start[request + 1] - step.query_start[request] + token_block - 1) / token_block;
+    }
+
+    Rows rows_of(int64_t task) const {
+        int64_t request = 0;
+        for (; task >= blocks(request) * cache.kv_heads; ++request) task -= blocks(request) * cache.kv_heads;
+        Rows rows{request, task % cache.kv_heads, 0, 0, 0};
+        const int64_t end = step.query_start[request + 1];
+        rows.begin = step.query_start[request] + task / cache.kv_heads * token_block;
+        rows.end = least(end, rows.begin + token_block);
+        rows.first_position = step.context_len[request] - (end - rows.begin);
+        return rows;
+    }
+
+    int64_t count(const Rows& rows) const { return (rows.end - rows.begin) * shared_by; }
+    int64_t first_key(const Rows& rows) const {
+        return group.window ? most(0, rows.first_position - group.window + 1) : 0;
+    }
+    int64_t end_key(const Rows& rows) const { return rows.first_position + rows.end - rows.begin; }
+    int64_t first_piece(const Rows& rows) const { return first_key(rows) / kPiece; }
+    int64_t end_piece(const Rows& rows) const { return (end_key(rows) + kPiece - 1) / kPiece; }
+
+    int64_t partial_bytes() const { return max_rows * (2 + width) * sizeof(float); }
+    Partial partial_at(void* memory) const {
+        float* floats = static_cast<float*>(memory);
+        return {floats + max_rows * width, floats + max_rows * (width + 1), floats};
+    }
+
+    // One thread's memory for a piece.
+    struct Space {
+        T *queries, *keys, *values, *weights;
+        float* scores;
+        Partial piece, total;
+    };
+    Space space(Worker& worker) const {
+        const int64_t sizes[] = {max_rows * depth * int64_t(sizeof(T)), kPiece * depth * int64_t(sizeof(T)),
+                                 kPiece * width * int64_t(sizeof(T)),   max_rows * kPiece * int64_t(sizeof(T)),
+                                 max_rows * kPiece * int64_t(sizeof(float)), partial_bytes(), partial_bytes()};
+        int64_t bytes = 0;
+        for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
+        char* at = static_cast<char*>(worker.scratch.take(bytes));
+        void* parts[7];
+        for (int i = 0; i < 7; ++i) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
+        return {static_cast<T*>(parts[0]), static_cast<T*>(parts[1]), static_cast<T*>(parts[2]),
+                static_cast<T*>(parts[3]), static_cast<float*>(parts[4]), partial_at(parts[5]), partial_at(parts[6])};
+    }
+
+    void copy_queries(const Rows& rows, T* to) const {
+        for (int64_t token = rows.begin; token < rows.end; ++token)
+            for (int64_t head = 0; head < shared_by; ++head, to += depth) {
+                const T* from = static_cast<const T*>(op.a) + (token * heads + rows.kv_head * shared_by + head) * dim;
+                memcpy(to, from, dim * sizeof(T));
+                memset(to + dim, 0, (depth - dim) * sizeof(T));
+            }
+    }
+
+    // Where the keys or values of kDepth positions lie in their plane; null outside [first, end), where a slot may hold
+    // anything.
+    void locate(const void* plane, const Rows& rows, int64_t position, int64_t first, int64_t end,
+                const T* (&to)[kDepth]) const {
+        const int32_t* table = group.tables + rows.request * group.table_width;
+        const T* head = static_cast<const T*>(plane) + rows.kv_head * cache.head_stride;
+        int64_t block = position / group.block_tokens, offset = position % group.block_tokens;
+        for (int64_t i = 0; i < kDepth; ++i, ++offset) {
+            if (offset == group.block_tokens) ++block, offset = 0;
+            to[i] = nullptr;
+            if (position + i < first || position + i >= end) continue;
+            const int64_t slot = table[block];
+            if (slot >= 0 && slot < cache.slots)
+                to[i] = head + slot * cache.slot_stride + offset * cache.token_stride;
+            else
+                team.fail(kNoSuchSlot);
+        }
+    }
+
+    // Packs kDepth keys, sixteen side by side: [2][depth / pair][16][pair].
+    void pack_keys(const Rows& rows, int64_t position, int64_t first, int64_t end, T* to) const {
+        const T* keys[kDepth];
+        locate(cache.keys, rows, position, first, end, keys);
+        constexpr int64_t per_line = 64 / sizeof(T);
+        for (int64_t lane = 0; lane < kDepth; lane += kLanes, to += depth * kLanes)
+            for (int64_t d = 0; d < depth; d += per_line) {
+                u32x16 square[kLanes];
+                for (int64_t i = 0; i < kLanes; ++i)
+                    square[i] = keys[lane + i] ? read_line(keys[lane + i] + d, dim - d) : u32x16{};
+                transpose(square);
+                const int64_t lines = least(kLanes, (depth - d) * int64_t(sizeof(T)) / 4);
+                for (int64_t i = 0; i < lines; ++i) memcpy(to + d * kLanes + i * per_line, &square[i], 64);
+            }
+    }
+
+    static u32x16 read_line(const T* from, int64_t count) {
+        if (count >= int64_t(64 / sizeof(T))) return read<u32x16>(from);
+        u32x16 line = {};
+        memcpy(&line, from, count * sizeof(T));
+        return line;
+    }
+
+    // Packs kDepth values as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
+    void pack_values(const Rows& rows, int64_t position, int64_t first, int64_t end, T* to) const {
+        constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
+        const T* values[kDepth];
+        locate(cache.values, rows, position, first, end, values);
+        for (int64_t i = 0; i < kDepth; i += pair) {
+            const T *a = values[i], *b = values[i + pair - 1];
+            for (int64_t d = 0; d < width; d += kLanes)
+                pack_lanes(a ? a + d : nullptr, b ? b + d : nullptr, dim - d, to + d * kPiece + i * kLanes);
+        }
+    }
+    static void pack_lanes(const float* a, const float*, int64_t count, float* to) {
+        store(to, a ? load_some(a, count) : f32x16{});
+    }
+    static void pack_lanes(const bf16* a, const bf16* b, int64_t count, bf16* to) {
+        const u32x16 low = bits<u32x16>(a ? load_some(a, count) : f32x16{}) >> 16;
+        const u32x16 high = bits<u32x16>(b ? load_some(b, count) : f32x16{});
+        const u32x16 both = low | high;
+        memcpy(to, &both, sizeof(both));
+    }
+
+    // Softmax weights of one row over columns [from, to) of a piece, whose groups [first, end) have scores.
+    void weigh(const Space& space, int64_t row, int64_t from, int64_t to, int64_t first, int64_t end) const {
+        float* scores = space.scores + row * kPiece;
+        T* weights = space.weights + row * kPiece;
+        const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const f32x16 nothing = splat(-__builtin_inff());
+        f32x16 largest = nothing;
+        for (int64_t i = first; i < end; i += kLanes) {
+            f32x16 score = load(scores + i) * op.f0;
+            if (op.f1 != 0.0f) score = op.f1 - op.f1 * 2.0f / (1.0f + exp(score * (2.0f / op.f1)));
+            const i32x16 column = lane + static_cast<int32_t>(i);
+            score = (column >= static_cast<int32_t>(from)) & (column < static_cast<int32_t>(to)) ? score : nothing;
+            store(scores + i, score);
+            largest = max(largest, score);
+        }
+        const float top = max_lane(largest);
+        f32x16 sum = {};
+        for (int64_t i = first; i < end; i += kLanes) {
+            const f32x16 weight = exp(load(scores + i) - top);
+            sum += weight;
+            store(weights + i, weight);
+        }
+        space.piece.max[row] = top;
+        space.piece.sum[row] = sum_lanes(sum);
+    }
+
+    // Leaves in space.piece what a piece gives to the rows whose queries are in space.queries.
+    void attend(const Rows& rows, int64_t piece, const Space& space, Worker& worker) const {
+        const int64_t base = piece * kPiece, row_count = count(rows);
+        const int64_t first = most(first_key(rows), base), end = least(end_key(rows), base + kPiece);
+        // Whole depths of keys, so that sums begin and end at the same places for every row.
+        const int64_t from = (first - base) / kDepth * kDepth;
+        const int64_t to = least(kPiece, (end - base + kDepth - 1) / kDepth * kDepth);
+        for (int64_t i = from; i < to; i += kDepth) pack_keys(rows, base + i, first, end, space.keys + i * depth);
+        for (int64_t i = from; i < to; i += kDepth) pack_values(rows, base + i, first, end, space.values + i * kLanes);
+        for (int64_t row = 0; row < row_count; row += kRowBlock) {
+            const int64_t height = least(kRowBlock, row_count - row);
+            for (int64_t i = from; i < to; i += kOutBlock)
+                multiply(worker, space.queries + row * depth, depth, space.keys + i * depth, depth * kLanes, depth,
+                         height, 2, space.scores + row * kPiece + i, kPiece);
+        }
+        for (int64_t row = 0; row < row_count; ++row) {
+            const int64_t position = rows.first_position + row / shared_by;
+            const int64_t seen_from = group.window ? most(0, position - group.window + 1 - base) : 0;
+            const int64_t seen_to = most(0, position + 1 - base);
+            if (seen_from >= least(seen_to, kPiece)) {
+                space.piece.sum[row] = 0.0f;
+                memset(space.weights + row * kPiece + from, 0, (to - from) * sizeof(T));
+            } else {
+                weigh(space, row, seen_from, seen_to, from, to);
+            }
+        }
+        for (int64_t row = 0; row < row_count; row += kRowBlock) {
+            const int64_t height = least(kRowBlock, row_count - row);
+            for (int64_t d = 0; d < width; d += kOutBlock)
+                multiply(worker, space.weights + row * kPiece + from, kPiece,
+                         space.values + d * kPiece + from * kLanes, kPiece * kLanes, to - from, height,
+                         width - d > kLanes ? 2 : 1, space.piece.values + row * width + d, width);
+        }
+    }
+
+    void begin(const Rows& rows, const Partial& total) const {
+        for (int64_t row = 0; row < count(rows); ++row) {
+            total.max[row] = -__builtin_inff();
+            total.sum[row] = 0.0f;
+        }
+        memset(total.values, 0, count(rows) * width * sizeof(float));
+    }
+
+    void join(const Rows& rows, const Partial& piece, const Partial& total) const {
+        for (int64_t row = 0; row < count(rows); ++row) {
+            if (piece.sum[row] == 0.0f) continue;  // it sees nothing of this piece
+            const float top = total.max[row] > piece.max[row] ? total.max[row] : piece.max[row];
+            const f32x16 changed = exp(f32x16{total.max[row] - top, piece.max[row] - top});
+            const float old_factor = changed[0], factor = changed[1];
+            total.max[row] = top;
+            total.sum[row] = total.sum[row] * old_factor + piece.sum[row] * factor;
+            for (int64_t d = row * width; d < (row + 1) * width; d += kLanes)
+                store(total.values + d, fma(load(total.values + d), splat(old_factor), load(piece.values + d) * factor));
+        }
+    }
+
+    void finish(const Rows& rows, const Partial& total) const {
+        for (int64_t row = 0; row < count(rows); ++row) {
+            const int64_t token = rows.begin + row / shared_by, head = rows.kv_head * shared_by + row % shared_by;
+            T* out = static_cast<T*>(op.out) + (token * heads + head) * dim;
+            const float factor = 1.0f / total.sum[row];
+            for (int64_t d = 0; d < dim; d += kLanes)
+                store_some(out + d, load(total.values + row * width + d) * factor, dim - d);
+        }
+    }
+};
+
+template <class T>
+static void attend_whole(const Attention<T>& attention, int64_t tasks) {
+    attention.team.for_each(tasks, [&](int64_t task, Worker& worker) {
+        const Rows rows = attention.rows_of(task);
+        const auto space = attention.space(worker);
+        attention.copy_queries(rows, space.queries);
+        attention.begin(rows, space.total);
+        for (int64_t piece = attention.first_piece(rows); piece < attention.end_piece(rows); ++piece) {
+            attention.attend(rows, piece, space, worker);
+            attention.join(rows, space.piece, space.total);
+        }
+        attention.finish(rows, space.total);
+    });
+}
+
+// The same, with the pieces of a row shared by threads.
+template <class T>
+static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t pieces) {
+    Team& team = attention.team;
+    const int64_t bytes = (attention.partial_bytes() + 63) / 64 * 64;
+    char* partials = static_cast<char*>(team.shared(tasks * pieces * bytes));
+    team.for_each(tasks * pieces, [&](int64_t index, Worker& worker) {
+        const Rows rows = attention.rows_of(index / pieces);
+        const int64_t piece = attention.first_piece(rows) + index % pieces;
+        if (piece >= attention.end_piece(rows)) return;
+        auto space = attention.space(worker);
+        space.piece = attention.partial_at(partials + index * bytes);
+        attention.copy_queries(rows, space.queries);
+        attention.attend(rows, piece, space, worker);
+    });
+    team.for_each(tasks, [&](int64_t task, Worker& worker) {
+        const Rows rows = attention.rows_of(task);
+        const Partial total = attention.space(worker).total;
+        attention.begin(rows, total);
+        const int64_t count = attention.end_piece(rows) - attention.first_piece(rows);
+        for (int64_t i = 0; i < count; ++i)
+            attention.join(rows, attention.partial_at(partials + (task * pieces + i) * bytes), total);
+        attention.finish(rows, total);
+    });
+}
+
+template <class T>
+static void attention(const Op& op, const Step& step, Team& team) {
+    const Attention<T> attention{op, step, team};
+    const int64_t tasks = attention.tasks();
+    int64_t pieces = 0;
+    for (int64_t task = 0; task < tasks; ++task) {
+        const Rows rows = attention.rows_of(task);
+        pieces = most(pieces, attention.end_piece(rows) - attention.first_piece(rows));
+    }
+    if (tasks >= 4 * team.threads() || pieces <= 1 || team.threads() == 1) return attend_whole(attention, tasks);
+    attend_pieces(attention, tasks, pieces);
+}

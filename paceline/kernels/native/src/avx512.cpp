@@ -1,0 +1,14 @@
+// For x86-64 with AVX512-BF16.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "team.h"
+
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
+#define PACELINE_ISA avx512
+#define PACELINE_TABLE avx512_kernels
+#define PACELINE_AVX512
+#include "kernels.h"
+#endif

@@ -1,0 +1,74 @@
+// Linear layers and the embedding, over packed weights.
+
+constexpr int64_t kChunkBytes = 1 << 20;  // of x that stay in a core's cache while all weights pass by
+
+// x with rows of padded length: where `in` is no multiple of kDepth, a copy with zeros behind each row.
+template <class T>
+static const T* pad_rows(const Op& op, Team& team, int64_t rows, int64_t* stride) {
+    const T* x = static_cast<const T*>(op.a);
+    const int64_t in = padded<T>(op.n0);
+    *stride = op.n2;
+    if (in == op.n0) return x;
+    T* copy = static_cast<T*>(team.shared(rows * in * sizeof(T)));
+    team.for_each(rows, [&](int64_t row, Worker&) {
+        memcpy(copy + row * in, x + row * op.n2, op.n0 * sizeof(T));
+        memset(copy + row * in + op.n0, 0, (in - op.n0) * sizeof(T));
+    });
+    *stride = in;
+    return copy;
+}
+
+template <class T>
+static inline void finish(const float* sums, const T* bias, T* out, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+        f32x16 value = load(sums + i);
+        if (bias) value += load_some(bias + i, count - i);
+        store_some(out + i, value, count - i);
+    }
+}
+
+template <class T>
+static void linear(const Op& op, const Step& step, Team& team) {
+    const int64_t rows = op.rows * step.tokens, in = padded<T>(op.n0), outputs = op.n1;
+    int64_t stride;
+    const T* x = pad_rows<T>(op, team, rows, &stride);
+    const T* weights = static_cast<const T*>(op.b);
+    const T* bias = static_cast<const T*>(op.c);
+    T* out = static_cast<T*>(op.out);
+    const int64_t chunk = least(rows, most(kRowBlock, kChunkBytes / int64_t(in * sizeof(T)) / kRowBlock * kRowBlock));
+    const int64_t blocks = (outputs + kOutBlock - 1) / kOutBlock;
+    team.for_each(rows ? (rows + chunk - 1) / chunk * blocks : 0, [&](int64_t task, Worker& worker) {
+        const int64_t first_row = task / blocks * chunk, first_out = task % blocks * kOutBlock;
+        const int64_t width = least(kOutBlock, outputs - first_out);
+        alignas(64) float sums[kRowBlock * kOutBlock];
+        for (int64_t row = first_row; row < least(rows, first_row + chunk); row += kRowBlock) {
+            const int64_t height = least(kRowBlock, rows - row);
+            multiply(worker, x + row * stride, stride, weights + first_out * in, in * kLanes, in, height,
+                     width > kLanes ? 2 : 1, sums, kOutBlock);
+            for (int64_t i = 0; i < height; ++i)
+                finish(sums + i * kOutBlock, bias ? bias + first_out : nullptr, out + (row + i) * outputs + first_out,
+                       width);
+        }
+    });
+}
+
+template <class T>
+static void embed(const Op& op, const Step& step, Team& team) {
+    const int64_t* ids = op.a ? static_cast<const int64_t*>(op.a) : step.token_ids;
+    const T* weights = static_cast<const T*>(op.b);
+    constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
+    const int64_t in = padded<T>(op.n0);
+    team.for_each(op.rows * step.tokens, [&](int64_t token, Worker&) {
+        const int64_t id = ids[token];
+        if (id < 0 || id >= op.n1) return team.fail(kNoSuchToken);
+        const T* row = weights + id / kLanes * kLanes * in + id % kLanes * pair;
+        T* out = static_cast<T*>(op.out) + token * op.n0;
+        for (int64_t i = 0; i < op.n0; i += kLanes) {
+            T lanes[kLanes] = {};
+            const int64_t count = least(kLanes, op.n0 - i);
+            for (int64_t lane = 0; lane < count; ++lane)
+                lanes[lane] = row[(i + lane) / pair * pair * kLanes + (i + lane) % pair];
+            store_some(out + i, load(lanes) * op.f0, count);
+        }
+    });
+}

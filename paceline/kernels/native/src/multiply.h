@@ -1,0 +1,130 @@
+// The matrix product that linear layers and attention are made of. Each output adds up along `in` in one order, whatever
+// number of rows stands beside it.
+
+constexpr int64_t kRowBlock = 32;  // rows and outputs of one block
+constexpr int64_t kOutBlock = 32;
+
+template <class T>
+constexpr int64_t padded(int64_t in) {
+    return sizeof(T) == sizeof(bf16) ? (in + kDepth - 1) / kDepth * kDepth : in;
+}
+
+#ifdef PACELINE_AVX512
+constexpr int kRegisterRows = 8;
+#else
+constexpr int kRegisterRows = 2;
+#endif
+
+static inline f32x16 multiply_add(const float* x, const float* w, f32x16 sum) { return fma(splat(*x), load(w), sum); }
+static inline f32x16 multiply_add(const bf16* x, const bf16* w, f32x16 sum) {
+    return dot_pairs(read<u32x16>(w), read<uint32_t>(x) + u32x16{}, sum);
+}
+
+template <int Rows, int Groups, class T>
+static inline void multiply_few(
+    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride) {
+    constexpr int64_t step = sizeof(T) == sizeof(bf16) ? 2 : 1;
+    f32x16 sums[Rows][Groups] = {};
+    for (int64_t k = 0; k < in; k += step) {
+#pragma GCC unroll 8
+        for (int row = 0; row < Rows; ++row)
+#pragma GCC unroll 2
+            for (int group = 0; group < Groups; ++group)
+                sums[row][group] =
+                    multiply_add(x + row * x_stride + k, w + group * w_stride + k * kLanes, sums[row][group]);
+    }
+    for (int row = 0; row < Rows; ++row)
+        for (int group = 0; group < Groups; ++group) store(out + row * out_stride + group * kLanes, sums[row][group]);
+}
+
+template <int Groups, class T>
+static inline void multiply_lanes(
+    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, float* out, int64_t out_stride) {
+    int64_t row = 0;
+    for (; row + kRegisterRows <= rows; row += kRegisterRows)
+        multiply_few<kRegisterRows, Groups>(
+            x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride);
+    x += row * x_stride, out += row * out_stride;
+    switch (rows - row) {
+#define PACELINE_ROWS(N) \
+    case N: return multiply_few<N, Groups>(x, x_stride, w, w_stride, in, out, out_stride);
+        PACELINE_ROWS(1)
+#ifdef PACELINE_AVX512
+        PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4) PACELINE_ROWS(5) PACELINE_ROWS(6) PACELINE_ROWS(7)
+#endif
+#undef PACELINE_ROWS
+    }
+}
+
+// out[rows, 16 * groups] = x[rows, in] * w, in fp32.
+//   rows: up to kRowBlock; groups: 1 or 2, whose weights are w_stride apart; in: of bf16 a multiple of kDepth.
+template <class T>
+static inline void multiply(
+    Worker&, const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, int64_t groups,
+    float* out, int64_t out_stride) {
+    if (groups == 1) return multiply_lanes<1>(x, x_stride, w, w_stride, in, rows, out, out_stride);
+    multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride);
+}
+
+#ifdef PACELINE_AMX
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// The compiler does not know what the tile instructions read: before them, all memory must be written.
+static inline void finish_writes() { asm volatile("" ::: "memory"); }
+
+// Tiles 0 to 3 are sums, of row blocks 0 0 1 1 and groups 0 1 0 1; 4 and 5 are x, 6 and 7 weights.
+static inline void configure_tiles(Worker& worker, int rows) {
+    if (worker.tile_rows == rows) return;
+    worker.tile_rows = rows;
+    const uint8_t first = rows < 16 ? rows : 16, second = rows > 16 ? rows - 16 : 1;
+    const uint8_t tile_rows[8] = {first, first, second, second, first, second, 16, 16};
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) config.rows[tile] = tile_rows[tile], config.row_bytes[tile] = 64;
+    finish_writes();
+    _tile_loadconfig(&config);
+}
+
+// A tile product takes 32 values along `in` at once; a row's sum does not depend on how many rows the tile has.
+template <bool TwoRowBlocks, bool TwoGroups>
+static inline void multiply_tiles(
+    const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride) {
+    const bf16* x2 = x + 16 * x_stride;
+    const bf16* w2 = w + w_stride;
+    _tile_zero(0);
+    if (TwoGroups) _tile_zero(1);
+    if (TwoRowBlocks) _tile_zero(2);
+    if (TwoRowBlocks && TwoGroups) _tile_zero(3);
+    for (int64_t k = 0; k < in; k += kDepth) {
+        _tile_loadd(4, x + k, x_stride * 2);
+        _tile_loadd(6, w + k * kLanes, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (TwoGroups) {
+            _tile_loadd(7, w2 + k * kLanes, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (TwoRowBlocks) {
+            _tile_loadd(5, x2 + k, x_stride * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            if (TwoGroups) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, out, out_stride * 4);
+    if (TwoGroups) _tile_stored(1, out + kLanes, out_stride * 4);
+    if (TwoRowBlocks) _tile_stored(2, out + 16 * out_stride, out_stride * 4);
+    if (TwoRowBlocks && TwoGroups) _tile_stored(3, out + 16 * out_stride + kLanes, out_stride * 4);
+}
+
+static inline void multiply(
+    Worker& worker, const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, int64_t rows,
+    int64_t groups, float* out, int64_t out_stride) {
+    configure_tiles(worker, static_cast<int>(rows));
+    finish_writes();
+    const auto tiles = rows > 16 ? (groups == 2 ? multiply_tiles<true, true> : multiply_tiles<true, false>)
+                                 : (groups == 2 ? multiply_tiles<false, true> : multiply_tiles<false, false>);
+    tiles(x, x_stride, w, w_stride, in, out, out_stride);
+}
+#endif

@@ -1,0 +1,71 @@
+// What Python hands over: a program of operations, and the step that it runs for. Mirrored by ../library.py.
+#pragma once
+
+#include <cstdint>
+
+namespace paceline {
+
+class Team;
+
+// Weights [out, in] are packed as [ceil(out / 16)][in / 2][16][2] in bf16, where `in` is padded with zeros to a multiple
+// of 32, and as [ceil(out / 16)][in][16] in fp32: every output has a lane of its own and adds up along `in`.
+constexpr int64_t kLanes = 16;
+constexpr int64_t kDepth = 32;  // bf16 values along `in` that one matrix tile takes
+
+enum Kind : int32_t {
+    kLinear,      // out[rows, n1] = a[rows, n0] * b (packed) + c; n2: row stride of a
+    kEmbed,       // out[tokens, n0] = rows of b (packed, n1 rows) * f0; a: int64 ids
+    kRmsNorm,     // out[rows, n0]; a: x of row stride n1; b: weight; n2: unit offset; f0: eps
+    kRotation,    // out: fp32 cos [tokens, 2 * n0], then sin likewise; a: int64 positions; b: fp32 frequencies [n0]
+    kRotate,      // out[tokens, n0 heads, n1 dims]; a: x of token stride n2; b: cos, c: sin, fp32 [tokens, n1]
+    kStoreKV,     // a: keys, b: values [tokens, kv_heads, head_dim] into the cache
+    kAttention,   // out[tokens, heads, head_dim]; a: queries; f0: scale; f1: softcap
+    kSiluAndMul,  // out[rows, n0] = silu(a) * b
+    kGeluTanhAndMul,
+    kAdd,
+    kKinds,
+};
+
+enum Error : int { kNoSuchToken = 1, kNoSuchSlot = 2 };
+
+enum Type : int32_t { kBf16, kFp32, kTypes };
+
+// One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]; strides in elements, of head_dim it is 1.
+struct Cache {
+    void *keys, *values;
+    int64_t slots, kv_heads, head_dim;
+    int64_t slot_stride, head_stride, token_stride;
+};
+
+struct Op {
+    int32_t kind, type;
+    int64_t rows;  // of the operands, for each token of the step
+    void* out;
+    const void *a, *b, *c;
+    int64_t n0, n1, n2;
+    float f0, f1;
+    Cache cache;
+    int64_t group;
+};
+
+// See `GroupTables` of ../../interface.py.
+struct Group {
+    int64_t block_tokens, window, table_width;
+    const int32_t* tables;
+    const int64_t *write_slots, *write_offsets;
+};
+
+// See `AttentionBatch`.
+struct Step {
+    int64_t tokens, requests;
+    const int64_t *query_start, *context_len;
+    const int64_t *token_ids, *positions;  // what kEmbed and kRotation read where their `a` is null
+    const Group* groups;
+};
+
+using Kernel = void (*)(const Op&, const Step&, Team&);
+// [type][kind], one table for each instruction set.
+using KernelTable = const Kernel* [kTypes];
+extern const KernelTable portable_kernels, avx2_kernels, avx512_kernels, amx_kernels;
+
+}  // namespace paceline

@@ -1,0 +1,106 @@
+// Operations on single rows.
+
+constexpr int64_t kTaskElements = 8192;  // what one thread takes at a time
+
+// body(row) for every row of `size` elements.
+template <class Body>
+static void for_each_row(Team& team, int64_t rows, int64_t size, const Body& body) {
+    const int64_t step = most(1, kTaskElements / most(1, size));
+    team.for_each((rows + step - 1) / step, [&](int64_t task, Worker&) {
+        for (int64_t row = task * step; row < least(rows, (task + 1) * step); ++row) body(row);
+    });
+}
+
+template <class T>
+static void rms_norm(const Op& op, const Step& step, Team& team) {
+    const int64_t size = op.n0;
+    const T* weight = static_cast<const T*>(op.b);
+    for_each_row(team, op.rows * step.tokens, size, [&](int64_t row) {
+        const T* x = static_cast<const T*>(op.a) + row * op.n1;
+        T* out = static_cast<T*>(op.out) + row * size;
+        f32x16 squares = {};
+        for (int64_t i = 0; i < size; i += kLanes) {
+            const f32x16 value = load_some(x + i, size - i);
+            squares = fma(value, value, squares);
+        }
+        const float factor = 1.0f / __builtin_sqrtf(sum_lanes(squares) / static_cast<float>(size) + op.f0);
+        for (int64_t i = 0; i < size; i += kLanes) {
+            const f32x16 normed = load_some(x + i, size - i) * factor, w = load_some(weight + i, size - i);
+            store_some(out + i, op.n2 ? normed * (1.0f + w) : round_to(x, normed) * w, size - i);
+        }
+    });
+}
+
+template <class T>
+static void rotation(const Op& op, const Step& step, Team& team) {
+    const int64_t* positions = op.a ? static_cast<const int64_t*>(op.a) : step.positions;
+    const float* frequencies = static_cast<const float*>(op.b);
+    const int64_t half = op.n0, tokens = op.rows * step.tokens;
+    float* cosines = static_cast<float*>(op.out);
+    float* sines = static_cast<float*>(const_cast<void*>(op.c));
+    for_each_row(team, tokens, 32 * half, [&](int64_t token) {
+        for (int64_t i = 0; i < half; ++i) {
+            const float angle = static_cast<float>(positions[token]) * frequencies[i];
+            float* cosine = cosines + token * 2 * half + i;
+            float* sine = sines + token * 2 * half + i;
+            cosine[0] = cosine[half] = __builtin_cosf(angle);
+            sine[0] = sine[half] = __builtin_sinf(angle);
+        }
+    });
+}
+
+template <class T>
+static void rotate(const Op& op, const Step& step, Team& team) {
+    const int64_t heads = op.n0, size = op.n1, half = size / 2;
+    for_each_row(team, op.rows * step.tokens, heads * size, [&](int64_t token) {
+        const float* cosine = static_cast<const float*>(op.b) + token * size;
+        const float* sine = static_cast<const float*>(op.c) + token * size;
+        for (int64_t head = 0; head < heads; ++head) {
+            const T* x = static_cast<const T*>(op.a) + token * op.n2 + head * size;
+            T* out = static_cast<T*>(op.out) + (token * heads + head) * size;
+            for (int64_t i = 0; i < half; i += kLanes) {
+                const int64_t count = half - i;
+                const f32x16 first = load_some(x + i, count), second = load_some(x + half + i, count);
+                const f32x16 c1 = load_some(cosine + i, count), c2 = load_some(cosine + half + i, count);
+                const f32x16 s1 = load_some(sine + i, count), s2 = load_some(sine + half + i, count);
+                store_some(out + i, first * c1 - second * s1, count);
+                store_some(out + half + i, second * c2 + first * s2, count);
+            }
+        }
+    });
+}
+
+// out[i] = f(a[i], b[i]) for all elements.
+template <class T, class F>
+static void elementwise(const Op& op, const Step& step, Team& team, const F& f) {
+    const T* a = static_cast<const T*>(op.a);
+    const T* b = static_cast<const T*>(op.b);
+    T* out = static_cast<T*>(op.out);
+    const int64_t count = op.rows * step.tokens * op.n0;
+    team.for_each((count + kTaskElements - 1) / kTaskElements, [&](int64_t task, Worker&) {
+        const int64_t end = least(count, (task + 1) * kTaskElements);
+        for (int64_t i = task * kTaskElements; i < end; i += kLanes)
+            store_some(out + i, f(load_some(a + i, end - i), load_some(b + i, end - i)), end - i);
+    });
+}
+
+template <class T>
+static void silu_and_mul(const Op& op, const Step& step, Team& team) {
+    elementwise<T>(op, step, team, [](f32x16 gate, f32x16 up) {
+        return round_to(static_cast<const T*>(nullptr), gate / (1.0f + exp(-gate))) * up;
+    });
+}
+
+template <class T>
+static void gelu_tanh_and_mul(const Op& op, const Step& step, Team& team) {
+    elementwise<T>(op, step, team, [](f32x16 gate, f32x16 up) {
+        // 0.5 * (1 + tanh(u)) is the logistic function of 2u; 2 * sqrt(2 / pi) = 1.5957691.
+        const f32x16 u2 = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
+        return round_to(static_cast<const T*>(nullptr), gate / (1.0f + exp(-u2))) * up;
+    });
+}
+
+template <class T>
+static void add(const Op& op, const Step& step, Team& team) {
+    elementwise<T>(op, step, team, [](f32x16 a, f32x16 b) { return a + b; });
+}

@@ -1,0 +1,24 @@
+"""Compiles the native CPU kernels. Everything else about the package stands in pyproject.toml."""
+
+from glob import glob
+
+from setuptools import Extension, setup
+
+SOURCES = "paceline/kernels/native/src"
+
+setup(
+    ext_modules=[
+        # Not a Python module: a library with a C interface. Where it cannot be compiled, installing goes on without it.
+        Extension(
+            "paceline.kernels.native._library",
+            sources=sorted(glob(f"{SOURCES}/*.cpp")),
+            depends=sorted(glob(f"{SOURCES}/*.h")),
+            language="c++",
+            # A product and a sum are fused where the source says so, never where the compiler likes: results must not
+            # depend on how a loop was unrolled. There is no -march: the library chooses its instructions when it runs.
+            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-Wno-psabi"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+    ]
+)

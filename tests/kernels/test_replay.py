@@ -1,0 +1,128 @@
+"""Forward passes that are recorded once and replayed for other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigError
+from paceline.kernels.interface import AttentionBatch, Forward, LayerCache
+from paceline.kernels.native import NativeKernels
+
+HIDDEN = 60
+LENGTHS = [[(1, 5)], [(3, 20), (90, 130)], [(1, 40), (1, 2), (1, 7)]]
+
+
+class Counting:
+    """A small model, and how often Python has gone through it."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        generator = torch.Generator().manual_seed(1)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator) / 8
+
+        self.calls = 0
+        self._kernels = kernels
+        self._embedding = kernels.pack(randn(50, HIDDEN))
+        self._up, self._gate, self._down = (kernels.pack(randn(HIDDEN, HIDDEN)) for _ in range(3))
+        self._norm = randn(HIDDEN)
+        self._frequencies = torch.rand(10, generator=generator)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[LayerCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
+    ) -> Tensor:
+        self.calls += 1
+        kernels, group = self._kernels, batch.groups[0]
+        x = kernels.embed(token_ids, self._embedding, 2.0)
+        cos, sin = kernels.rotation(positions, self._frequencies)
+        for cache in caches[:layers]:
+            heads = kernels.linear(kernels.rms_norm(x, self._norm, 1e-5), self._up).view(-1, 3, 20)
+            heads = kernels.rotate(heads, cos, sin)
+            kernels.store_kv(heads, heads, cache, group)
+            attended = kernels.attention(heads, cache, batch, group, 0.3, 0.0)
+            x = kernels.add(x, kernels.linear(attended.flatten(1), self._down))
+            x = kernels.add(x, kernels.silu_and_mul(kernels.linear(x, self._gate), x))
+        return kernels.rms_norm(x, self._norm, 1e-5)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> NativeKernels:
+    return NativeKernels(2)
+
+
+def run(forward: Forward, case: Any, layers: int | None = None) -> Tensor:
+    tokens = case.batch.query_start[-1]
+    contexts = zip(case.batch.query_start, case.batch.query_start[1:], case.batch.context_len)
+    positions = torch.cat([torch.arange(length - (end - start), length) for start, end, length in contexts])
+    return forward(torch.arange(tokens) % 50, positions, [case.cache] * 3, case.batch, layers)
+
+
+def test_a_replay_gives_the_bits_of_the_pass_for_any_number_of_tokens(
+    kernels: NativeKernels, paged_case: Callable[..., Any]
+) -> None:
+    model = Counting(kernels)
+    replay = kernels.compile(model.forward)
+    # One pool for all: a new one would be recorded anew.
+    case = paged_case(kernels, [(1, 5)])
+    results = []
+    for lengths in LENGTHS:
+        other = paged_case(kernels, lengths)
+        case.cache.keys.copy_(other.cache.keys)
+        case.cache.values.copy_(other.cache.values)
+        other.cache = case.cache
+        results.append((run(replay, other), run(model.forward, other)))
+    assert model.calls == 1 + len(LENGTHS)
+    for replayed, called in results:
+        assert torch.equal(replayed, called)
+
+
+def test_layers_are_recorded_apart(kernels: NativeKernels, paged_case: Callable[..., Any]) -> None:
+    model = Counting(kernels)
+    replay = kernels.compile(model.forward)
+    case = paged_case(kernels, [(4, 30)])
+    for layers in (1, None, 1, None):
+        assert torch.equal(run(replay, case, layers), run(model.forward, case, layers))
+    assert not torch.equal(run(replay, case, 1), run(replay, case))
+
+
+def test_other_caches_are_not_mistaken_for_those_recorded(
+    kernels: NativeKernels, paged_case: Callable[..., Any]
+) -> None:
+    replay = kernels.compile(Counting(kernels).forward)
+    first, second = (paged_case(kernels, [(4, 30)], seed=seed) for seed in (0, 1))
+    before = first.cache.keys.clone()
+    run(replay, second)
+    assert torch.equal(before.nan_to_num(), first.cache.keys.nan_to_num())
+    assert not torch.equal(run(replay, first), run(replay, second))
+
+
+def test_what_is_computed_outside_of_the_kernels_is_refused(
+    kernels: NativeKernels, paged_case: Callable[..., Any]
+) -> None:
+    model = Counting(kernels)
+
+    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: int | None = None) -> Tensor:
+        x = model.forward(token_ids, positions, caches, batch, layers)
+        return kernels.add(x * 2.0, x)
+
+    with pytest.raises(ConfigError, match="outside of its kernels"):
+        run(kernels.compile(forward), paged_case(kernels, [(1, 5)]))
+
+
+def test_an_error_leaves_the_replay_usable(kernels: NativeKernels, paged_case: Callable[..., Any]) -> None:
+    replay = kernels.compile(Counting(kernels).forward)
+    case = paged_case(kernels, [(2, 30)])
+    good = run(replay, case)
+    with pytest.raises(IndexError, match="token id"):
+        replay(torch.tensor([1, 50]), torch.tensor([28, 29]), [case.cache] * 3, case.batch)
+    assert torch.equal(run(replay, case), good)

@@ -1,0 +1,60 @@
+"""In bf16 too, a token's logits have the same bits however its prompt was cut and whoever was computed beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.kernels.interface import Forward
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.library import instruction_sets
+from paceline.models.loader import load_model
+
+CPU = torch.device("cpu")
+PROMPT = [(7 * index * index + 3) % 97 for index in range(150)]
+NEIGHBOUR = [(5 * index + 11) % 97 for index in range(40)]
+
+
+class CalledOneByOne(NativeKernels):
+    def compile(self, forward: Forward) -> Forward:
+        return forward
+
+
+@pytest.fixture(params=["save_llama", "save_gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    request.getfixturevalue(request.param)(dtype=torch.bfloat16)
+    return tmp_path
+
+
+def logits_in(contexts: Any, *parts: list[int], beside: list[int] | None = None) -> Tensor:
+    """Of request 0, whose tokens come in `parts`; request 1 has a token in every step where `beside` is given."""
+    results = []
+    for index, part in enumerate(parts):
+        tokens = {0: part}
+        if beside is not None:
+            tokens = {1: beside[index : index + 1], 0: part}
+        results.append(contexts.step(tokens)[0])
+    return torch.cat(results)
+
+
+def cut(tokens: list[int], size: int) -> list[list[int]]:
+    return [tokens[begin : begin + size] for begin in range(0, len(tokens), size)]
+
+
+@pytest.mark.parametrize("instruction_set", instruction_sets())
+def test_logits_do_not_depend_on_chunks_batches_or_threads(
+    folder: Path, paged_contexts: Any, instruction_set: str
+) -> None:
+    results = []
+    for kernels in (NativeKernels(2, instruction_set), CalledOneByOne(1, instruction_set)):
+        model = load_model(folder, torch.bfloat16, kernels, CPU)
+        for parts, beside in ((cut(PROMPT, 150), None), (cut(PROMPT, 1), None), (cut(PROMPT, 33), NEIGHBOUR)):
+            contexts = paged_contexts(model, 2, 256, torch.bfloat16)
+            results.append(logits_in(contexts, *parts, beside=beside))
+    assert results[0].isfinite().all()
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
