@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -10,13 +11,24 @@ from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
 from paceline.kernels.reference import ReferenceKernels
 
+
+def _make_triton(device: torch.device, batch_invariant: bool) -> Kernels:
+    try:
+        from paceline.kernels.triton_kernels.kernels import TritonKernels
+    except ImportError as error:
+        raise ConfigError(f"the triton kernels need what `pip install 'paceline[gpu]'` installs: {error}") from error
+    return TritonKernels(device, batch_invariant)
+
+
 # A backend is one line here. Its maker gets the device and raises ConfigError where it cannot run there.
 _BACKENDS: Mapping[str, Callable[[torch.device], Kernels]] = {
     "reference": lambda device: ReferenceKernels(),
+    "triton": partial(_make_triton, batch_invariant=False),
+    "triton-invariant": partial(_make_triton, batch_invariant=True),
 }
 
 # What "auto" means on a device type; all others get the reference.
-_PREFERRED: Mapping[str, str] = {}
+_PREFERRED: Mapping[str, str] = {"cuda": "triton"}
 
 
 def select_kernels(device: torch.device, backend: str = "auto") -> Kernels:
