@@ -17,6 +17,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.types import SamplingParams
 from paceline.engine.step import Chunk, Grown, Joined
 from paceline.kernels.interface import AttentionBatch, GroupTables
+from paceline.kernels.transfer import to_device
 
 Indices = Sequence[int] | np.ndarray
 
@@ -146,4 +147,4 @@ class Rows:
         self.drafts[row] = len(token_ids)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(torch.from_numpy(array), self._device)
