@@ -52,8 +52,8 @@ lock: ## resolve all extras afresh into requirements.lock
 	python=$$($(FIND_PYTHON)); "$$python" -m venv build/lock
 	build/lock/bin/python -m pip install --quiet '$(TORCH)' -e '.[$(EXTRAS)]'
 	build/lock/bin/python -m pip freeze --exclude-editable > build/lock/freeze
-	@# torch pins the CUDA packages that fit its build, so the lock also fits a machine without a GPU.
-	{ echo "# Made by 'make lock'."; sed -E -e '/^(nvidia-|cuda-|triton==)/d' -e 's/\+[A-Za-z0-9.]+$$//' build/lock/freeze; } > requirements.lock
+	@# torch pins the CUDA packages that fit its build, so the lock also fits a machine without a GPU. Triton is for Linux.
+	{ echo "# Made by 'make lock'."; sed -E -e '/^(nvidia-|cuda-)/d' -e "s/^triton==.*/&; sys_platform == 'linux'/" -e 's/\+[A-Za-z0-9.]+$$//' build/lock/freeze; } > requirements.lock
 	rm -rf build/lock
 
 clean: ## remove what make and the tools have made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,12 @@ from paceline.core import env
 from paceline.models.assets import resolve_model
 
 env.share_cores()  # as the command line does; nothing above imports torch
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    # Triton decides when it is imported, which transformers does, that its kernels run in its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest_plugins = ["tests.tiny_checkpoints"]
 

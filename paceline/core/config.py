@@ -102,7 +102,7 @@ class WorkerConfig(ServiceConfig):
         512, "tokens of one step; longer prompts are computed in chunks of this", "limits", at_least=1
     )
     device: str = option("cpu", "torch device to compute on", "compute")
-    kernels: str = option("auto", "kernel backend: auto, native or reference", "compute")
+    kernels: str = option("auto", "kernel backend: auto, native, reference, triton or triton-invariant", "compute")
     threads: int = option(0, "CPU threads; 0 takes all cores that the worker may use", "compute", at_least=0)
     async_scheduling: bool = option(True, "plan and launch the next step while one is computed", "compute")
     speculative_config: str = option(

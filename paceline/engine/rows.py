@@ -18,6 +18,7 @@ from paceline.core.types import SamplingParams
 from paceline.engine.sampler import Draft
 from paceline.engine.step import Chunk, Grown, Joined
 from paceline.kernels.interface import AttentionBatch, GroupTables
+from paceline.kernels.transfer import to_device
 
 Indices = Sequence[int] | np.ndarray
 
@@ -158,4 +159,4 @@ class Rows:
         self._drafts[row] = drafts
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(torch.from_numpy(array), self._device)

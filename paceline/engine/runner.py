@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -49,24 +50,29 @@ class ModelRunner:
         self._rows = Rows(limits.max_seqs, limits.max_model_len, limits.max_drafts, layout, pool.device)
         self._constraints = Constraints(limits.max_seqs)
         self._caches = layer_caches(layout, pool)
+        self._device = pool.device
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """One forward pass, and the drafts for the next."""
+        """One forward pass, and the drafts for the next. When it returns, the KV is in the pool."""
         began = time.perf_counter()
-        self._update(step)
-        inputs = self._rows.form(step.chunks)
-        taps = Taps(self._drafter.taps if self._drafter is not None else ())
-        hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps)
-        results = self._sample(hidden, step.chunks, inputs)
-        verified = time.perf_counter()
-        drafted, drafter_lengths = 0, []
-        if self._drafter is not None:
-            self._drafter.observe(self._rows, step.chunks, inputs, taps.states)
-            drafted = self._draft(self._drafter, step.chunks, results)
-            if self._drafter.fills_kv:
-                drafter_lengths = [int(self._rows.drafter_lengths[chunk.row]) for chunk in step.chunks]
-        self._tell_constraints(step.chunks, results)
+        with _current(self._device):
+            self._update(step)
+            inputs = self._rows.form(step.chunks)
+            taps = Taps(self._drafter.taps if self._drafter is not None else ())
+            hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps)
+            results = self._sample(hidden, step.chunks, inputs)
+            verified = time.perf_counter()
+            drafted, drafter_lengths = 0, []
+            if self._drafter is not None:
+                self._drafter.observe(self._rows, step.chunks, inputs, taps.states)
+                drafted = self._draft(self._drafter, step.chunks, results)
+                if self._drafter.fills_kv:
+                    drafter_lengths = [int(self._rows.drafter_lengths[chunk.row]) for chunk in step.chunks]
+            self._tell_constraints(step.chunks, results)
+            if self._device.type == "cuda":
+                # A step that samples has waited for the device already; one within a prompt has only launched.
+                torch.cuda.current_stream().synchronize()
         ended = time.perf_counter()
         return StepResult(results, ended - began, ended - verified, drafted, drafter_lengths)
 
@@ -166,3 +172,8 @@ def layer_caches(layout: KVLayout, pool: Tensor) -> list[LayerCache]:
         views = view_pool(pool, slot_elements, len(shape.layers), shape.kv_heads, group.block_tokens, shape.head_dim)
         by_layer.update(zip(shape.layers, views))
     return [by_layer[layer] for layer in sorted(by_layer)]
+
+
+def _current(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a GPU the calling thread's own: kernels are launched on that one, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -14,15 +15,26 @@ from paceline.kernels.reference import ReferenceKernels
 
 log = logging.getLogger(__name__)
 
+
+def _make_triton(device: torch.device, batch_invariant: bool) -> Kernels:
+    try:
+        from paceline.kernels.triton_kernels.kernels import TritonKernels
+    except ImportError as error:
+        raise ConfigError(f"the triton kernels need what `pip install 'paceline[gpu]'` installs: {error}") from error
+    return TritonKernels(device, batch_invariant)
+
+
 # A backend is one line here. Its maker gets the device and raises ConfigError where it cannot run there.
 _BACKENDS: Mapping[str, Callable[[torch.device], Kernels]] = {
     "reference": lambda device: ReferenceKernels(),
     # As many threads as torch was told to use.
     "native": lambda device: NativeKernels(torch.get_num_threads()),
+    "triton": partial(_make_triton, batch_invariant=False),
+    "triton-invariant": partial(_make_triton, batch_invariant=True),
 }
 
 # What "auto" means on a device type; all others get the reference.
-_PREFERRED: Mapping[str, str] = {"cpu": "native"}
+_PREFERRED: Mapping[str, str] = {"cpu": "native", "cuda": "triton"}
 
 
 def select_kernels(device: torch.device, backend: str = "auto") -> Kernels:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.kernels import select_kernels
 from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, LayerCache, view_pool
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
@@ -63,12 +64,13 @@ def make_case(
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        # Random numbers of the CPU, on whatever device the test runs.
+        return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device(), dtype)
 
     slot_elements = 2 * kv_heads * block_tokens * head_dim + 24  # with padding behind the block
     pool = torch.full((SLOTS * slot_elements,), float("nan"), dtype=dtype)
     cache = view_pool(pool, slot_elements, 1, kv_heads, block_tokens, head_dim)[0]
-    free = iter(torch.randperm(SLOTS, generator=torch.Generator().manual_seed(places)).tolist())
+    free = iter(torch.randperm(SLOTS, generator=torch.Generator().manual_seed(places), device="cpu").tolist())
     width = max(-(-context // block_tokens) for _, context in lengths)
     tables = torch.full((len(lengths), width), 2**31 - 1, dtype=torch.int32)
     keys, values, starts, slots, offsets = [], [], [0], [], []
@@ -106,7 +108,13 @@ BACKENDS: dict[str, Callable[[], Kernels]] = {
 }
 
 
-@pytest.fixture(scope="session", params=BACKENDS)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Every backend passes the same suite."""
-    return BACKENDS[request.param]()
+@pytest.fixture(scope="session", params=[*BACKENDS, "triton"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """Every backend passes the same suite, on the device that it is made for where there is one."""
+    if request.param != "triton":
+        yield BACKENDS[request.param]()
+        return
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with device:
+        yield select_kernels(device, request.param)

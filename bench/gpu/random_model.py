@@ -1,0 +1,104 @@
+"""A Llama of random weights that says something: no checkpoint is needed, and drafts can come true.
+
+Its head looks for the embedding that went in and answers with the next number of a circle of eight; beside that there
+is noise of about the same strength, which depends on the whole context. So it counts for a while, jumps, and counts
+again. How much drafts gain depends on the strength chosen here, as it does on the text for a real model.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.core.kv_layout import make_layout
+from paceline.core.speculative import SpeculativeConfig
+from paceline.engine.constraint import Grammars
+from paceline.engine.loading import Loaded
+from paceline.kernels.interface import Kernels
+from paceline.models.config import LayerType, ModelConfig, Rope
+from paceline.models.llama import Llama
+
+CIRCLE = 8
+
+
+def llama_config(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> ModelConfig:
+    """The shape of a Llama; `vocab` must be a multiple of CIRCLE."""
+    rope = Rope(500_000.0)
+    full: LayerType = "full"
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        norm_eps=1e-5,
+        activation="silu",
+        layer_types=(full,) * layers,
+        sliding_window=0,
+        rope=rope,
+        sliding_rope=rope,
+        attention_scale=(hidden // heads) ** -0.5,
+        attention_softcap=0.0,
+        logit_softcap=0.0,
+        attention_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=False,
+        max_position=8192,
+        dtype="bfloat16",
+    )
+
+
+LLAMA_8B = llama_config(4096, 14336, 32, 32, 8, 128_256)
+TINY = llama_config(64, 160, 4, 4, 2, 512)
+
+
+class RandomWeights:
+    """`Weights` made on the device, each from its name; a second model gets the same tensors, not copies.
+
+    Args:
+        signal: logit of the next number, as a multiple of what the best of all others has by chance.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, signal: float = 1.35) -> None:
+        self._signal = signal
+        self.config = config
+        self.dtype = dtype
+        self._device = device
+        self._made: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        if name not in self._made:
+            self._made[name] = self._make(name, shape)
+        return self._made[name]
+
+    def _make(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self.dtype, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(shape, generator=generator, dtype=self.dtype, device=self._device)
+        if name.startswith("model.embed_tokens"):
+            return noise
+        noise *= shape[1] ** -0.5
+        if name.startswith("lm_head"):
+            token = torch.arange(shape[0], device=self._device)
+            before = token - token % CIRCLE + (token + CIRCLE - 1) % CIRCLE
+            embedding = self.take("model.embed_tokens.weight", *shape)
+            # The noise of the logits has deviation 1, so the best of n is about sqrt(2 ln n).
+            return noise.add_(embedding[before], alpha=self._signal * math.sqrt(2 * math.log(shape[0])) / shape[1])
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            # So that the sum of all layers is about as large as the embedding.
+            noise *= (2 * self.config.num_layers) ** -0.5
+        return noise
+
+
+def load_random(weights: RandomWeights, kernels: Kernels, speculative: SpeculativeConfig | None) -> Loaded:
+    """What a worker would have loaded."""
+    model = Llama(weights.config, weights, kernels)
+    layout = make_layout(model.group_shapes, weights.dtype.itemsize, "random")
+    return Loaded(model, None, layout, speculative, Grammars(Path()))  # nothing is constrained here

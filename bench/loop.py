@@ -1,0 +1,129 @@
+"""Drives an engine over a few requests and measures it: what the benchmarks of the decode loop share."""
+
+from __future__ import annotations
+
+import math
+import queue
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.hashing import HashChain
+from paceline.core.types import Key, SamplingParams
+from paceline.engine.engine import Engine, Runner
+from paceline.engine.loading import Loaded
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.speculation import Speculation
+from paceline.engine.step import Event, Sampled
+
+MAX_LEN = 1024
+
+_PATIENCE = 120
+"""Seconds without any event after which the engine is given up; kernels are compiled meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    tokens_per_second: float
+    bubble: float
+    """Share of the time in which the compute thread stood still although there was work."""
+    accepted_length: float
+    """Tokens that a request got from a step, on average."""
+    tokens: list[list[int]]
+    idle: float = math.nan
+    """Of a profiler's looks, those at which the compute thread computed nothing."""
+
+
+def run(
+    loaded: Loaded,
+    steps_in_flight: int,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    device: torch.device,
+    watch: Callable[[Runner], Runner] = lambda runner: runner,
+) -> Run:
+    """Greedy tokens for all prompts side by side, in the dtype whose size the layout has (4 bytes: fp32, 2: bf16).
+
+    The time is from the moment when every request has its first token to the last token of all.
+
+    Args:
+        watch: puts something around the runner that measures.
+    """
+    blocks = [group.blocks_for(MAX_LEN) for group in loaded.layout.groups]
+    itemsize = loaded.layout.itemsize
+    pool = torch.zeros(
+        len(prompts) * sum(blocks) * loaded.layout.slot_bytes // itemsize,
+        dtype=torch.float32 if itemsize == 4 else torch.bfloat16,
+        device=device,
+    )
+    limits = Limits(512, MAX_LEN, len(prompts), loaded.max_drafts)
+    events: queue.SimpleQueue[list[Event] | BaseException] = queue.SimpleQueue()
+    engine = Engine(
+        Scheduler(limits, Speculation(loaded.max_drafts)),
+        watch(loaded.runner(pool, limits)),
+        events.put,
+        events.put,
+        steps_in_flight,
+    )
+    engine.start()
+    slots = iter(range(len(prompts) * sum(blocks)))
+    for index, prompt in enumerate(prompts):
+        tables = [[next(slots) for _ in range(count)] for count in blocks]
+        params = SamplingParams(max_tokens=max_tokens)
+        chain = HashChain(loaded.layout.fingerprint)
+        engine.add(Request(Key(str(index), 1, 1), [*prompt], len(prompt), params, loaded.layout, chain, tables))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    left, began, bubble_before, counted = len(prompts), 0.0, 0.0, 0
+    while left:
+        happened = events.get(timeout=_PATIENCE)
+        if isinstance(happened, BaseException):
+            raise happened
+        for event in happened:
+            if isinstance(event, Sampled):
+                if not began and all(tokens):
+                    began, bubble_before = time.perf_counter(), engine.bubble_seconds
+                    counted = sum(map(len, tokens))
+                tokens[int(event.key.request_id)].append(event.token.id)
+                left -= event.reason is not None
+    seconds = time.perf_counter() - began
+    engine.stop()
+    given = sum(map(len, tokens)) - counted
+    bubble = (engine.bubble_seconds - bubble_before) / seconds
+    return Run(given / seconds, bubble, engine.stats.sampled_tokens / engine.stats.steps / len(prompts), tokens)
+
+
+def summary(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, float]]:
+    """Medians of each way's runs by name of the figure, and how many requests gave the tokens of the first way."""
+    first = next(iter(runs.values()))
+    base = statistics.median(run.tokens_per_second for run in first)
+    figures: dict[str, dict[str, float]] = {}
+    for name, own in runs.items():
+        speed = statistics.median(run.tokens_per_second for run in own)
+        figures[name] = {
+            "tokens_per_second": speed,
+            "ratio": speed / base,
+            "bubble": statistics.median(run.bubble for run in own),
+            "idle": statistics.median(run.idle for run in own),
+            "tokens_a_step": statistics.median(run.accepted_length for run in own),
+            "same_requests": sum(a == b for run in own for a, b in zip(run.tokens, first[0].tokens)),
+            "requests": sum(len(run.tokens) for run in own),
+        }
+    return figures
+
+
+def print_header() -> None:
+    columns = f"{'way':<32}{'tok/s':>9}{'ratio':>7}{'bubble':>9}{'idle':>8}{'tokens a step':>15}  same tokens"
+    print(f"{'text':<8}{'batch':<7}{columns}")
+
+
+def print_rows(text: str, batch: int, figures: Mapping[str, Mapping[str, float]]) -> None:
+    for name, own in figures.items():
+        print(
+            f"{text:<8}{batch:<7}{name:<32}{own['tokens_per_second']:>9.1f}{own['ratio']:>7.2f}{own['bubble']:>9.2%}{own['idle']:>8.2%}"
+            f"{own['tokens_a_step']:>15.2f}  {own['same_requests']:.0f} of {own['requests']:.0f}",
+            flush=True,
+        )

@@ -1,0 +1,1 @@
+"""The hot operations as Triton kernels, for GPUs."""

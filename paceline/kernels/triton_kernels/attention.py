@@ -1,0 +1,112 @@
+"""Cuts a step's queries into tiles and launches the attention kernels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache
+from paceline.kernels.transfer import to_device
+from paceline.kernels.triton_kernels.device import INTERPRETED
+from paceline.kernels.triton_kernels.device import attention as device
+
+ROWS = 64
+"""Rows of a tile, everywhere: another number could be another matrix instruction, with another order of adding. In
+decoding most of them are empty, which costs little where the KV cache's bandwidth is the limit."""
+SPLIT = 256
+"""Keys of a split. Never chosen by the size of the batch, so that a row's bits do not depend on it."""
+_TILE_BYTES = 16384
+"""Of a tile of keys, at most; two of keys and two of values are in flight beside the queries."""
+_KEY_BYTES = 128
+"""Of one element of all keys of a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the kernels have to know of a batch, on the device. All int32."""
+
+    batch: AttentionBatch
+    group: int
+    """Query heads that share a KV head."""
+    query_start: Tensor
+    context_len: Tensor
+    whole: Tensor
+    """Tiles whose program goes through all that it sees."""
+    apart: Tensor
+    """Tiles, each a whole request, for which every split has a program."""
+    rows: int
+    """Of all tiles in `apart`."""
+    most_rows: int
+    """Of one of them."""
+    splits: int
+    """The most splits that a request in `apart` has."""
+
+
+def make_plan(batch: AttentionBatch, group: int, device: torch.device) -> Plan:
+    """A request whose queries fit one tile and whose context does not fit one split has programs for each split: a
+    matter of speed alone."""
+    whole: list[int] = []
+    apart: list[int] = []
+    rows = most_rows = splits = 0
+    for request, context in enumerate(batch.context_len):
+        own = (batch.query_start[request + 1] - batch.query_start[request]) * group
+        if own > ROWS or context <= SPLIT:
+            for first in range(0, own, ROWS):
+                whole += (request, first, 0)
+        elif own:
+            apart += (request, 0, rows)
+            rows += own
+            most_rows, splits = max(most_rows, own), max(splits, -(-context // SPLIT))
+    parts = (batch.query_start, batch.context_len, whole, apart)
+    packed = to_device(torch.tensor([number for part in parts for number in part], dtype=torch.int32), device)
+    query_start, context_len, whole_tiles, apart_tiles = torch.split(packed, [len(part) for part in parts])
+    tiles = whole_tiles.view(-1, 3), apart_tiles.view(-1, 3)
+    return Plan(batch, group, query_start, context_len, *tiles, rows, most_rows, splits)
+
+
+def attention(
+    queries: Tensor, cache: LayerCache, plan: Plan, tables: GroupTables, scale: float, softcap: float
+) -> Tensor:
+    """See `Kernels.attention`."""
+    assert cache.keys.stride() == cache.values.stride()
+    assert cache.keys.stride(3) == 1
+    queries = queries if queries.stride(2) == 1 else queries.contiguous()
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
+    shape = {"WINDOW": tables.window, "GROUP": plan.group, "HEAD_DIM": head_dim, "ROWS": ROWS, "SPLIT": SPLIT}
+    shape |= {"DIM": max(16, triton.next_power_of_2(head_dim)), "enable_fp_fusion": False}
+    tile = shape | _tile_options(shape["DIM"] * cache.keys.itemsize, cache.keys.itemsize)
+    tile |= {"CAPPED": softcap != 0, "BLOCK_TOKENS": tables.block_tokens, "INTERPRETED": INTERPRETED}
+    # Scores are in powers of two, which the hardware knows how to take.
+    inner, outer = (scale / softcap, softcap * math.log2(math.e)) if softcap else (scale * math.log2(math.e), 0.0)
+    sources = (queries, cache.keys, cache.values, tables.tables, plan.query_start, plan.context_len)
+    scalars = (*queries.stride()[:2], tables.tables.stride(0), *cache.keys.stride()[:3], inner, outer)
+    if len(plan.whole):
+        # There are no states; something has to stand in their place.
+        device.attend[len(plan.whole), kv_heads](out, out, out, *sources, plan.whole, 0, *scalars, APART=False, **tile)
+    if len(plan.apart):
+        # A window touches one split more than it fills.
+        splits = min(plan.splits, -(-(tables.window + ROWS) // SPLIT) + 1) if tables.window else plan.splits
+        states = torch.empty(splits, kv_heads, plan.rows, 2, dtype=torch.float32, device=queries.device)
+        accs = torch.empty(splits, kv_heads, plan.rows, head_dim, dtype=torch.float32, device=queries.device)
+        device.attend[len(plan.apart), kv_heads, splits](
+            out, states, accs, *sources, plan.apart, plan.rows, *scalars, APART=True, **tile
+        )
+        device.combine[len(plan.apart), kv_heads, plan.most_rows](
+            out, states, accs, plan.query_start, plan.context_len, plan.apart, plan.rows, num_warps=1, **shape
+        )
+    return out
+
+
+def _tile_options(row_bytes: int, itemsize: int) -> dict[str, int]:
+    """Of a model, whatever the batch: chosen so that a tile's registers and shared memory suffice from sm_80 on.
+
+    Args:
+        row_bytes: of a padded head.
+    """
+    keys = max(16, min(_KEY_BYTES // itemsize, _TILE_BYTES // row_bytes))
+    return {"KEYS": keys, "num_warps": 8 if row_bytes >= 256 else 4, "num_stages": 2}

@@ -1,0 +1,188 @@
+"""Attention over the paged cache.
+
+What is computed for a query depends on its position alone: keys are taken in tiles of KEYS at absolute places, tiles
+are gathered into splits of SPLIT at absolute places, and splits are merged in order. A tile or split that a query does
+not see leaves its state exactly as it was. So it makes no difference to the bits whether one program goes through all
+splits or each split has a program of its own (whose states `combine` merges), nor which queries stand beside it.
+The launch has to switch off the fusing of multiply and add, which the compiler chooses anew in every kernel.
+
+The state of a softmax under way is (row_max, row_sum, acc): the largest score so far, in powers of two; the sum of the
+weights relative to it; and the so weighted sum of the values. (-inf, 0, 0) has seen nothing.
+
+The rows of a tile are pairs (token, head) of one request and one KV head, the GROUP heads of a token side by side.
+`tiles` int32 [tiles, 3] says of each: the request, its first row, and the place of that row in `states`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paceline.kernels.triton_kernels.device.arithmetic import dot, tanh
+
+_PACKED = ["query_start", "context_len", "tiles"]
+"""Parts of one tensor, which begin anywhere. A kernel is compiled once for all."""
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_PACKED)
+def attend(
+    out,
+    states,
+    accs,
+    queries,
+    keys,
+    values,
+    tables,
+    query_start,
+    context_len,
+    tiles,
+    rows,
+    token_stride,
+    head_stride,
+    table_stride,
+    slot_stride,
+    kv_head_stride,
+    place_stride,
+    inner_scale,
+    outer_scale,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    APART: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Grid: (tiles, kv_heads), or with APART (tiles, kv_heads, splits), split 0 being the first that the tile sees.
+
+    Writes out [tokens, heads, HEAD_DIM]; with APART instead states fp32 [splits, kv_heads, rows, 2] (row_max, row_sum)
+    and accs fp32 [splits, kv_heads, rows, HEAD_DIM].
+    """
+    kv_head = tl.program_id(1)
+    tile = tiles + 3 * tl.program_id(0)
+    request, first_row = tl.load(tile), tl.load(tile + 1)
+    token, position, valid = _rows(query_start, context_len, request, first_row, GROUP, ROWS)
+    head = kv_head * GROUP + (first_row + tl.arange(0, ROWS)) % GROUP
+    first_key, end = tl.min(position, 0) - WINDOW + 1 if WINDOW else 0, tl.max(position, 0) + 1
+    first_key = tl.maximum(first_key, 0)
+    first_split, end_split = first_key // SPLIT, tl.cdiv(end, SPLIT)
+    if APART:
+        first_split += tl.program_id(2)
+        if first_split >= end_split:
+            return
+        end_split = first_split + 1
+    dim = tl.arange(0, DIM)[None, :]
+    inside = dim < HEAD_DIM
+    query = tl.load(queries + (token * token_stride + head * head_stride)[:, None] + dim, inside, 0.0)
+    table = tables + request.to(tl.int64) * table_stride
+    row_max, row_sum, acc = _nothing(ROWS, DIM)
+    for split in range(first_split, end_split):
+        own_max, own_sum, own_acc = _nothing(ROWS, DIM)
+        begin = tl.maximum(split * SPLIT, first_key // KEYS * KEYS)
+        for first in range(begin, tl.minimum((split + 1) * SPLIT, end), KEYS):
+            key = first + tl.arange(0, KEYS)
+            # Outside of what the tile sees, tables and slots may hold anything.
+            exists = (key >= first_key) & (key < end)
+            slot = tl.load(table + key // BLOCK_TOKENS, exists, 0).to(tl.int64)
+            place = slot * slot_stride + kv_head * kv_head_stride + key % BLOCK_TOKENS * place_stride
+            present = exists[:, None] & inside
+            key_tile = tl.load(keys + place[:, None] + dim, present, 0.0)
+            value_tile = tl.load(values + place[:, None] + dim, present, 0.0)
+            scores = dot(query, tl.trans(key_tile), tl.zeros([ROWS, KEYS], tl.float32), INTERPRETED) * inner_scale
+            if CAPPED:
+                scores = outer_scale * tanh(scores)
+            sees = exists[None, :] & (key[None, :] <= position[:, None])
+            if WINDOW:
+                sees = sees & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(sees, scores, float("-inf"))
+            top = tl.maximum(own_max, tl.max(scores, 1))
+            base = _finite(top)
+            weights, kept = tl.exp2(scores - base[:, None]), tl.exp2(own_max - base)
+            own_sum = own_sum * kept + tl.sum(weights, 1)
+            own_acc = dot(weights.to(value_tile.dtype), value_tile, own_acc * kept[:, None], INTERPRETED)
+            own_max = top
+        row_max, row_sum, acc = _merge(row_max, row_sum, acc, own_max, own_sum, own_acc)
+    stored = valid[:, None] & inside
+    if APART:
+        part = (tl.program_id(2) * tl.num_programs(1) + kv_head).to(tl.int64) * rows + tl.load(tile + 2)
+        place = part + tl.arange(0, ROWS)
+        tl.store(states + 2 * place, row_max, valid)
+        tl.store(states + 2 * place + 1, row_sum, valid)
+        tl.store(accs + place[:, None] * HEAD_DIM + dim, acc, stored)
+    else:
+        place = (token * tl.num_programs(1) * GROUP + head) * HEAD_DIM
+        tl.store(out + place[:, None] + dim, (acc / row_sum[:, None]).to(out.dtype.element_ty), stored)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_PACKED)
+def combine(
+    out,
+    states,
+    accs,
+    query_start,
+    context_len,
+    tiles,
+    rows,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Merges the states of one row. Grid: (tiles, kv_heads, ROWS); a tile holds the first rows of a request."""
+    kv_head, row, kv_heads = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+    tile = tiles + 3 * tl.program_id(0)
+    request = tl.load(tile)
+    token = tl.load(query_start + request) + row // GROUP
+    if token >= tl.load(query_start + request + 1):
+        return
+    _, position, _ = _rows(query_start, context_len, request, 0, GROUP, ROWS)
+    first_key = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) if WINDOW else 0
+    splits = tl.cdiv(tl.max(position, 0) + 1, SPLIT) - first_key // SPLIT
+    dim = tl.arange(0, DIM)[None, :]
+    row_max, row_sum, acc = _nothing(1, DIM)
+    for split in range(splits):
+        place = (split * kv_heads + kv_head).to(tl.int64) * rows + tl.load(tile + 2) + row + tl.arange(0, 1)
+        own_max, own_sum = tl.load(states + 2 * place), tl.load(states + 2 * place + 1)
+        own_acc = tl.load(accs + place[:, None] * HEAD_DIM + dim, dim < HEAD_DIM, 0.0)
+        row_max, row_sum, acc = _merge(row_max, row_sum, acc, own_max, own_sum, own_acc)
+    place = (token.to(tl.int64) * kv_heads * GROUP + kv_head * GROUP + row % GROUP) * HEAD_DIM
+    tl.store(out + place + dim, (acc / row_sum[:, None]).to(out.dtype.element_ty), dim < HEAD_DIM)
+
+
+@triton.jit
+def _rows(query_start, context_len, request, first_row, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Token (int64) and position of each row of a tile, and whether there is such a row; one that is not is the last
+    token's once more."""
+    end = tl.load(query_start + request + 1)
+    token = tl.load(query_start + request) + (first_row + tl.arange(0, ROWS)) // GROUP
+    valid = token < end
+    token = tl.minimum(token, end - 1)
+    return token.to(tl.int64), tl.load(context_len + request) - end + token, valid
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The state that has seen nothing."""
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    return row_max, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
+
+
+@triton.jit
+def _merge(row_max, row_sum, acc, other_max, other_sum, other_acc):
+    """The state that has seen what both have seen."""
+    top = tl.maximum(row_max, other_max)
+    base = _finite(top)
+    own, other = tl.exp2(row_max - base), tl.exp2(other_max - base)
+    return top, row_sum * own + other_sum * other, acc * own[:, None] + other_acc * other[:, None]
+
+
+@triton.jit
+def _finite(row_max):
+    """What to subtract from scores: of a row that has seen nothing all are -inf, and -inf - -inf is no number."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)

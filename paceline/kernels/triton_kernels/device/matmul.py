@@ -1,0 +1,47 @@
+"""A matrix product whose bits do not depend on how many rows there are."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paceline.kernels.triton_kernels.device.arithmetic import dot
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def matmul(
+    out,
+    x,
+    weight,
+    bias,
+    tokens,
+    x_stride,
+    weight_stride,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """out [tokens, SIZE_OUT] = x [tokens, SIZE_IN] @ weight [SIZE_OUT, SIZE_IN].T + bias, in tiles of one shape.
+
+    Every sum is taken in order of the input dimension by one program. Grid: (tiles of rows, tiles of columns), so that
+    programs which run at the same time share a part of the weight.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.arange(0, STEP)
+    x_tile = x + row.to(tl.int64)[:, None] * x_stride + step[None, :]
+    weight_tile = weight + column.to(tl.int64)[None, :] * weight_stride + step[:, None]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, SIZE_IN, STEP):
+        inside = step < SIZE_IN - first
+        left = tl.load(x_tile + first, (row < tokens)[:, None] & inside[None, :], 0.0)
+        right = tl.load(weight_tile + first, (column < SIZE_OUT)[None, :] & inside[:, None], 0.0)
+        acc = dot(left, right, acc, INTERPRETED)
+    if BIAS:
+        acc += tl.load(bias + column, column < SIZE_OUT, 0.0).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * SIZE_OUT + column[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), (row < tokens)[:, None] & (column < SIZE_OUT)[None, :])

@@ -1,0 +1,146 @@
+"""`Kernels` in Triton: launches; what runs on the GPU is in `device`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from paceline.core.errors import ConfigError
+from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, PackedWeight
+from paceline.kernels.reference import ReferenceKernels
+from paceline.kernels.triton_kernels.attention import Plan, attention, make_plan
+from paceline.kernels.triton_kernels.device import INTERPRETED, matmul, rowwise
+
+_GATE_BLOCK = 1024
+
+
+class TritonKernels(ReferenceKernels):
+    """`Kernels` for tensors of one GPU. What is bound by memory alone, and rare, is plain torch.
+
+    No row depends on its batch-mates, on how a prompt was cut into chunks or on drafts beside it, but for `linear`: the
+    vendor's matrix product may add in another order when the number of rows changes.
+
+    Args:
+        batch_invariant: `linear` too has one order, in a kernel of our own.
+
+    Raises:
+        ConfigError: `device` is no GPU. On a CPU there is Triton's interpreter, good for tests alone.
+    """
+
+    def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
+        if device.type != ("cpu" if INTERPRETED else "cuda"):
+            raise ConfigError(
+                f"the triton kernels cannot run on {device.type}: they need a cuda device, or, for tests on a CPU, "
+                "TRITON_INTERPRET=1 in the environment"
+            )
+        self.name = "triton-invariant" if batch_invariant else "triton"
+        self._batch_invariant = batch_invariant
+        self._plan: Plan | None = None
+        """Of the batch seen last: all layers of a step share one."""
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return _invariant_linear(x, weight.data, bias) if self._batch_invariant else super().linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        rowwise.rms_norm[x.numel() // size,](
+            out, x, weight, eps, SIZE=size, PADDED=triton.next_power_of_2(size), UNIT_OFFSET=unit_offset
+        )
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        tokens, heads, head_dim = x.shape
+        x = x if x.stride(2) == 1 else x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rowwise.rotate[tokens,](
+            out,
+            x,
+            cos.contiguous(),
+            sin.contiguous(),
+            x.stride(0),
+            x.stride(1),
+            HEADS=heads,
+            PADDED_HEADS=triton.next_power_of_2(heads),
+            HALF=head_dim // 2,
+            PADDED_HALF=triton.next_power_of_2(head_dim // 2),
+        )
+        return out
+
+    def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
+        assert cache.keys.stride() == cache.values.stride()
+        assert cache.keys.stride(3) == 1
+        tokens, heads, head_dim = keys.shape
+        keys = keys if keys.stride(2) == 1 else keys.contiguous()
+        values = values if values.stride(2) == 1 else values.contiguous()
+        rowwise.store_kv[tokens,](
+            cache.keys,
+            cache.values,
+            keys,
+            values,
+            group.write_slots,
+            group.write_offsets,
+            *cache.keys.stride()[:3],
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            HEADS=heads,
+            PADDED_HEADS=triton.next_power_of_2(heads),
+            HEAD_DIM=head_dim,
+            DIM=triton.next_power_of_2(head_dim),
+        )
+
+    def attention(
+        self,
+        queries: Tensor,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        group: GroupTables,
+        scale: float,
+        softcap: float,
+    ) -> Tensor:
+        per_kv_head = queries.shape[1] // cache.keys.shape[1]
+        plan = self._plan
+        if plan is None or plan.batch is not batch or plan.group != per_kv_head:
+            self._plan = plan = make_plan(batch, per_kv_head, queries.device)
+        return attention(queries, cache, plan, group, scale, softcap)
+
+    def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return _gated(gate, up, gelu=False)
+
+    def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return _gated(gate, up, gelu=True)
+
+
+def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    size = gate.numel()
+    rowwise.gated[triton.cdiv(size, _GATE_BLOCK),](out, gate, up, size, GELU=gelu, BLOCK=_GATE_BLOCK)
+    return out
+
+
+def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As F.linear of x [tokens, in] and weight [out, in], in tiles of one shape however many tokens there are."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    assert weight.stride(1) == 1
+    size_out, size_in = weight.shape
+    out = torch.empty(len(x), size_out, dtype=x.dtype, device=x.device)
+    tile = {"ROWS": 64, "COLUMNS": 64, "STEP": 128 // x.itemsize}
+    matmul.matmul[triton.cdiv(len(x), tile["ROWS"]), triton.cdiv(size_out, tile["COLUMNS"])](
+        out,
+        x,
+        weight,
+        weight if bias is None else bias,
+        len(x),
+        x.stride(0),
+        weight.stride(0),
+        SIZE_IN=size_in,
+        SIZE_OUT=size_out,
+        BIAS=bias is not None,
+        INTERPRETED=INTERPRETED,
+        num_stages=4,
+        **tile,
+    )
+    return out

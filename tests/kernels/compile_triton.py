@@ -1,0 +1,100 @@
+"""Compiles for real GPUs, without one, every kernel that `TritonKernels` launches for the shapes of known models.
+
+    TRITON_INTERPRET=0 python -m tests.kernels.compile_triton
+
+Launches are recorded rather than carried out; tensors have shapes alone. Prints a line of JSON for each kernel and
+architecture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import KernelParam
+
+from paceline.kernels import select_kernels
+from paceline.kernels.interface import AttentionBatch, GroupTables, view_pool
+
+ARCHITECTURES = (80, 90)
+_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+Launch = tuple[triton.JITFunction, tuple[Any, ...], dict[str, Any]]
+
+
+def launches(heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, dtype: torch.dtype) -> list[Launch]:
+    """What a layer of this shape launches for a step of a prompt and a long context."""
+    recorded: list[Launch] = []
+
+    def record(kernel: triton.JITFunction, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
+        recorded.append((kernel, args, options))
+
+    triton.JITFunction.run = record
+    kernels = select_kernels(torch.device("cuda"), "triton-invariant")
+    tokens, hidden = 101, heads * head_dim
+    with torch.device("meta"):
+        x, weight = torch.empty(tokens, hidden, dtype=dtype), torch.empty(hidden, hidden, dtype=dtype)
+        queries = kernels.linear(x, weight, x[0]).view(tokens, heads, head_dim)
+        kernels.rms_norm(x, weight[0], 1e-5, unit_offset=softcap != 0)
+        kernels.silu_and_mul(x, x)
+        kernels.gelu_tanh_and_mul(x, x)
+        angles = torch.empty(tokens, head_dim)
+        kernels.rotate(queries, angles, angles)
+        slot_elements = 32 * 2 * kv_heads * 16 * head_dim
+        cache = view_pool(torch.empty(40_000 * slot_elements, dtype=dtype), slot_elements, 32, kv_heads, 16, head_dim)
+        places = torch.empty(tokens, dtype=torch.int64)
+        group = GroupTables(16, window, torch.empty(2, 200, dtype=torch.int32), places, places)
+        keys = torch.empty(tokens, kv_heads, head_dim, dtype=dtype)
+        kernels.store_kv(keys, keys, cache[0], group)
+        batch = AttentionBatch((0, 100, 101), (100, 3000), (group,))
+        kernels.attention(queries, cache[0], batch, group, head_dim**-0.5, softcap)
+    return recorded
+
+
+def compile_launch(
+    kernel: triton.JITFunction, args: tuple[Any, ...], options: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """One compilation for each architecture, with the types and options of the launch."""
+    values = dict(zip(kernel.arg_names, args)) | {k: v for k, v in options.items() if k in kernel.arg_names}
+    constants = {param.name: values[param.name] for param in kernel.params if param.is_constexpr}
+    signature = {name: "constexpr" if name in constants else _type_of(values[name]) for name in kernel.arg_names}
+    aligned = [["tt.divisibility", 16]]
+    attributes = {(param.num,): aligned for param in kernel.params if _is_aligned(param, values[param.name])}
+    for architecture in ARCHITECTURES:
+        compiled = triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
+            target=GPUTarget("cuda", architecture, 32),
+            options={name: options[name] for name in _OPTIONS if name in options},
+        )
+        yield {"kernel": kernel.__name__, "architecture": architecture, "shared_bytes": compiled.metadata.shared}
+
+
+def _is_aligned(param: KernelParam, value: object) -> bool:
+    """Whether a launch tells the compiler that an argument is a multiple of 16."""
+    if param.is_constexpr or param.do_not_specialize or param.do_not_specialize_on_alignment:
+        return False
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def main() -> None:
+    llama = launches(32, 8, 128, 0, 0.0, torch.bfloat16)
+    gemma = [launch for launch in launches(4, 1, 256, 512, 50.0, torch.bfloat16) if launch[0].__name__ == "attend"]
+    for launch in llama + gemma:
+        for line in compile_launch(*launch):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
