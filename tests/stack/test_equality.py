@@ -1,4 +1,4 @@
-"""Greedy tokens through HTTP are those of `transformers`, however the stack is cut."""
+"""Greedy tokens through HTTP are those of `transformers` in fp32, and in bf16 the same however the stack is cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.stack.processes import serve
-from tests.stack.reference import PROMPTS, generate
+from tests.stack.reference import PROMPTS, generate, tokenize
 
 MAX_TOKENS = 64
 
@@ -49,6 +49,27 @@ async def test_tokens_are_those_of_transformers(
         await stack.settled()
     wrong = [PROMPTS[index][:30] for index in range(count) if tokens[index] != expected[index]]
     assert not wrong
+
+
+@pytest.mark.model
+@pytest.mark.stack
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "gemma-3-270m"])
+async def test_bf16_tokens_are_the_same_in_every_cut(
+    model: str, real_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    inputs = tokenize(real_model(model), PROMPTS[:16])
+    tokens = {}
+    for cut in ("one request at a time", "two workers of each role", "chunked prefill", "aggregated", "drafts"):
+        concurrency, _, options = STACKS[cut]
+        log = tmp_path / cut.replace(" ", "-")
+        with serve(log, model, "--dtype=bfloat16", "--kv-memory=1GiB", *options) as stack:
+            tokens[cut] = await complete_all(stack.url, model, inputs, concurrency)
+            await stack.settled()
+    first = tokens.pop("one request at a time")
+    assert all(len(each) > 0 for each in first)
+    for cut, own in tokens.items():
+        wrong = [PROMPTS[index][:30] for index in range(len(inputs)) if own[index] != first[index]]
+        assert not wrong, cut
 
 
 async def complete_all(url: str, model: str, inputs: list[list[int]], concurrency: int) -> list[list[int]]:
