@@ -43,16 +43,20 @@ PROMPTS = (
 )
 
 
+def tokenize(folder: Path, prompts: tuple[str, ...]) -> list[list[int]]:
+    """Token ids of the prompts."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(prompt).input_ids for prompt in prompts]
+
+
 def generate(folder: Path, prompts: tuple[str, ...], max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids of the prompts, and greedy tokens behind each up to its end or `max_tokens`, in fp32, one by one."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    inputs, outputs = [], []
-    for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
+    inputs, outputs = tokenize(folder, prompts), []
+    for prompt in inputs:
+        ids = torch.tensor([prompt])
         generated = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
         )
-        inputs.append(ids[0].tolist())
         outputs.append(generated[0, ids.shape[1] :].tolist())
     return inputs, outputs

@@ -1,4 +1,4 @@
-"""Greedy tokens through HTTP are those of `transformers`, however the stack is cut."""
+"""Greedy tokens through HTTP are those of `transformers` in fp32, and in bf16 the same however the stack is cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from bench.equality import shorten, ways
 from bench.mixed import Outcome, answers, requests
 from tests.stack.processes import serve
-from tests.stack.reference import PROMPTS, generate
+from tests.stack.reference import PROMPTS, generate, tokenize
 
 MAX_TOKENS = 64
 
@@ -64,11 +64,32 @@ async def test_requests_of_all_kinds_do_not_notice_how_the_loop_runs(
     wanted: list[Outcome] = []
     first, *others = stacks
     for way in (first, *(name for name in others if name.startswith("asynchronous, ") and "no drafts" not in name)):
-        with serve(tmp_path / "log", str(folder), "--dtype=float32", "--kv-memory=1GiB", *stacks[way]) as stack:
+        with serve(tmp_path / "log", str(folder), "--dtype=bfloat16", "--kv-memory=1GiB", *stacks[way]) as stack:
             found = await answers(stack.url, folder.name, asked, concurrency=8 if wanted else 1)
             await stack.settled()
         wanted = wanted or found
         assert [one.difference(other) for one, other in zip(wanted, found)] == [""] * len(asked), way
+
+
+@pytest.mark.model
+@pytest.mark.stack
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "gemma-3-270m"])
+async def test_bf16_tokens_are_the_same_in_every_cut(
+    model: str, real_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    inputs = tokenize(real_model(model), PROMPTS[:16])
+    tokens = {}
+    for cut in ("one request at a time", "two workers of each role", "chunked prefill", "aggregated", "drafts"):
+        concurrency, _, options = STACKS[cut]
+        log = tmp_path / cut.replace(" ", "-")
+        with serve(log, model, "--dtype=bfloat16", "--kv-memory=1GiB", *options) as stack:
+            tokens[cut] = await complete_all(stack.url, model, inputs, concurrency)
+            await stack.settled()
+    first = tokens.pop("one request at a time")
+    assert all(len(each) > 0 for each in first)
+    for cut, own in tokens.items():
+        wrong = [PROMPTS[index][:30] for index in range(len(inputs)) if own[index] != first[index]]
+        assert not wrong, cut
 
 
 async def complete_all(url: str, model: str, inputs: list[list[int]], concurrency: int) -> list[list[int]]:
