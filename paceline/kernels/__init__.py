@@ -14,11 +14,18 @@ from paceline.kernels.reference import ReferenceKernels
 
 log = logging.getLogger(__name__)
 
+
+def _native(device: torch.device) -> Kernels:
+    if device.type != "cpu":
+        raise ConfigError(f"the native kernels run on cpu, not on {device}; choose --kernels auto")
+    # As many threads as torch was told to use.
+    return NativeKernels(torch.get_num_threads())
+
+
 # A backend is one line here. Its maker gets the device and raises ConfigError where it cannot run there.
 _BACKENDS: Mapping[str, Callable[[torch.device], Kernels]] = {
     "reference": lambda device: ReferenceKernels(),
-    # As many threads as torch was told to use.
-    "native": lambda device: NativeKernels(torch.get_num_threads()),
+    "native": _native,
 }
 
 # What "auto" means on a device type; all others get the reference.
