@@ -16,7 +16,14 @@ from paceline.kernels.reference import ReferenceKernels
 log = logging.getLogger(__name__)
 
 
-def _make_triton(device: torch.device, batch_invariant: bool) -> Kernels:
+def _native(device: torch.device) -> Kernels:
+    if device.type != "cpu":
+        raise ConfigError(f"the native kernels run on cpu, not on {device}; choose --kernels auto")
+    # As many threads as torch was told to use.
+    return NativeKernels(torch.get_num_threads())
+
+
+def _triton(device: torch.device, batch_invariant: bool) -> Kernels:
     try:
         from paceline.kernels.triton_kernels.kernels import TritonKernels
     except ImportError as error:
@@ -27,10 +34,9 @@ def _make_triton(device: torch.device, batch_invariant: bool) -> Kernels:
 # A backend is one line here. Its maker gets the device and raises ConfigError where it cannot run there.
 _BACKENDS: Mapping[str, Callable[[torch.device], Kernels]] = {
     "reference": lambda device: ReferenceKernels(),
-    # As many threads as torch was told to use.
-    "native": lambda device: NativeKernels(torch.get_num_threads()),
-    "triton": partial(_make_triton, batch_invariant=False),
-    "triton-invariant": partial(_make_triton, batch_invariant=True),
+    "native": _native,
+    "triton": partial(_triton, batch_invariant=False),
+    "triton-invariant": partial(_triton, batch_invariant=True),
 }
 
 # What "auto" means on a device type; all others get the reference.

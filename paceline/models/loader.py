@@ -23,7 +23,7 @@ _NAMED_AT_MOST = 5
 def load_model(path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device) -> Model:
     """Loads a Hugging Face folder with safetensors.
 
-    On CPU, tensors that already have `dtype` stay memory-mapped; what the kernels pack is a copy, and the map is let go.
+    On CPU, tensors that already have `dtype` stay memory-mapped until the kernels have packed a copy.
 
     Raises:
         ModelError: the folder cannot be read, or its tensors do not fit its config.json.

@@ -106,14 +106,18 @@ def test_other_caches_are_not_mistaken_for_those_recorded(
     assert not torch.equal(run(replay, first), run(replay, second))
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: x * 2.0, lambda x: x.mul_(2.0), lambda x: torch.cat((x, x))[:1], lambda x: x[:, ::2].contiguous()],
+    ids=["out of place", "in place", "of a list", "a copy"],
+)
 def test_what_is_computed_outside_of_the_kernels_is_refused(
-    kernels: NativeKernels, paged_case: Callable[..., Any]
+    kernels: NativeKernels, paged_case: Callable[..., Any], compute: Callable[[Tensor], Tensor]
 ) -> None:
     model = Counting(kernels)
 
     def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: int | None = None) -> Tensor:
-        x = model.forward(token_ids, positions, caches, batch, layers)
-        return kernels.add(x * 2.0, x)
+        return compute(model.forward(token_ids, positions, caches, batch, layers))
 
     with pytest.raises(ConfigError, match="outside of its kernels"):
         run(kernels.compile(forward), paged_case(kernels, [(1, 5)]))

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import pytest
 import torch
 
+from paceline import kernels as backends
 from paceline.core.errors import ConfigError
 from paceline.kernels import select_kernels
+from paceline.kernels.interface import Kernels
+from paceline.kernels.native.library import load_library
 
 
 def test_auto_finds_a_backend_for_the_cpu() -> None:
@@ -49,3 +55,46 @@ def test_triton_refuses_a_cpu_and_says_what_it_needs() -> None:
 def test_without_the_package_triton_says_what_to_install() -> None:
     output = run("import sys; sys.modules['triton'] = None\nselect_kernels(torch.device('cuda'), 'triton')")
     assert "ConfigError: the triton kernels need what `pip install 'paceline[gpu]'` installs" in output
+
+
+def test_auto_is_native_on_cpu_where_it_is_compiled() -> None:
+    assert select_kernels(torch.device("cpu")).name == "native"
+
+
+def test_without_a_compiled_library_auto_runs_on_torch_and_says_how_to_get_the_fast_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def missing(device: torch.device) -> Kernels:
+        load_library(tmp_path)
+        raise AssertionError("there is no library in an empty folder")
+
+    monkeypatch.setitem(backends._BACKENDS, "native", missing)  # type: ignore[arg-type]
+    assert select_kernels(torch.device("cpu")).name == "reference"
+    assert "install a C++ compiler" in caplog.text
+    with pytest.raises(ConfigError, match="not compiled"):
+        select_kernels(torch.device("cpu"), "native")
+
+
+def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
+    file = tmp_path / f"_library{EXTENSION_SUFFIXES[0]}"
+    file.write_bytes(b"no library")
+    with pytest.raises(ConfigError, match=f"do not load: .*{re.escape(file.name)}"):
+        load_library(tmp_path)
+
+
+def test_native_refuses_other_devices_dtypes_and_instruction_sets() -> None:
+    with pytest.raises(ConfigError, match="run on cpu, not on meta"):
+        select_kernels(torch.device("meta"), "native")
+    with pytest.raises(ConfigError, match="bfloat16 and float32"):
+        select_kernels(torch.device("cpu"), "native").pack(torch.zeros(2, 2, dtype=torch.float16))
+    with pytest.raises(ConfigError, match="'sse9' does not run here; choose one of: auto, "):
+        backends.NativeKernels(1, "sse9")
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    native = select_kernels(torch.device("cpu"), "native")
+    weight = native.pack(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"x is \[1, 4\] torch.float32; the weight takes \[tokens, 2\]"):
+        native.linear(torch.zeros(1, 4), weight)
+    with pytest.raises(ValueError, match="bfloat16"):
+        native.linear(torch.zeros(1, 2, dtype=torch.bfloat16), weight)

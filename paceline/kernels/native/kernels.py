@@ -68,7 +68,7 @@ class NativeKernels:
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         if x.dtype != weight.data.dtype or x.shape[1:] != (weight.size_in,):
             raise ValueError(
-                f"{tuple(x.shape)} {x.dtype} does not fit weights for {weight.size_in} {weight.data.dtype}"
+                f"x is {list(x.shape)} {x.dtype}; the weight takes [tokens, {weight.size_in}] {weight.data.dtype}"
             )
         x = _with_dense_rows(x)
         out = x.new_empty(x.shape[0], weight.size_out)
@@ -161,7 +161,7 @@ class NativeKernels:
         if cache is not None:
             op.cache = _cache(cache)
         operands = (out, *inputs, *(None,) * (3 - len(inputs)))
-        if self.recorder is not None:
+        if self.recorder is not None and out.is_meta:
             self.recorder.add(op, operands, group)
         else:
             self._run_now(op, operands, batch, group)

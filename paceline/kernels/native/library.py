@@ -97,18 +97,15 @@ def make_step(
 
 
 @cache
-def load_library() -> ctypes.CDLL:
+def load_library(folder: Path = Path(__file__).parent) -> ctypes.CDLL:
     """The library. Raises ConfigError where it was not compiled, or does not load here."""
-    folder = Path(__file__).parent
     file = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_library{suffix}").exists()), None)
     if file is None:
         raise ConfigError(HOW_TO_BUILD)
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
-        raise ConfigError(
-            f"the native CPU kernels do not load ({error}); reinstall paceline on this machine"
-        ) from error
+        raise ConfigError(f"the native CPU kernels do not load: {error}; reinstall paceline here") from error
     _declare(library)
     return library
 

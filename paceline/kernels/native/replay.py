@@ -9,18 +9,21 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache
-from paceline.kernels.native.library import Kind, Op, Step, make_step
+from paceline.kernels.native.library import Op, Step, make_step
 
 RECORDED_TOKENS = 2
 """So many that a row's stride cannot be overlooked, as it can with one."""
 _TOKENS_STEP = 64
+_CACHE_LINE = 64
 _MAX_PROGRAMS = 8
 
 Operands = tuple[Tensor | None, ...]
@@ -39,6 +42,19 @@ class Recorder:
             op.group = next(index for index, own in enumerate(self._groups) if own is group)
         op.rows //= RECORDED_TOKENS
         self.operations.append((op, operands))
+
+
+class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses to compute with what stands for a buffer: a replay would not do it again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and "empty" not in func.__name__:
+            leaves = tree_leaves((args, kwargs))
+            if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+                raise ConfigError(f"the model calls {func} outside of its kernels; choose --kernels reference")
+        return func(*args, **kwargs)
 
 
 class Runner(Protocol):
@@ -87,29 +103,24 @@ class Program:
         offsets: dict[int, int] = {}
         free: dict[int, list[int]] = {}
         end = 0
-        for index, (op, operands) in enumerate(zip(self._ops, self._operands)):
-            written = _written(op, operands)
-            own = {_buffer(tensor): tensor for tensor in _buffers(operands)}
-            for buffer, tensor in own.items():
-                if buffer in offsets or buffer in self._inputs:
-                    continue
-                if all(tensor is not other for other in written):
-                    raise ConfigError("the model computes outside of its kernels; choose --kernels reference")
-                size = -(-tensor.untyped_storage().nbytes() // RECORDED_TOKENS // _TOKENS_STEP) * _TOKENS_STEP
-                if not free.get(size):
-                    free.setdefault(size, []).append(end)
-                    end += size
-                offsets[buffer] = free[size].pop()
-            for buffer, tensor in own.items():
-                if last_use[buffer] == index and buffer in offsets:
-                    size = -(-tensor.untyped_storage().nbytes() // RECORDED_TOKENS // _TOKENS_STEP) * _TOKENS_STEP
+        for index, operands in enumerate(self._operands):
+            own = {_buffer(tensor): _bytes_per_token(tensor) for tensor in _buffers(operands)}
+            own = {buffer: size for buffer, size in own.items() if buffer not in self._inputs}
+            for buffer, size in own.items():
+                if buffer not in offsets:
+                    if not free.setdefault(size, []):
+                        free[size].append(end)
+                        end += size
+                    offsets[buffer] = free[size].pop()
+            for buffer, size in own.items():
+                if last_use[buffer] == index:
                     free[size].append(offsets[buffer])
         return offsets, end
 
     def _make_room(self, capacity: int) -> None:
         self._capacity = capacity
-        self._memory = torch.empty(self._bytes_per_token * capacity + 64, dtype=torch.uint8)
-        base = -(-self._memory.data_ptr() // 64) * 64
+        self._memory = torch.empty(self._bytes_per_token * capacity + _CACHE_LINE, dtype=torch.uint8)
+        base = -(-self._memory.data_ptr() // _CACHE_LINE) * _CACHE_LINE
         self._result_places = []
         for op, operands in zip(self._ops, self._operands):
             for name, tensor in zip(("out", "a", "b", "c"), operands):
@@ -132,7 +143,7 @@ class Replay:
         self._forward = forward
         self._runner = runner
         self._programs: dict[tuple[object, ...], Program] = {}
-        self._recording = threading.Lock()
+        self._one_at_a_time = threading.Lock()
 
     def __call__(
         self,
@@ -144,21 +155,22 @@ class Replay:
     ) -> Tensor:
         places = [(cache.keys.data_ptr(), cache.keys.shape, cache.keys.stride()) for cache in (caches[0], caches[-1])]
         key = (layers, *places[0], *places[1])
-        program = self._programs.get(key)
-        if program is None:
-            if len(self._programs) == _MAX_PROGRAMS:
-                self._programs.clear()
-            program = self._programs[key] = self._record(caches, batch, layers)
-        return program.run(self._runner, token_ids, positions, batch)
+        with self._one_at_a_time:
+            program = self._programs.get(key)
+            if program is None:
+                if len(self._programs) == _MAX_PROGRAMS:
+                    self._programs.clear()
+                program = self._programs[key] = self._record(caches, batch, layers)
+            return program.run(self._runner, token_ids, positions, batch)
 
     def _record(self, caches: Sequence[LayerCache], batch: AttentionBatch, layers: int | None) -> Program:
         token_ids, positions = (torch.empty(RECORDED_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
-        with self._recording:
-            self._runner.recorder = recorder = Recorder(batch.groups)
-            try:
+        self._runner.recorder = recorder = Recorder(batch.groups)
+        try:
+            with _OnlyViews():  # type: ignore[no-untyped-call]
                 result = self._forward(token_ids, positions, caches, batch, layers)
-            finally:
-                self._runner.recorder = None
+        finally:
+            self._runner.recorder = None
         return Program(recorder, (token_ids, positions), result)
 
 
@@ -172,6 +184,6 @@ def _buffer(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _written(op: Op, operands: Operands) -> list[Tensor]:
-    tensors = [operands[0], operands[3]] if op.kind == Kind.ROTATION else [operands[0]]
-    return [tensor for tensor in tensors if tensor is not None]
+def _bytes_per_token(tensor: Tensor) -> int:
+    """What its buffer takes, in whole cache lines."""
+    return -(-tensor.untyped_storage().nbytes() // RECORDED_TOKENS // _CACHE_LINE) * _CACHE_LINE
