@@ -105,14 +105,16 @@ class Attempt:
         self._seconds = seconds
         self._stall_seconds = stall_seconds
         self._resources = contextlib.ExitStack()
+        self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
+        """Open until the prefill worker is done with the request, which leaves its place to another one then."""
         self._decode_call: Any = None
         self._prefill_call: Any = None
         """Set until the handoff."""
         self._first: worker_pb2.FirstToken | None = None
         self._finished = False
-        for worker in (decode, prefill):
-            if worker is not None:
-                self._resources.enter_context(fleet.call(worker))
+        self._resources.enter_context(fleet.call(decode))
+        if prefill is not None:
+            self._prefill_work.enter_context(fleet.call(prefill))
 
     async def admit(self) -> None:
         """Reserves room on the decode worker and starts the prefill.
@@ -170,6 +172,7 @@ class Attempt:
     async def _next_of_prefill(self) -> Event | None:
         assert self.prefill is not None
         if self._first is not None and (reason := reason_from_pb(self._first.finish_reason)):
+            self._prefill_work.close()
             return Ended(reason)
         event = await self._read_prefill(self._stall_seconds)
         match event.WhichOneof("event"):
@@ -181,6 +184,7 @@ class Attempt:
                 self._first = event.first_token
                 return Generated([token_from_pb(event.first_token.token)])
             case "filled" if self._first is not None:
+                self._prefill_work.close()
                 handoff = worker_pb2.Handoff(key=event.filled.key, first_token_id=self._first.token.id)
                 await self._command(worker_pb2.DecodeCommand(handoff=handoff))
                 self._prefill_call = None

@@ -81,6 +81,8 @@ class _Progress:
         self.tries = 0
         self.failures = 0
         self.last_failure: WorkerFailedError | None = None
+        self.unreachable_since: float | None = None
+        """On time.monotonic(); set while what keeps the request waiting is not that workers are full."""
         self.scored = 0
         """Prompt tokens whose logprobs have come."""
         self.failed: frozenset[str] = frozenset()
@@ -106,6 +108,10 @@ class _Progress:
         if self.generated and sampling.ends(self.generated[-1], len(self.generated)):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.generated) >= sampling.max_tokens else None
+
+    def unreachable(self) -> UnavailableError:
+        """What to say when `unreachable_since` is too long ago."""
+        return UnavailableError(f"{self.last_failure or 'no worker has come back in time'}; try again later")
 
     def note(self, event: Event, record: RequestRecord) -> Event | None:
         """Remembers what came; returns what of it the client has not seen yet."""
@@ -172,6 +178,8 @@ class RequestRunner:
                     while True:
                         if (event := progress.note(await attempt.next(), record)) is not None:
                             yield event
+                        if isinstance(event, HandedOver):
+                            self.line.wake()
                         if isinstance(event, Ended):
                             await attempt.farewell()
                             return
@@ -209,11 +217,12 @@ class RequestRunner:
                 patient=progress.request.follows and record.attempts == 0,
             )
         except BusyError as error:
-            if self._fleet.max_model_len() >= progress.request.context_tokens:
+            if progress.unreachable_since is None and self._fleet.max_model_len() >= progress.request.context_tokens:
                 raise
-            raise UnavailableError("no worker has come back in time; try again later") from error
+            raise progress.unreachable() from error
         span.add_event("admitted", {"decode": attempt.decode.member.worker_id, "attempt": progress.tries})
         record.attempts += 1
+        progress.unreachable_since = None
         if record.admitted is None:
             record.admitted = time.monotonic()
             record.cached_tokens = attempt.cached_tokens
@@ -226,12 +235,16 @@ class RequestRunner:
         """Asks the workers in the router's order, until one admits; None where all are full or none is there now."""
         context_tokens = progress.request.context_tokens
         refused: frozenset[str] = frozenset()
+        busy = False
         while True:
             self._check_can_go_on(progress, deadline)
-            placement = place(Need(context_tokens, refused, progress.failed), self._fleet.snapshot())
+            snapshot = self._fleet.snapshot()
+            placement = place(Need(context_tokens, refused, progress.failed), snapshot)
             if placement is None:
                 if record.attempts == 0 and self._fleet.max_model_len() < context_tokens:
                     raise UnavailableError("no decode worker is ready; try again later")
+                busy |= any(c.member.role == "prefill" and not c.has_room for c in snapshot)
+                progress.unreachable_since = None if busy else progress.unreachable_since or time.monotonic()
                 return None
             attempt = Attempt(
                 self._fleet,
@@ -247,6 +260,7 @@ class RequestRunner:
                 return attempt
             except WorkerBusyError as error:
                 self._discard(attempt)
+                busy = True
                 refused |= {error.worker.member.worker_id}
             except WorkerFailedError as error:
                 self._discard(attempt)
@@ -272,10 +286,12 @@ class RequestRunner:
             error.worker.set_aside()
 
     def _check_can_go_on(self, progress: _Progress, deadline: float) -> None:
-        reason = progress.last_failure
+        reason, since, now = progress.last_failure, progress.unreachable_since, time.monotonic()
         if self._aborted:
             raise UnavailableError("the gateway is shutting down; try again on another one")
-        if time.monotonic() >= deadline:
+        if now >= deadline:
             raise UnavailableError(f"the request took longer than {self._config.request_seconds:g} seconds") from reason
         if progress.failures >= self._config.max_attempts:
             raise UnavailableError(f"all {progress.failures} attempts failed; the last one: {reason}") from reason
+        if since is not None and now >= since + self._config.queue_seconds:
+            raise progress.unreachable() from reason

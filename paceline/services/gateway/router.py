@@ -22,7 +22,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that can be reached, and how many calls of this gateway it is serving now."""
+    """A worker that can be reached, and how many calls of this gateway it has not finished."""
 
     member: Member
     in_flight: int = 0

@@ -15,6 +15,7 @@ import pytest
 from paceline.core.config import GatewayConfig
 from paceline.core.model_folder import model_digest
 from paceline.services.common.registry import Role, connect, read_members
+from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.main import run
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.toy_model import write_toy_model
@@ -32,6 +33,53 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
             if await holds if isinstance(holds, Awaitable) else holds:
                 return
             await asyncio.sleep(0.01)
+
+
+class Cluster:
+    """Toy workers, and a gateway's picture of them."""
+
+    def __init__(self, redis_url: str) -> None:
+        self.redis = connect(redis_url)
+        self.name = uuid.uuid4().hex
+        self.fleet = Fleet(self.redis, self.name, "")
+        self._redis_url = redis_url
+        self._workers: list[ToyWorker] = []
+
+    async def add_stranger(self, worker_id: str, role: Role, **options: Any) -> ToyWorker:
+        worker = ToyWorker(role, worker_id, **options)
+        self._workers.append(worker)
+        return await worker.start(self._redis_url, self.name)
+
+    async def add(self, worker_id: str = "d", role: Role = "decode", **options: Any) -> ToyWorker:
+        worker = await self.add_stranger(worker_id, role, **options)
+        await eventually(self.sees(worker))
+        return worker
+
+    def sees(self, worker: ToyWorker) -> Callable[[], bool]:
+        return lambda: (
+            worker.worker_id in self.names() and self.fleet.worker(worker.worker_id).member.epoch == worker._epoch
+        )
+
+    def names(self) -> list[str]:
+        return [worker.member.worker_id for worker in self.fleet.workers()]
+
+    def usable(self) -> list[str]:
+        return [candidate.member.worker_id for candidate in self.fleet.snapshot()]
+
+    async def close(self) -> None:
+        await self.fleet.close()
+        for worker in self._workers:
+            worker.resume.set()
+            await worker.stop()
+        await self.redis.aclose()
+
+
+@pytest.fixture
+async def cluster(redis_server: str) -> AsyncIterator[Cluster]:
+    cluster = Cluster(redis_server)
+    await cluster.fleet.start()
+    yield cluster
+    await cluster.close()
 
 
 class Stack:

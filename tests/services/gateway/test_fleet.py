@@ -3,61 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Callable
 
 import grpc
-import pytest
 
-from paceline.services.common.registry import Role, connect
 from paceline.services.common.rpc import is_serving
-from paceline.services.gateway.fleet import REFRESH_SECONDS, Fleet
-from tests.services.gateway.conftest import eventually
-from tests.services.gateway.toy_workers import ToyWorker
-
-
-class Cluster:
-    def __init__(self, redis_url: str) -> None:
-        self._redis_url = redis_url
-        self._name = uuid.uuid4().hex
-        self._redis = connect(redis_url)
-        self._workers: list[ToyWorker] = []
-        self.fleet = Fleet(self._redis, self._name, "")
-
-    async def add_stranger(self, worker_id: str, role: Role, port: int = 0) -> ToyWorker:
-        worker = await ToyWorker(role, worker_id, port=port).start(self._redis_url, self._name)
-        self._workers.append(worker)
-        return worker
-
-    async def add(self, port: int = 0) -> ToyWorker:
-        worker = await self.add_stranger("d", "decode", port)
-        await eventually(self.sees(worker))
-        return worker
-
-    def sees(self, worker: ToyWorker) -> Callable[[], bool]:
-        return lambda: (
-            worker.worker_id in self.names() and self.fleet.worker(worker.worker_id).member.epoch == worker._epoch
-        )
-
-    def names(self) -> list[str]:
-        return [worker.member.worker_id for worker in self.fleet.workers()]
-
-    def usable(self) -> list[str]:
-        return [candidate.member.worker_id for candidate in self.fleet.snapshot()]
-
-    async def close(self) -> None:
-        await self.fleet.close()
-        for worker in self._workers:
-            await worker.stop()
-        await self._redis.aclose()
-
-
-@pytest.fixture
-async def cluster(redis_server: str) -> AsyncIterator[Cluster]:
-    cluster = Cluster(redis_server)
-    await cluster.fleet.start()
-    yield cluster
-    await cluster.close()
+from paceline.services.gateway.fleet import REFRESH_SECONDS
+from tests.services.gateway.conftest import Cluster, eventually
 
 
 async def probed(cluster: Cluster) -> None:

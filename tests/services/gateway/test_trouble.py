@@ -231,6 +231,20 @@ async def test_a_full_prefill_worker_is_waited_for(stack: Stack) -> None:
     assert all(call.commands != ["prefill_here"] for call in stack.workers["decode-0"].calls)
 
 
+async def test_a_prefill_worker_takes_the_next_prompt_while_those_before_decode(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=2)
+    prefill = await stack.add("prefill", "prefill-0", max_seqs=1)
+    await eventually(lambda: _fleet_names(stack, "prefill-0"))
+    await pause_all(stack)
+    readers = [Reader(stack, max_tokens=9) for _ in range(3)]
+    for reader in readers:
+        await eventually(lambda reader=reader: reader.text == TEXT[:6])  # type: ignore[misc]
+    assert prefill.outcomes() == ["finished"] * 3
+    for worker in stack.workers.values():
+        worker.resume.set()
+    assert [await reader.task for reader in readers] == [TEXT[:9]] * 3
+
+
 async def test_without_prefill_workers_decode_computes_the_prompt(stack: Stack) -> None:
     await stack.workers["prefill-0"].stop()
     answer = (await stack.post("/v1/completions", prompt="x", max_tokens=9, seed=0)).json()

@@ -27,14 +27,26 @@ class Room:
         return attempt
 
 
-async def queue_up(line: WaitingLine, room: Room, *names: str, first: bool = False) -> list[asyncio.Task[str]]:
+async def queue_up(line: WaitingLine, room: Room, *names: str, **kind: bool) -> list[asyncio.Task[str]]:
     tasks = []
     for name in names:
         length = len(line)
-        tasks.append(asyncio.create_task(line.admit(room.ask(name), first=first)))
+        tasks.append(asyncio.create_task(line.admit(room.ask(name), **kind)))
         while len(line) == length:  # what it waits for gives no signal
             await asyncio.sleep(0)
     return tasks
+
+
+async def serve_one_by_one(line: WaitingLine, room: Room, tasks: list[asyncio.Task[str]]) -> list[str]:
+    """In which order all that wait get room."""
+    begin = len(room.taken_by)
+    for served in range(len(tasks)):
+        room.places = 1
+        line.wake()
+        while len(room.taken_by) == begin + served:
+            await asyncio.sleep(0.001)
+    await asyncio.gather(*tasks)
+    return room.taken_by[begin:]
 
 
 async def test_with_room_nobody_waits() -> None:
@@ -79,6 +91,77 @@ async def test_who_had_a_place_already_waits_before_all_others() -> None:
     line.wake()
     await asyncio.gather(*waiting, *returning)
     assert room.taken_by == ["b", "a"]
+
+
+async def test_those_who_lost_their_places_are_served_in_the_order_of_their_coming() -> None:
+    line, room = WaitingLine(10, 60), Room()
+    waiting = await queue_up(line, room, "a")
+    returning = await queue_up(line, room, "b", "c", "d", first=True)
+    assert await serve_one_by_one(line, room, waiting + returning) == ["b", "c", "d", "a"]
+
+
+async def test_a_newcomer_waits_behind_one_of_the_patient_and_no_more() -> None:
+    line, room = WaitingLine(10, 60), Room()
+    patient = await queue_up(line, room, "p1", "p2", "p3", patient=True)
+    others = await queue_up(line, room, "a", "b")
+    assert await serve_one_by_one(line, room, patient + others) == ["p1", "a", "b", "p2", "p3"]
+
+
+async def test_the_patient_get_their_turn_however_many_come_later() -> None:
+    line, room = WaitingLine(100, 60), Room()
+    tasks = await queue_up(line, room, "a")
+    tasks += await queue_up(line, room, "p1", "p2", patient=True)
+    for name in "bcdef":  # one comes for each that goes
+        tasks += await queue_up(line, room, name)
+        room.places = 1
+        line.wake()
+        while room.places:
+            await asyncio.sleep(0.001)
+    assert room.taken_by == ["a", "p1", "b", "c", "p2"]
+    await serve_one_by_one(line, room, [task for task in tasks if not task.done()])
+
+
+async def test_the_patient_fill_no_places_of_the_line() -> None:
+    line, room = WaitingLine(1, 60), Room()
+    tasks = await queue_up(line, room, "p1", "p2", patient=True)
+    tasks += await queue_up(line, room, "b", first=True)
+    tasks += await queue_up(line, room, "a")
+    assert len(line) == 4
+    with pytest.raises(BusyError, match="queue is full"):
+        await line.admit(room.ask("c"))
+    assert await serve_one_by_one(line, room, tasks) == ["b", "p1", "a", "p2"]
+    assert len(line) == 0
+
+
+async def test_one_of_the_patient_that_gives_up_leaves_its_turn_to_the_next() -> None:
+    line, room = WaitingLine(10, 60), Room()
+    first, second, third = await queue_up(line, room, "p1", "p2", "p3", patient=True)
+    for task in (second, first):
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    room.places = 1
+    assert await third == "p3"
+    assert len(line) == 0
+
+
+async def test_who_asks_for_long_keeps_its_place_and_holds_up_nobody() -> None:
+    line, room = WaitingLine(10, 60), Room()
+    answered = asyncio.Event()
+    ask = room.ask("a")
+
+    async def ask_a_slow_worker() -> str | None:
+        await answered.wait()
+        return await ask()
+
+    slow = asyncio.create_task(line.admit(ask_a_slow_worker))
+    await asyncio.sleep(0)
+    room.places = 1
+    assert await line.admit(room.ask("b")) == "b"
+    waiting = await queue_up(line, room, "c")
+    answered.set()
+    while len(line) == 1:
+        await asyncio.sleep(0)
+    assert await serve_one_by_one(line, room, [slow, *waiting]) == ["a", "c"]
 
 
 async def test_the_patient_are_not_refused_and_wait_behind_the_others() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from paceline.core.errors import BusyError, InvalidRequestError
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError
 from paceline.core.telemetry import carrier_of
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, Registrar, Role, State
@@ -42,7 +42,9 @@ class ToyWorker(
 ):
     """One worker of any role."""
 
-    def __init__(self, role: Role, worker_id: str, *, text: str = TEXT, host_id: str = "host", port: int = 0) -> None:
+    def __init__(
+        self, role: Role, worker_id: str, *, text: str = TEXT, host_id: str = "host", port: int = 0, max_seqs: int = 8
+    ) -> None:
         self.role: Role = role
         self.worker_id = worker_id
         self.script = text.encode()
@@ -51,7 +53,7 @@ class ToyWorker(
         self.model = ""
         self.layout = "fingerprint"
         self.max_model_len = 512
-        self.max_seqs = 8
+        self.max_seqs = max_seqs
         self.pause_after: int | None = None
         """Tokens of a call behind which the worker is silent until `resume` is set."""
         self.resume = asyncio.Event()
@@ -60,6 +62,8 @@ class ToyWorker(
         self.fail_after: int | None = None
         """Tokens of a call behind which it fails, with `fail_code`; all calls do."""
         self.fail_code = grpc.StatusCode.UNAVAILABLE
+        self.refusal: PacelineError | None = None
+        """What it says instead of admitting."""
         self.stop_at: int | None = None
         """Position of the output at which the end token comes."""
         self.calls: list[Call] = []
@@ -249,10 +253,11 @@ class _Tracked:
 
     async def __aenter__(self) -> Call:
         self._worker.calls.append(self._call)
-        if self._worker.active >= self._worker.max_seqs:
+        full = BusyError("this toy is full") if self._worker.active >= self._worker.max_seqs else None
+        if (refusal := self._worker.refusal or full) is not None:
             self._call.outcome = "refused"
             self._call.ended.set()
-            raise BusyError("this toy is full")
+            raise refusal
         self._worker.active += 1
         return self._call
 

@@ -1,0 +1,90 @@
+"""How requests wait for workers; what a client sees of workers that fail later is in test_trouble.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import BusyError, UnavailableError
+from paceline.core.types import FinishReason, SamplingParams
+from paceline.services.gateway import waiting
+from paceline.services.gateway.attempt import Ended, Event, Generated
+from paceline.services.gateway.placements import PlacementLog
+from paceline.services.gateway.request import GenerateRequest, RequestRecord, RequestRunner
+from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
+
+BROKEN = UnavailableError("kvtransfer does not answer")
+
+
+def runner_of(cluster: Cluster, queue_seconds: float = 0.3) -> RequestRunner:
+    config = GatewayConfig(queue_seconds=queue_seconds, stall_seconds=PATIENCE)
+    return RequestRunner(config, cluster.fleet, PlacementLog(cluster.redis, cluster.name))
+
+
+class Request:
+    """A request that runs in the background."""
+
+    def __init__(self, runner: RequestRunner, request_id: str = "r", follows: bool = False) -> None:
+        self.events: list[Event] = []
+        request = GenerateRequest(
+            request_id=request_id, token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=9), follows=follows
+        )
+        self.task = asyncio.create_task(self._run(runner, request))
+
+    async def _run(self, runner: RequestRunner, request: GenerateRequest) -> Event:
+        async for event in runner.run(request, RequestRecord()):
+            self.events.append(event)
+        return self.events[-1]
+
+    def has_begun(self) -> bool:
+        return any(isinstance(event, Generated) for event in self.events)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+async def test_who_finds_only_workers_that_cannot_serve_learns_why(cluster: Cluster, follows: bool) -> None:
+    (await cluster.add("d")).refusal = BROKEN
+    with pytest.raises(UnavailableError, match="decode worker d: kvtransfer does not answer"):
+        await Request(runner_of(cluster), follows=follows).task
+
+
+async def test_who_finds_a_full_worker_beside_a_broken_one_waits_for_room(cluster: Cluster) -> None:
+    (await cluster.add("d1")).refusal = BROKEN
+    await cluster.add("d2", max_seqs=0)
+    with pytest.raises(BusyError, match="no worker had room"):
+        await Request(runner_of(cluster)).task
+
+
+async def test_a_prefill_worker_that_is_known_to_be_full_is_busy_too(cluster: Cluster) -> None:
+    await cluster.add("d")
+    await cluster.add("p1", "prefill", max_seqs=1)
+    with cluster.fleet.call(cluster.fleet.worker("p1")), pytest.raises(BusyError, match="no worker had room"):
+        await Request(runner_of(cluster)).task
+
+
+async def test_a_patient_request_waits_longer_than_the_others_for_full_workers(cluster: Cluster) -> None:
+    worker = await cluster.add(max_seqs=0)
+    runner = runner_of(cluster)
+    patient = Request(runner, follows=True)
+    await eventually(lambda: bool(worker.calls))
+    with pytest.raises(BusyError):
+        await Request(runner, "other").task
+    worker.max_seqs = 1
+    assert await patient.task == Ended(FinishReason.LENGTH)
+
+
+async def test_a_handoff_lets_the_next_request_in(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "POLL_SECONDS", (PATIENCE, PATIENCE))
+    decode, prefill = await cluster.add("d"), await cluster.add("p", "prefill", max_seqs=1)
+    decode.pause_after = prefill.pause_after = 1
+    runner = runner_of(cluster, queue_seconds=2 * PATIENCE)
+    first = Request(runner, "first")
+    await eventually(first.has_begun)
+    second = Request(runner, "second")
+    await eventually(lambda: len(runner.line) == 1)
+    prefill.resume.set()
+    await eventually(second.has_begun)
+    assert not first.task.done()
+    decode.resume.set()
+    assert await first.task == await second.task == Ended(FinishReason.LENGTH)
