@@ -106,8 +106,9 @@ void paceline_pack(int32_t type, const void* weight, int64_t out, int64_t in, vo
     using namespace paceline;
 #ifdef __linux__
     // Weights are read from end to end; with large pages without a miss of the TLB on every 4 KiB.
-    const uintptr_t begin = (reinterpret_cast<uintptr_t>(to) + kHugePage - 1) / kHugePage * kHugePage;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(to) + paceline_packed_bytes(type, out, in)) / kHugePage * kHugePage;
+    const auto address = reinterpret_cast<uintptr_t>(to);
+    const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+    const uintptr_t end = (address + paceline_packed_bytes(type, out, in)) / kHugePage * kHugePage;
     if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
     if (type == kBf16) {

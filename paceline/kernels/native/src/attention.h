@@ -1,35 +1,10 @@
-// Attention over the paged cache, and writing to it.
+// Attention over the paged cache.
 //
-// A context is cut at fixed positions into pieces of kPiece keys. Each piece is a softmax of its own over packed keys and
-// values; pieces are joined in their order. So a row's result depends on its own context alone: not on where blocks lie,
-// which rows are computed beside it, or whether one thread takes all pieces of a row or several threads share them.
+// A context is cut at fixed positions into pieces of kPiece keys. Each piece is a softmax of its own over packed keys
+// and values; pieces are joined in their order. So a row's result depends on its own context alone: not on where blocks
+// lie, which rows are computed beside it, or whether one thread takes all pieces of a row or several share them.
 
-constexpr int64_t kPiece = 128;
 constexpr int64_t kTaskRows = 64;  // query rows (tokens times heads of one KV head) that share one packing of keys
-
-template <class T>
-static void store_kv(const Op& op, const Step& step, Team& team) {
-    const Group& group = step.groups[op.group];
-    const Cache& cache = op.cache;
-    const int64_t row = cache.kv_heads * cache.head_dim;
-    for_each_row(team, step.tokens, row, [&](int64_t token) {
-        const int64_t slot = group.write_slots[token], offset = group.write_offsets[token];
-        if (slot < 0 || slot >= cache.slots || offset < 0 || offset >= group.block_tokens)
-            return team.fail(kNoSuchSlot);
-        for (int64_t head = 0; head < cache.kv_heads; ++head) {
-            const int64_t to = slot * cache.slot_stride + head * cache.head_stride + offset * cache.token_stride;
-            const int64_t from = token * row + head * cache.head_dim;
-            memcpy(static_cast<T*>(cache.keys) + to, static_cast<const T*>(op.a) + from, cache.head_dim * sizeof(T));
-            memcpy(static_cast<T*>(cache.values) + to, static_cast<const T*>(op.b) + from, cache.head_dim * sizeof(T));
-        }
-    });
-}
-
-// Rows that share keys: tokens [begin, end) of one request, all heads of one KV head.
-struct Rows {
-    int64_t request, kv_head, begin, end;
-    int64_t first_position;  // of token `begin`
-};
 
 // What one piece gives to its rows, and what the pieces so far have given: maximum, sum of weights, weighted values.
 struct Partial {
@@ -41,17 +16,16 @@ struct Attention {
     const Op& op;
     const Step& step;
     Team& team;
-    const Group& group = step.groups[op.group];
-    const Cache& cache = op.cache;
-    const int64_t heads = op.n0, dim = cache.head_dim, shared_by = heads / cache.kv_heads;
-    const int64_t depth = padded<T>(dim);                          // of a packed key
-    const int64_t width = (dim + kLanes - 1) / kLanes * kLanes;    // of a row of values
+    const Paged<T> paged{op, step, team};
+    const Group& group = paged.group;
+    const int64_t heads = op.n0, kv_heads = op.cache.kv_heads, shared_by = heads / kv_heads;
+    const int64_t dim = paged.dim, depth = paged.depth, width = paged.width;
     const int64_t token_block = most(1, kTaskRows / shared_by);
     const int64_t max_rows = token_block * shared_by;
 
     int64_t tasks() const {
         int64_t count = 0;
-        for (int64_t r = 0; r < step.requests; ++r) count += blocks(r) * cache.kv_heads;
+        for (int64_t r = 0; r < step.requests; ++r) count += blocks(r) * kv_heads;
         return count;
     }
 
@@ -61,10 +35,10 @@ struct Attention {
 
     Rows rows_of(int64_t task) const {
         int64_t request = 0;
-        for (; task >= blocks(request) * cache.kv_heads; ++request) task -= blocks(request) * cache.kv_heads;
-        Rows rows{request, task % cache.kv_heads, 0, 0, 0};
+        for (; task >= blocks(request) * kv_heads; ++request) task -= blocks(request) * kv_heads;
+        Rows rows{request, task % kv_heads, 0, 0, 0};
         const int64_t end = step.query_start[request + 1];
-        rows.begin = step.query_start[request] + task / cache.kv_heads * token_block;
+        rows.begin = step.query_start[request] + task / kv_heads * token_block;
         rows.end = least(end, rows.begin + token_block);
         rows.first_position = step.context_len[request] - (end - rows.begin);
         return rows;
@@ -112,69 +86,6 @@ struct Attention {
             }
     }
 
-    // Where the keys or values of kDepth positions lie in their plane; null outside [first, end), where a slot may hold
-    // anything.
-    void locate(const void* plane, const Rows& rows, int64_t position, int64_t first, int64_t end,
-                const T* (&to)[kDepth]) const {
-        const int32_t* table = group.tables + rows.request * group.table_width;
-        const T* head = static_cast<const T*>(plane) + rows.kv_head * cache.head_stride;
-        int64_t block = position / group.block_tokens, offset = position % group.block_tokens;
-        for (int64_t i = 0; i < kDepth; ++i, ++offset) {
-            if (offset == group.block_tokens) ++block, offset = 0;
-            to[i] = nullptr;
-            if (position + i < first || position + i >= end) continue;
-            const int64_t slot = table[block];
-            if (slot >= 0 && slot < cache.slots)
-                to[i] = head + slot * cache.slot_stride + offset * cache.token_stride;
-            else
-                team.fail(kNoSuchSlot);
-        }
-    }
-
-    // Packs kDepth keys, sixteen side by side: [2][depth / pair][16][pair].
-    void pack_keys(const Rows& rows, int64_t position, int64_t first, int64_t end, T* to) const {
-        const T* keys[kDepth];
-        locate(cache.keys, rows, position, first, end, keys);
-        constexpr int64_t per_line = 64 / sizeof(T);
-        for (int64_t lane = 0; lane < kDepth; lane += kLanes, to += depth * kLanes)
-            for (int64_t d = 0; d < depth; d += per_line) {
-                u32x16 square[kLanes];
-                for (int64_t i = 0; i < kLanes; ++i)
-                    square[i] = keys[lane + i] ? read_line(keys[lane + i] + d, dim - d) : u32x16{};
-                transpose(square);
-                const int64_t lines = least(kLanes, (depth - d) * int64_t(sizeof(T)) / 4);
-                for (int64_t i = 0; i < lines; ++i) memcpy(to + d * kLanes + i * per_line, &square[i], 64);
-            }
-    }
-
-    static u32x16 read_line(const T* from, int64_t count) {
-        if (count >= int64_t(64 / sizeof(T))) return read<u32x16>(from);
-        u32x16 line = {};
-        memcpy(&line, from, count * sizeof(T));
-        return line;
-    }
-
-    // Packs kDepth values as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
-    void pack_values(const Rows& rows, int64_t position, int64_t first, int64_t end, T* to) const {
-        constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
-        const T* values[kDepth];
-        locate(cache.values, rows, position, first, end, values);
-        for (int64_t i = 0; i < kDepth; i += pair) {
-            const T *a = values[i], *b = values[i + pair - 1];
-            for (int64_t d = 0; d < width; d += kLanes)
-                pack_lanes(a ? a + d : nullptr, b ? b + d : nullptr, dim - d, to + d * kPiece + i * kLanes);
-        }
-    }
-    static void pack_lanes(const float* a, const float*, int64_t count, float* to) {
-        store(to, a ? load_some(a, count) : f32x16{});
-    }
-    static void pack_lanes(const bf16* a, const bf16* b, int64_t count, bf16* to) {
-        const u32x16 low = bits<u32x16>(a ? load_some(a, count) : f32x16{}) >> 16;
-        const u32x16 high = bits<u32x16>(b ? load_some(b, count) : f32x16{});
-        const u32x16 both = low | high;
-        memcpy(to, &both, sizeof(both));
-    }
-
     // Softmax weights of one row over columns [from, to) of a piece, whose groups [first, end) have scores.
     void weigh(const Space& space, int64_t row, int64_t from, int64_t to, int64_t first, int64_t end) const {
         float* scores = space.scores + row * kPiece;
@@ -208,8 +119,10 @@ struct Attention {
         // Whole depths of keys, so that sums begin and end at the same places for every row.
         const int64_t from = (first - base) / kDepth * kDepth;
         const int64_t to = least(kPiece, (end - base + kDepth - 1) / kDepth * kDepth);
-        for (int64_t i = from; i < to; i += kDepth) pack_keys(rows, base + i, first, end, space.keys + i * depth);
-        for (int64_t i = from; i < to; i += kDepth) pack_values(rows, base + i, first, end, space.values + i * kLanes);
+        for (int64_t i = from; i < to; i += kDepth) {
+            paged.pack_keys(rows, base + i, first, end, space.keys + i * depth);
+            paged.pack_values(rows, base + i, first, end, space.values + i * kLanes);
+        }
         for (int64_t row = 0; row < row_count; row += kRowBlock) {
             const int64_t height = least(kRowBlock, row_count - row);
             for (int64_t i = from; i < to; i += kOutBlock)
@@ -253,7 +166,8 @@ struct Attention {
             total.max[row] = top;
             total.sum[row] = total.sum[row] * old_factor + piece.sum[row] * factor;
             for (int64_t d = row * width; d < (row + 1) * width; d += kLanes)
-                store(total.values + d, fma(load(total.values + d), splat(old_factor), load(piece.values + d) * factor));
+                store(total.values + d,
+                      fma(load(total.values + d), splat(old_factor), load(piece.values + d) * factor));
         }
     }
 

@@ -1,5 +1,6 @@
-// All kernels for one instruction set. The including file has named it PACELINE_ISA and its table PACELINE_TABLE, and told the compiler which instructions
-// it may use; only then do the definitions below begin, so that none of them is shared between instruction sets.
+// All kernels for one instruction set. The including file has named it PACELINE_ISA and its table PACELINE_TABLE, and
+// told the compiler which instructions it may use; only then do the definitions below begin, so that none of them is
+// shared between instruction sets.
 
 namespace paceline {
 namespace PACELINE_ISA {
@@ -11,20 +12,22 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "multiply.h"
 #include "linear.h"
 #include "rows.h"
+#include "paged.h"
 #include "attention.h"
 
 template <class T>
 struct Table {
     // In the order of `Kind`.
     static constexpr Kernel kernels[kKinds] = {
-        linear<T>,    embed<T>,        rms_norm<T>,     rotation<T>,          rotate<T>, store_kv<T>,
-        attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>,
+        linear<T>,   embed<T>,     rms_norm<T>,     rotation<T>,          rotate<T>,
+        store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>,
     };
 };
 
 }  // namespace PACELINE_ISA
 
 // In the order of `Type`.
-const KernelTable PACELINE_TABLE = {PACELINE_ISA::Table<PACELINE_ISA::bf16>::kernels, PACELINE_ISA::Table<float>::kernels};
+const KernelTable PACELINE_TABLE = {PACELINE_ISA::Table<PACELINE_ISA::bf16>::kernels,
+                                    PACELINE_ISA::Table<float>::kernels};
 
 }  // namespace paceline

@@ -1,5 +1,5 @@
-// The matrix product that linear layers and attention are made of. Each output adds up along `in` in one order, whatever
-// number of rows stands beside it.
+// The matrix product that linear layers and attention are made of. Each output adds up along `in` in one order,
+// whatever number of rows stands beside it.
 
 constexpr int64_t kRowBlock = 32;  // rows and outputs of one block
 constexpr int64_t kOutBlock = 32;
@@ -39,7 +39,8 @@ static inline void multiply_few(
 
 template <int Groups, class T>
 static inline void multiply_lanes(
-    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, float* out, int64_t out_stride) {
+    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, float* out,
+    int64_t out_stride) {
     int64_t row = 0;
     for (; row + kRegisterRows <= rows; row += kRegisterRows)
         multiply_few<kRegisterRows, Groups>(

@@ -7,8 +7,8 @@ namespace paceline {
 
 class Team;
 
-// Weights [out, in] are packed as [ceil(out / 16)][in / 2][16][2] in bf16, where `in` is padded with zeros to a multiple
-// of 32, and as [ceil(out / 16)][in][16] in fp32: every output has a lane of its own and adds up along `in`.
+// Weights [out, in] are packed as [ceil(out / 16)][in / 2][16][2] in bf16, where `in` is padded with zeros to a
+// multiple of 32, and as [ceil(out / 16)][in][16] in fp32: every output has a lane of its own and adds up along `in`.
 constexpr int64_t kLanes = 16;
 constexpr int64_t kDepth = 32;  // bf16 values along `in` that one matrix tile takes
 

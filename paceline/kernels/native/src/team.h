@@ -78,8 +78,8 @@ class Team {
     Scratch shared_;
     Worker caller_;
 
-    // The number of the job under way in the upper half, its next task in the lower one. Who counts it up owns the task,
-    // and as long as he has not counted `done_` up the job stays.
+    // The number of the job under way in the upper half, its next task in the lower one. Who counts it up owns the
+    // task, and as long as he has not counted `done_` up the job stays.
     alignas(64) std::atomic<uint64_t> ticket_{0};
     alignas(64) std::atomic<uint32_t> done_{0};
     alignas(64) Job jobs_[kJobs];

@@ -1,0 +1,103 @@
+// The paged cache: writing to it, and packing what lies in its blocks as the weights of a matrix product.
+
+constexpr int64_t kPiece = 128;  // keys that are attended to at once; see attention.h
+
+template <class T>
+static void store_kv(const Op& op, const Step& step, Team& team) {
+    const Group& group = step.groups[op.group];
+    const Cache& cache = op.cache;
+    const int64_t row = cache.kv_heads * cache.head_dim;
+    for_each_row(team, step.tokens, row, [&](int64_t token) {
+        const int64_t slot = group.write_slots[token], offset = group.write_offsets[token];
+        if (slot < 0 || slot >= cache.slots || offset < 0 || offset >= group.block_tokens)
+            return team.fail(kNoSuchSlot);
+        for (int64_t head = 0; head < cache.kv_heads; ++head) {
+            const int64_t to = slot * cache.slot_stride + head * cache.head_stride + offset * cache.token_stride;
+            const int64_t from = token * row + head * cache.head_dim;
+            memcpy(static_cast<T*>(cache.keys) + to, static_cast<const T*>(op.a) + from, cache.head_dim * sizeof(T));
+            memcpy(static_cast<T*>(cache.values) + to, static_cast<const T*>(op.b) + from, cache.head_dim * sizeof(T));
+        }
+    });
+}
+
+// Rows that share keys: tokens [begin, end) of one request, all heads of one KV head.
+struct Rows {
+    int64_t request, kv_head, begin, end;
+    int64_t first_position;  // of token `begin`
+};
+
+// The keys and values of one KV head in the order of their positions.
+template <class T>
+struct Paged {
+    const Op& op;
+    const Step& step;
+    Team& team;
+    const Group& group = step.groups[op.group];
+    const Cache& cache = op.cache;
+    const int64_t dim = cache.head_dim;
+    const int64_t depth = padded<T>(dim);                        // of a packed key
+    const int64_t width = (dim + kLanes - 1) / kLanes * kLanes;  // of a row of packed values
+
+    // Where the keys or values of kDepth positions lie in their plane; null outside [first, end), where a slot may hold
+    // anything.
+    void locate(const void* plane, const Rows& rows, int64_t position, int64_t first, int64_t end,
+                const T* (&to)[kDepth]) const {
+        const int32_t* table = group.tables + rows.request * group.table_width;
+        const T* head = static_cast<const T*>(plane) + rows.kv_head * cache.head_stride;
+        int64_t block = position / group.block_tokens, offset = position % group.block_tokens;
+        for (int64_t i = 0; i < kDepth; ++i, ++offset) {
+            if (offset == group.block_tokens) ++block, offset = 0;
+            to[i] = nullptr;
+            if (position + i < first || position + i >= end) continue;
+            const int64_t slot = table[block];
+            if (slot >= 0 && slot < cache.slots)
+                to[i] = head + slot * cache.slot_stride + offset * cache.token_stride;
+            else
+                team.fail(kNoSuchSlot);
+        }
+    }
+
+    // Packs kDepth keys, sixteen side by side: [2][depth / pair][16][pair].
+    void pack_keys(const Rows& rows, int64_t position, int64_t first, int64_t end, T* to) const {
+        const T* keys[kDepth];
+        locate(cache.keys, rows, position, first, end, keys);
+        constexpr int64_t per_line = 64 / sizeof(T);
+        for (int64_t lane = 0; lane < kDepth; lane += kLanes, to += depth * kLanes)
+            for (int64_t d = 0; d < depth; d += per_line) {
+                u32x16 square[kLanes];
+                for (int64_t i = 0; i < kLanes; ++i)
+                    square[i] = keys[lane + i] ? read_line(keys[lane + i] + d, dim - d) : u32x16{};
+                transpose(square);
+                const int64_t lines = least(kLanes, (depth - d) * int64_t(sizeof(T)) / 4);
+                for (int64_t i = 0; i < lines; ++i) memcpy(to + d * kLanes + i * per_line, &square[i], 64);
+            }
+    }
+
+    static u32x16 read_line(const T* from, int64_t count) {
+        if (count >= int64_t(64 / sizeof(T))) return read<u32x16>(from);
+        u32x16 line = {};
+        memcpy(&line, from, count * sizeof(T));
+        return line;
+    }
+
+    // Packs kDepth values as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
+    void pack_values(const Rows& rows, int64_t position, int64_t first, int64_t end, T* to) const {
+        constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
+        const T* values[kDepth];
+        locate(cache.values, rows, position, first, end, values);
+        for (int64_t i = 0; i < kDepth; i += pair) {
+            const T *a = values[i], *b = values[i + pair - 1];
+            for (int64_t d = 0; d < width; d += kLanes)
+                pack_lanes(a ? a + d : nullptr, b ? b + d : nullptr, dim - d, to + d * kPiece + i * kLanes);
+        }
+    }
+    static void pack_lanes(const float* a, const float*, int64_t count, float* to) {
+        store(to, a ? load_some(a, count) : f32x16{});
+    }
+    static void pack_lanes(const bf16* a, const bf16* b, int64_t count, bf16* to) {
+        const u32x16 low = bits<u32x16>(a ? load_some(a, count) : f32x16{}) >> 16;
+        const u32x16 high = bits<u32x16>(b ? load_some(b, count) : f32x16{});
+        const u32x16 both = low | high;
+        memcpy(to, &both, sizeof(both));
+    }
+};
