@@ -81,7 +81,11 @@ class GatewayConfig(ServiceConfig):
     )
     request_seconds: float = option(1800.0, "longest life of a request", "limits", at_least=0.1)
     stall_seconds: float = option(
-        120.0, "longest silence of a worker before its request moves to another", "limits", at_least=0.1
+        120.0,
+        "longest silence of a worker before its request moves to another; workers are silent while a step takes long, "
+        "so no step may take this long",
+        "limits",
+        at_least=0.1,
     )
     max_attempts: int = option(3, "tries at one request when workers fail", "limits", at_least=1)
 

@@ -74,7 +74,7 @@ class Engine:
         self.busy_seconds = 0.0
         """Time spent computing, since the start."""
         self.bubble_seconds = 0.0
-        """Time that the compute thread waited although there was work."""
+        """Time that the compute thread waited although a step could be planned; a wait for blocks counts as idle."""
         self.host_seconds = 0.0
         """Time that the host thread spent on commands, results and plans; hidden behind steps."""
         self._step_began: float | None = None
@@ -85,11 +85,16 @@ class Engine:
         for thread in self._threads:
             thread.start()
 
-    def stop(self, timeout: float = 10.0) -> None:
-        """Ends the threads after the steps in flight."""
+    def stop(self, timeout: float = 10.0) -> bool:
+        """Ends the threads once they have obeyed what came before and computed the steps in flight.
+
+        Returns False where that takes longer than `timeout` seconds; then a step may still write into its blocks.
+        """
         self._inbox.put(None)
+        deadline = time.monotonic() + timeout
         for thread in self._threads:
-            thread.join(timeout)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def add(self, request: Request) -> None:
         self._inbox.put(lambda: self._scheduler.add(request))
@@ -134,6 +139,7 @@ class Engine:
             self._idle = self._in_flight == 0
             self._report()
             self.host_seconds += time.perf_counter() - began
+        self._report()  # what came with the command to stop was obeyed, too
         self._launched.put(None)
 
     def _obey_commands(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 
 import pytest
 
@@ -25,7 +26,21 @@ class BrokenRunner:
         raise RuntimeError("no such instruction")
 
 
-def start(runner: ToyRunner | BrokenRunner) -> tuple[Engine, queue.Queue[Event], queue.Queue[BaseException]]:
+class SlowRunner:
+    """Computes when it is allowed to."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def execute(self, step: Step) -> StepResult:
+        self.began.set()
+        self.go_on.wait(WAIT)
+        return compute(step)
+
+
+def start(
+    runner: ToyRunner | BrokenRunner | SlowRunner,
+) -> tuple[Engine, queue.Queue[Event], queue.Queue[BaseException]]:
     events: queue.Queue[Event] = queue.Queue()
     failures: queue.Queue[BaseException] = queue.Queue()
     engine = Engine(
@@ -56,6 +71,37 @@ def test_an_idle_engine_obeys_commands() -> None:
     engine.remove(Key("nobody", 1, 1))
     assert events.get(timeout=WAIT) == Removed(Key("nobody", 1, 1))
     engine.stop()
+
+
+def test_what_was_commanded_before_the_stop_is_obeyed_and_told() -> None:
+    told: queue.Queue[Event] = queue.Queue()
+    go_on = threading.Event()
+
+    def on_events(batch: list[Event]) -> None:
+        for event in batch:
+            told.put(event)
+        go_on.wait(WAIT)
+
+    engine = Engine(Scheduler(Limits(16, 4096, 16)), ToyRunner(), on_events, on_failure=pytest.fail)
+    engine.start()
+    first, second = Key("first", 1, 1), Key("second", 1, 1)
+    engine.remove(first)
+    assert told.get(timeout=WAIT) == Removed(first)
+    engine.remove(second)
+    engine.stop(timeout=0)  # both commands wait for the host thread, which is busy telling
+    go_on.set()
+    assert engine.stop()
+    assert told.get_nowait() == Removed(second)
+
+
+def test_stopping_says_whether_the_step_under_way_has_ended() -> None:
+    runner = SlowRunner()
+    engine, _, _ = start(runner)
+    engine.add(make_request("a", list(range(4)), 4))
+    assert runner.began.wait(WAIT)
+    assert not engine.stop(timeout=0.05)
+    runner.go_on.set()
+    assert engine.stop()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

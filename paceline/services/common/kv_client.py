@@ -1,14 +1,13 @@
-"""A worker's side of kvtransfer: blocks for its requests, in order and in batches."""
+"""A worker's side of kvtransfer: a session, and blocks for its requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import grpc.aio
 
@@ -18,15 +17,14 @@ from paceline.core.telemetry import trace_headers
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
+from paceline.services.common.batch_sender import BatchSender
 from paceline.services.common.rpc import open_channel, unmapped_error
+from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb
 
 ATTACH_SECONDS = 60.0
 """kvtransfer may start after its workers."""
 CALL_SECONDS = 5.0
-RETRY_SECONDS = 0.1
-MAX_OPERATIONS = 512
-"""In one batch, so that no message grows without bound."""
 
 log = logging.getLogger(__name__)
 
@@ -51,23 +49,14 @@ class Hold:
     tables: list[list[int]]
 
 
-_Outcome = Hold | PacelineError | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Submitted:
-    operation: pb.Operation
-    future: asyncio.Future[Hold | None]
-
-
 class KVClient:
     """One worker's session with its host's kvtransfer service.
 
     Operations are applied in the order of the calls. Holds are renewed until they are released. Every operation comes
     to an end: an answer, or UnavailableError where none came in time, the session has broken or was closed.
 
-    `lost` is done when the session has broken: every hold is void from then on. `on_hold_lost` is called for a hold
-    whose lease ended before it was renewed.
+    `lost` is done when the session is over: every hold is void from then on. `on_hold_lost` is called for a hold whose
+    lease ended before it was renewed.
     """
 
     def __init__(self, address: str, worker_id: str, role: str) -> None:
@@ -80,9 +69,7 @@ class KVClient:
         self.on_hold_lost: Callable[[Key], None] = lambda key: None
         self._session = 0
         self._lease_seconds = 10.0
-        self._open = False
-        self._queue: asyncio.Queue[_Submitted] = asyncio.Queue()
-        self._unanswered: set[asyncio.Future[Hold | None]] = set()
+        self._sender = BatchSender(self._call)
         self._held: dict[tuple[str, int], Key] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -102,56 +89,59 @@ class KVClient:
             raise UnavailableError(f"kvtransfer at {self._address} ended the session at once")
         self._session = event.session
         self._lease_seconds = event.lease_ms / 1000
-        self._open = True
         self._tasks = [
             asyncio.create_task(self._watch(call), name="kv-session"),
-            asyncio.create_task(self._send_batches(), name="kv-batches"),
+            asyncio.create_task(self._sender.run(), name="kv-batches"),
             asyncio.create_task(self._renew(), name="kv-renewal"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._end_with)
         return Arena(event.host_id, Path(event.arena_path), event.arena_bytes, event.slots)
 
     async def close(self) -> None:
         """Ends the session, after what was submitted has been answered; what is not in time fails."""
-        if self._unanswered:
-            await asyncio.wait(self._unanswered, timeout=CALL_SECONDS)
-        self._open = False
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for future in [future for future in self._unanswered if not future.done()]:
-            future.set_exception(_closed())
+        await self._sender.answered(CALL_SECONDS)
+        self._end()
+        await end_tasks(*self._tasks)
         await self._channel.close(None)
+
+    def holds(self, key: Key) -> bool:
+        """Whether the blocks of `key` are this worker's, as far as it knows."""
+        return not self.lost.done() and self._held.get(key[:2]) == key
 
     async def reserve(self, key: Key, hashes: Sequence[bytes], token_count: int, max_cached_tokens: int) -> Hold:
         """Blocks for token_count tokens, the longest cached prefix among them. Raises BusyError if there are none."""
         operation = pb.Reserve(
             key=key_to_pb(key), hashes=hashes, token_count=token_count, max_cached_tokens=max_cached_tokens
         )
-        return await self._obtain(pb.Operation(reserve=operation), key)
+        return self._keep(await self._obtain(pb.Operation(reserve=operation), key))
 
     async def open(self, key: Key) -> Hold:
         """Becomes the writer of what another worker reserved."""
-        return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), _next(key))
+        return self._keep(await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), _next(key)))
 
     async def fill(self, key: Key, filled_tokens: int) -> Hold:
         """Ends writing; the blocks may be adopted with the returned key."""
-        hold = await self._obtain(pb.Operation(fill=pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens)), key)
-        self._held.pop(key[:2], None)
-        return hold
+        self._let_go(key)  # before: a renewal behind it would be refused and taken for a loss
+        return await self._obtain(pb.Operation(fill=pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens)), key)
 
     async def adopt(self, key: Key) -> Hold:
         """Takes over filled blocks."""
-        return await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))), _next(key))
+        return self._keep(await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))), _next(key)))
 
     def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | PacelineError], None]) -> None:
         """Grows a hold; the answer is BusyError where there are no blocks now."""
-        future = self._submit(pb.Operation(extend=pb.Extend(key=key_to_pb(key), token_count=token_count)))
+        operation = pb.Operation(extend=pb.Extend(key=key_to_pb(key), token_count=token_count))
 
-        def answer(done: asyncio.Future[Hold | None]) -> None:
-            error = done.exception()
-            on_answer(error if isinstance(error, PacelineError) else cast(Hold, done.result()))
+        def answer(done: asyncio.Future[pb.Result]) -> None:
+            outcome: Hold | PacelineError
+            try:
+                outcome = _hold_from_pb(_checked(done.result()).hold)
+            except PacelineError as error:
+                outcome = error
+            on_answer(outcome)
 
-        future.add_done_callback(answer)
+        self._sender.submit(operation).add_done_callback(answer)
 
     def seal(self, key: Key, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
         self._tell(pb.Operation(seal=pb.Seal(key=key_to_pb(key), group=group, first_block=first_block, hashes=hashes)))
@@ -161,31 +151,23 @@ class KVClient:
 
     def release(self, key: Key) -> None:
         """Ends a hold; harmless where it has ended already."""
-        self._held.pop(key[:2], None)
+        self._let_go(key)
         self._tell(pb.Operation(release=pb.Release(key=key_to_pb(key))))
-
-    def _submit(self, operation: pb.Operation) -> asyncio.Future[Hold | None]:
-        future: asyncio.Future[Hold | None] = asyncio.get_running_loop().create_future()
-        if self._open:
-            self._unanswered.add(future)
-            future.add_done_callback(self._unanswered.discard)
-            self._queue.put_nowait(_Submitted(operation, future))
-        else:
-            future.set_exception(_closed())
-        return future
 
     def _tell(self, operation: pb.Operation) -> None:
         """Submits what needs no answer; a failure is logged."""
 
-        def note(done: asyncio.Future[Hold | None]) -> None:
-            if not done.cancelled() and (error := done.exception()):
+        def note(done: asyncio.Future[pb.Result]) -> None:
+            try:
+                _checked(done.result())
+            except PacelineError as error:
                 # Stale is what a cancelled request becomes for the step that was under way.
                 level = logging.DEBUG if isinstance(error, StaleError) else logging.WARNING
                 name = operation.WhichOneof("op") or ""
-                extra = {} if name == "renew" else {"request_id": getattr(operation, name).key.request_id}
-                log.log(level, "%s was not carried out: %s", name, error, extra=extra)
+                request_id = getattr(operation, name).key.request_id
+                log.log(level, "%s was not carried out: %s", name, error, extra={"request_id": request_id})
 
-        self._submit(operation).add_done_callback(note)
+        self._sender.submit(operation).add_done_callback(note)
 
     async def _obtain(self, operation: pb.Operation, key: Key) -> Hold:
         """Submits what yields a hold under `key`.
@@ -194,88 +176,86 @@ class KVClient:
         made: it is given back.
         """
         operation.traceparent = dict(trace_headers()).get("traceparent", "")
-        future = self._submit(operation)
+        future = self._sender.submit(operation)
 
-        def give_back(done: asyncio.Future[Hold | None]) -> None:
-            if not done.cancelled() and (done.exception() is None or isinstance(done.exception(), UnavailableError)):
+        def give_back(done: asyncio.Future[pb.Result]) -> None:
+            if done.exception() is not None or done.result().code == pb.CODE_OK:
                 self.release(key)
 
         try:
-            hold = await asyncio.shield(future)
+            result = await asyncio.shield(future)
         except asyncio.CancelledError:
             future.add_done_callback(give_back)
             raise
         except UnavailableError:
             self.release(key)
             raise
-        assert hold is not None
+        return _hold_from_pb(_checked(result).hold)
+
+    # ---- the holds of this worker
+
+    def _keep(self, hold: Hold) -> Hold:
         self._held[hold.key[:2]] = hold.key
         return hold
 
-    async def _send_batches(self) -> None:
-        again: list[_Submitted] = []
-        while True:
-            # Releases that met no answer keep their place: what comes behind them may need what they free.
-            batch = again or [await self._queue.get()]
-            while not self._queue.empty() and len(batch) < MAX_OPERATIONS:
-                batch.append(self._queue.get_nowait())
-            outcomes = await self._send([each.operation for each in batch])
-            again = [each for each, outcome in zip(batch, outcomes) if not self._settle(each, outcome)]
-
-    async def _send(self, operations: list[pb.Operation]) -> list[_Outcome]:
-        try:
-            request = pb.BatchRequest(session=self._session, operations=operations)
-            reply = await self._stub.Batch(request, timeout=CALL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            await asyncio.sleep(RETRY_SECONDS)
-            return [UnavailableError(f"kvtransfer: {error.details()}")] * len(operations)
-        self._note_losses(reply)
-        return [_outcome(result) for result in reply.results]
-
-    def _settle(self, submitted: _Submitted, outcome: _Outcome) -> bool:
-        """Tells who waits for it. False for a release to send again: what nobody needs must not stay held."""
-        unanswered = isinstance(outcome, UnavailableError)
-        if unanswered and submitted.operation.HasField("release") and not self.lost.done():
-            return False
-        if isinstance(outcome, PacelineError):
-            submitted.future.set_exception(outcome)
-        else:
-            submitted.future.set_result(outcome)
-        return True
-
-    def _note_losses(self, reply: pb.BatchReply) -> None:
-        for key in (key_from_pb(key) for result in reply.results for key in result.lost):
-            if self._held.get(key[:2]) == key:
-                log.warning("the lease of %s ended", key, extra={"request_id": key.request_id})
-                del self._held[key[:2]]
-                self.on_hold_lost(key)
+    def _let_go(self, key: Key) -> None:
+        """An older generation may come late, when the request has new blocks: those stay."""
+        held = self._held.get(key[:2])
+        if held is not None and held.generation <= key.generation:
+            del self._held[key[:2]]
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._lease_seconds / 3)
             if self._held:
-                self._tell(pb.Operation(renew=pb.Renew(keys=[key_to_pb(key) for key in self._held.values()])))
+                renew = pb.Renew(keys=[key_to_pb(key) for key in self._held.values()])
+                # Unanswered ones are not waited for: the next is due before a lease ends.
+                self._sender.submit(pb.Operation(renew=renew)).add_done_callback(self._note_losses)
+
+    def _note_losses(self, done: asyncio.Future[pb.Result]) -> None:
+        if error := done.exception():
+            log.warning("leases were not renewed: %s", error)
+            return
+        for key in map(key_from_pb, done.result().lost):
+            if self.holds(key):
+                log.warning("the lease of %s ended", key, extra={"request_id": key.request_id})
+                self._let_go(key)
+                self.on_hold_lost(key)
+
+    # ---- the session
+
+    def _call(self, operations: Sequence[pb.Operation]) -> Awaitable[pb.BatchReply]:
+        return self._stub.Batch(pb.BatchRequest(session=self._session, operations=operations), timeout=CALL_SECONDS)
 
     async def _watch(self, call: grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await call.read()  # nothing more is ever said; this ends with the session
         log.info("the session with kvtransfer ended")
-        self.lost.set_result(None)
+
+    def _end_with(self, task: asyncio.Task[None]) -> None:
+        """Without any of its tasks a session is of no use."""
+        if not task.cancelled() and (error := task.exception()):
+            log.error("the session with kvtransfer cannot go on", exc_info=error)
+        self._end()
+
+    def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._sender.close()
+        if not self.lost.done():
+            self.lost.set_result(None)
 
 
-def _closed() -> UnavailableError:
-    return UnavailableError("this worker has no session with kvtransfer")
-
-
-def _outcome(result: pb.Result) -> _Outcome:
+def _checked(result: pb.Result) -> pb.Result:
+    """The result of what was carried out. Raises BusyError, StaleError, or PacelineError."""
     if result.code == pb.CODE_OK:
-        return _hold_from_pb(result.hold) if result.HasField("hold") else None
+        return result
     if result.code == pb.CODE_EXHAUSTED:
-        return BusyError(result.message)
+        raise BusyError(result.message)
     if result.code == pb.CODE_INVALID:
         # Workers check what clients ask for, so this is between the two services.
-        return PacelineError(f"kvtransfer refused an operation: {result.message}")
-    return StaleError(result.message)
+        raise PacelineError(f"kvtransfer refused an operation: {result.message}")
+    raise StaleError(result.message)
 
 
 def _next(key: Key) -> Key:

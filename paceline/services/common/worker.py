@@ -218,7 +218,10 @@ class Worker:
         )
 
     def submit(self, request: Request) -> EventStream:
-        """Runs a request."""
+        """Runs a request. Raises StaleError where its blocks were lost since they were obtained."""
+        # Nothing may be awaited between this and `add`: whoever loses the blocks from here on is told to stop.
+        if not self.kv.holds(request.key):
+            raise _lost(request.key)
         events = EventStream()
         self._streams[request.key] = events
         self.engine.add(request)
@@ -266,10 +269,12 @@ class Worker:
 
     def _on_hold_lost(self, key: Key) -> None:
         self.engine.remove(key)
-        self._tell(key, StaleError(f"the blocks of {key} are lost: its lease ended before it was renewed"))
+        self._tell(key, _lost(key))
 
     def _extend(self, key: Key, token_count: int) -> None:
         def answer(outcome: Hold | PacelineError) -> None:
+            if key not in self._streams:
+                return  # it left the engine meanwhile, and what it held is released
             if isinstance(outcome, Hold):
                 self.engine.grow(key, outcome.tables)
             elif isinstance(outcome, BusyError):
@@ -278,3 +283,7 @@ class Worker:
                 self._on_hold_lost(key)
 
         self.kv.extend(key, token_count, answer)
+
+
+def _lost(key: Key) -> StaleError:
+    return StaleError(f"the blocks of {key} are lost: its lease ended before it was renewed")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ class WorkerProcess:
 
     async def _serve(self, undo: contextlib.AsyncExitStack) -> None:
         self.worker.engine.start()
-        undo.push_async_callback(asyncio.to_thread, self.worker.engine.stop)
+        undo.push_async_callback(self._stop_engine)
         undo.push_async_callback(self._server.close, 0)
         self.address = reachable_address(self._config, await self._server.start())
         undo.push_async_callback(self._registrar.stop)
@@ -104,23 +105,40 @@ class WorkerProcess:
 
     async def wait(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set. Raises UnavailableError when the worker cannot go on."""
-        ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), self._kv.lost, self.worker.failed]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if self.worker.failed.done():
-                self.worker.failed.result()
-            if self._kv.lost.done() and not stop.is_set():
-                # The blocks are gone with their owner. A fresh process is the simplest way back to a clean state.
-                raise UnavailableError("the kvtransfer service of this host went away")
-        finally:
-            ends[0].cancel()
+        await self._first(stop.wait())
+        if self._kv.lost.done() and not stop.is_set():
+            # The blocks are gone with their owner. A fresh process is the simplest way back to a clean state.
+            raise UnavailableError("the kvtransfer service of this host went away")
 
     async def drain(self, seconds: float) -> None:
-        """Takes no new work; gives what runs so much time."""
+        """Takes no new work; gives what runs so much time. Raises UnavailableError when the engine failed."""
         self.worker.draining = True
         await self._server.set_ready(False)
         self._registrar.announce()
-        await self.worker.drain(seconds)
+        await self._first(self.worker.drain(seconds))
+        if self._kv.lost.done() and self.worker.active:
+            log.warning("the kvtransfer service of this host went away while %d requests ran", self.worker.active)
+
+    async def _first(self, awaited: Coroutine[Any, Any, Any]) -> None:
+        """Waits for this, or until nothing can go on. Raises UnavailableError where the engine failed."""
+        task = asyncio.create_task(awaited)
+        try:
+            await asyncio.wait((task, self._kv.lost, self.worker.failed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()
+        if self.worker.failed.done():
+            self.worker.failed.result()
+
+    async def _stop_engine(self) -> None:
+        """Ends the process where a step does not end.
+
+        To close the session would free, a grace later, blocks that the step still writes to. With the process, the
+        session ends when nobody can write any more.
+        """
+        if not await asyncio.to_thread(self.worker.engine.stop):
+            log.critical("a step of the engine does not end: the process ends without it")
+            logging.shutdown()
+            os._exit(1)
 
     async def close(self) -> None:
         """Leaves the cluster, then the host."""

@@ -212,7 +212,8 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             raise InvalidRequestError("worker_id is empty")
         layout = layout_from_pb(request.layout)
         shaped = self._shaped
-        if shaped is not None and shaped.layout != layout and not self._sessions and not shaped.ledger.holds():
+        if shaped is not None and shaped.layout != layout and not self._sessions:
+            # What still drains is of sessions that are gone: such a worker writes to a file that is nobody's any more.
             self._unshape()
             shaped = None
         if shaped is None:

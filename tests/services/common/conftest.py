@@ -52,7 +52,10 @@ class Clock:
 class Host:
     """One host with a prefill and a decode worker, real servers and a real arena, in this process."""
 
-    def __init__(self, prefill: WorkerProcess, decode: WorkerProcess, kvtransfer: str, clock: Clock) -> None:
+    def __init__(
+        self, prefill: WorkerProcess, decode: WorkerProcess, kvtransfer: str, service: KVTransferService, clock: Clock
+    ) -> None:
+        self.service = service
         self.clock = clock
         self.prefill = prefill
         self.decode = decode
@@ -144,7 +147,7 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
         config = WorkerConfig(model=str(folder), threads=1, **places, **options)  # type: ignore[arg-type]
         prefill = await WorkerProcess.start(config, "prefill", add_prefill)
         decode = await WorkerProcess.start(config, "decode", add_decode)
-        host = Host(prefill, decode, address, clock)
+        host = Host(prefill, decode, address, service, clock)
         try:
             yield host
             async with asyncio.timeout(5):  # a handler may still be on its way out

@@ -18,7 +18,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common import kv_client
 from paceline.services.common.kv_client import KVClient
-from paceline.services.common.rpc import RpcServer
+from paceline.services.common.rpc import MAX_MESSAGE_BYTES, RpcServer
 from paceline.services.kvtransfer import service
 from paceline.services.kvtransfer.hold import Hold, State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
@@ -38,6 +38,7 @@ class Unreliable(KVTransferService):
         super().__init__("host", SLOTS * LAYOUT.slot_bytes, folder, LEASE, clock=lambda: self.now)
         self.loses_calls = 0
         self.loses_answers = 0
+        self.forgets_results = 0
         self.pause = 0.0
 
     async def Batch(self, request: pb.BatchRequest, context: Context) -> pb.BatchReply:
@@ -52,6 +53,9 @@ class Unreliable(KVTransferService):
         if self.loses_answers:
             self.loses_answers -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the line broke")
+        if self.forgets_results:
+            self.forgets_results -= 1
+            del reply.results[-1]
         return reply
 
 
@@ -223,6 +227,47 @@ async def test_renewals_keep_a_hold(host: Host) -> None:
     assert host.service.snapshot().expired_holds == 0
 
 
+async def test_the_late_end_of_an_older_generation_touches_no_newer_one(host: Host) -> None:
+    await host.decode.reserve(KEY, [], 64, 0)
+    host.decode.release(KEY)  # preempted
+    again = await host.decode.reserve(Key("r", 1, 2), [], 64, 0)
+    host.decode.release(KEY)  # removed, because an extension of the time before failed
+    (hold,) = holds(host)
+    assert host.decode.holds(again.key)
+    for _ in range(3):
+        host.service.now += LEASE / 2
+        await host.until(lambda: hold.deadline == host.service.now + LEASE)
+
+
+async def test_a_worker_knows_what_it_holds(host: Host) -> None:
+    reserved = await host.decode.reserve(KEY, [], 64, 0)
+    assert host.decode.holds(KEY)
+    opened = await host.prefill.open(KEY)
+    assert host.prefill.holds(opened.key)
+    filled = await host.prefill.fill(opened.key, 64)
+    assert not host.prefill.holds(opened.key)
+    adopted = await host.decode.adopt(filled.key)
+    assert not host.decode.holds(reserved.key)
+    assert host.decode.holds(adopted.key)
+    host.decode.release(adopted.key)
+    assert not host.decode.holds(adopted.key)
+    other = await host.decode.reserve(Key("s", 1, 1), [], 64, 0)
+    await host.service.close()
+    await host.until(lambda: not host.decode.holds(other.key))
+
+
+async def test_who_fills_has_lost_nothing(host: Host) -> None:
+    lost: list[Key] = []
+    host.prefill.on_hold_lost = lost.append
+    await host.decode.reserve(KEY, [], 64, 0)
+    opened = await host.prefill.open(KEY)
+    host.service.pause = LEASE
+    host.prefill.seal(opened.key, 0, 0, [bytes(16)])
+    await asyncio.sleep(0.05)  # it is under way, so that renewals come behind what follows, in one batch with it
+    await host.prefill.fill(opened.key, 64)
+    assert lost == []
+
+
 async def test_nobody_waits_for_a_session_that_broke(host: Host) -> None:
     await host.decode.reserve(KEY, [], 64, 0)
     await host.service.close()
@@ -248,6 +293,32 @@ async def test_closing_ends_what_has_no_answer_yet(host: Host, monkeypatch: pyte
     await host.until(lambda: [hold.state for hold in holds(host)] == [State.DRAINING])
     host.service.now += GRACE_SECONDS
     await host.all_free()
+
+
+async def test_an_answer_that_makes_no_sense_ends_the_session(host: Host) -> None:
+    host.service.forgets_results = 1
+    async with asyncio.timeout(10):
+        with pytest.raises(UnavailableError, match="no session"):
+            await host.decode.reserve(KEY, [], 64, 0)
+        await host.decode.lost
+    await host.until(lambda: host.service.snapshot().workers == 1)
+    host.service.now += GRACE_SECONDS
+    await host.all_free()
+
+
+# ---- messages that grow
+
+
+async def test_many_long_contexts_at_once_are_more_than_one_message(host: Host) -> None:
+    tokens = 1 << 17
+    hashes = [bytes(16)] * (tokens // 16)
+    count = 2 * MAX_MESSAGE_BYTES // (18 * len(hashes))
+    keys = [Key(str(number), 1, 1) for number in range(count)]
+    outcomes = await asyncio.gather(
+        *(host.decode.reserve(key, hashes, tokens, 0) for key in keys), return_exceptions=True
+    )
+    # Each was read, and refused for itself: this arena is small.
+    assert all("blocks and the arena has" in str(outcome) for outcome in outcomes)
 
 
 # ---- what the service refuses

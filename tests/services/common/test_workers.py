@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from paceline.core.types import Key
+from paceline.engine.step import NeedsBlocks
 from paceline.proto import common_pb2, worker_pb2
+from paceline.services.common.wire import key_from_pb
 from tests.services.common.conftest import Host, StartHost
 from tests.tiny_checkpoints import SaveTiny
 
@@ -132,6 +134,49 @@ async def test_a_decoding_request_whose_lease_ended_stops_when_it_asks_for_block
             await running
         assert await host.all_blocks_back()
         assert host.decode.worker.engine.stats.preemptions == 0
+
+
+async def test_blocks_lost_between_reservation_and_first_step_are_not_computed_in(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        worker = host.decode.worker
+        key = common_pb2.Key(request_id="r", attempt=1, generation=1)
+        sampling = common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=20)
+        work = common_pb2.Work(key=key, model=host.model, token_ids=[5, 6, 7], prompt_tokens=3, sampling=sampling)
+        call = host.decode_stub.Generate(timeout=30)
+        await call.write(worker_pb2.DecodeCommand(admit=work))
+        held = key_from_pb((await call.read()).admitted.key)
+        assert worker.kv.holds(held)
+        host.clock.ahead = 60.0
+        async with asyncio.timeout(10):
+            while worker.kv.holds(held):
+                await asyncio.sleep(0.01)
+        await call.write(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
+        with pytest.raises(grpc.aio.AioRpcError, match="its lease ended") as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.ABORTED
+        assert await host.all_blocks_back()
+        assert worker.engine.stats.steps == 0
+
+
+async def test_an_answer_about_blocks_of_what_no_longer_runs_is_ignored(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        worker = host.decode.worker
+        hold = await worker.kv.reserve(Key("r", 1, 1), [], 16, 0)
+        worker._dispatch([NeedsBlocks(hold.key, 1 << 20)])  # more than there are: refused
+        other = await worker.kv.reserve(Key("other", 1, 1), [], 16, 0)
+        worker.retire(other.key)
+        # What the refusal would have ended, would have ended before the other one.
+        while len(left := (await host.ledger()).holds) > 1:
+            await asyncio.sleep(0.01)
+        assert [each.key.request_id for each in left] == ["r"]
+        worker.retire(hold.key)
+        assert await host.all_blocks_back()
 
 
 async def test_scores_of_the_prompt_agree_between_chunkings(

@@ -56,11 +56,7 @@ async def test_an_arena_that_nobody_uses_takes_a_new_shape(host: Host) -> None:
     worker = await host.attach()
     await worker.do(reserve(key(), "ab"))
     await worker.leave()
-    await host.until(lambda reply: reply.in_flight == 2)
-    refused = host.stub.Attach(pb.AttachRequest(worker_id="w", layout=layout(fingerprint="model-b")), timeout=10)
-    assert await refused.code() is grpc.StatusCode.FAILED_PRECONDITION
-    host.now += 1
-    await host.until(lambda reply: not reply.holds)
+    await host.until(lambda reply: reply.in_flight == 2)  # for a grace, which a new file need not wait for
     again = await host.attach(shape=layout(slot_bytes=2 * SLOT, fingerprint="model-b"))
     assert again.arena.slots == SLOTS // 2
     assert again.arena.arena_path != worker.arena.arena_path

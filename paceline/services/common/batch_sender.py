@@ -1,0 +1,107 @@
+"""A worker's operations on their way to kvtransfer: in order, in batches, and each to an end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+
+from paceline.core.errors import UnavailableError
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.rpc import MAX_MESSAGE_BYTES
+
+RETRY_SECONDS = 0.1
+MAX_OPERATIONS = 512
+"""In one batch, so that kvtransfer serves others in between."""
+MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4
+"""Of one batch with more than one operation: a reservation carries 18 bytes for each 16 tokens of its context."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    operation: pb.Operation
+    future: asyncio.Future[pb.Result]
+
+
+class BatchSender:
+    """Sends operations in the order in which they were submitted, each time all that have come meanwhile.
+
+    Every operation comes to an end: its result, or UnavailableError where none came or the sender was closed. A release
+    that met no answer is sent again until it meets one, because what nobody needs must not stay held.
+
+    Args:
+        call: sends one batch; the reply has one result for each operation, in order.
+    """
+
+    def __init__(self, call: Callable[[Sequence[pb.Operation]], Awaitable[pb.BatchReply]]) -> None:
+        self._call = call
+        self._waiting: deque[_Submitted] = deque()
+        self._came = asyncio.Event()
+        self._unanswered: set[asyncio.Future[pb.Result]] = set()
+        self._closed = False
+
+    def submit(self, operation: pb.Operation) -> asyncio.Future[pb.Result]:
+        future: asyncio.Future[pb.Result] = asyncio.get_running_loop().create_future()
+        if self._closed:
+            future.set_exception(_closed())
+            return future
+        self._unanswered.add(future)
+        future.add_done_callback(self._unanswered.discard)
+        self._waiting.append(_Submitted(operation, future))
+        self._came.set()
+        return future
+
+    async def run(self) -> None:
+        """Sends until it is cancelled. Raises where a reply makes no sense."""
+        while True:
+            await self._came.wait()
+            batch = self._take_batch()
+            try:
+                reply = await self._call([each.operation for each in batch])
+            except grpc.aio.AioRpcError as error:
+                self._fail(batch, UnavailableError(f"kvtransfer: {error.details()}"))
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            for submitted, result in zip(batch, reply.results, strict=True):
+                submitted.future.set_result(result)
+
+    async def answered(self, seconds: float) -> None:
+        """Waits so long at most until all that was submitted has come to its end."""
+        if self._unanswered:
+            await asyncio.wait(self._unanswered, timeout=seconds)
+
+    def close(self) -> None:
+        """Fails what has no answer, and what is submitted from now on. `run` must have been cancelled."""
+        self._closed = True
+        for future in list(self._unanswered):
+            if not future.done():
+                future.set_exception(_closed())
+
+    def _take_batch(self) -> list[_Submitted]:
+        batch: list[_Submitted] = []
+        size = 0
+        while self._waiting and len(batch) < MAX_OPERATIONS:
+            size += self._waiting[0].operation.ByteSize()
+            if batch and size > MAX_BATCH_BYTES:
+                break
+            batch.append(self._waiting.popleft())
+        if not self._waiting:
+            self._came.clear()
+        return batch
+
+    def _fail(self, batch: Sequence[_Submitted], error: UnavailableError) -> None:
+        """Ends all but the releases, which keep their place: what comes behind them may need what they free."""
+        for submitted in batch:
+            if not submitted.operation.HasField("release"):
+                submitted.future.set_exception(error)
+        releases = [each for each in batch if each.operation.HasField("release")]
+        self._waiting.extendleft(reversed(releases))
+        if releases:
+            self._came.set()
+
+
+def _closed() -> UnavailableError:
+    return UnavailableError("this worker has no session with kvtransfer")

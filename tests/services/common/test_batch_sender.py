@@ -1,0 +1,137 @@
+"""Operations on their way to kvtransfer: their order, the size of batches, and answers that do not come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import grpc.aio
+import pytest
+
+from paceline.core.errors import UnavailableError
+from paceline.proto import common_pb2
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.batch_sender import MAX_BATCH_BYTES, MAX_OPERATIONS, BatchSender
+
+REFUSED = grpc.aio.AioRpcError(
+    grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details="the line broke"
+)
+
+
+class Line:
+    """Takes batches, and answers each operation with its name as the message."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.broken = 0
+        """Calls to refuse."""
+        self.missing = 0
+        """Results to leave out."""
+
+    async def __call__(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
+        self.batches.append([name(operation) for operation in operations])
+        await asyncio.sleep(0)
+        if self.broken:
+            self.broken -= 1
+            raise REFUSED
+        results = [pb.Result(message=name(operation)) for operation in operations]
+        return pb.BatchReply(results=results[self.missing :])
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+@contextlib.asynccontextmanager
+async def sending(line: Line) -> AsyncIterator[BatchSender]:
+    """The sender runs from the end of the block's first line on: what is submitted at once is waiting together."""
+    sender = BatchSender(line)
+    task = asyncio.create_task(sender.run())
+    yield sender
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def key(request: str) -> common_pb2.Key:
+    return common_pb2.Key(request_id=request, attempt=1, generation=1)
+
+
+def trim(request: str) -> pb.Operation:
+    return pb.Operation(trim=pb.Trim(key=key(request)))
+
+
+def release(request: str) -> pb.Operation:
+    return pb.Operation(release=pb.Release(key=key(request)))
+
+
+def seal(request: str, size: int) -> pb.Operation:
+    """Of about `size` bytes."""
+    return pb.Operation(seal=pb.Seal(key=key(request), hashes=[bytes(size)]))
+
+
+def name(operation: pb.Operation) -> str:
+    return str(getattr(operation, operation.WhichOneof("op") or "").key.request_id)
+
+
+async def test_each_gets_its_own_result(line: Line) -> None:
+    async with sending(line) as sender:
+        results = await asyncio.gather(*(sender.submit(trim(each)) for each in "abc"))
+        assert [result.message for result in results] == ["a", "b", "c"]
+        assert line.batches == [["a", "b", "c"]]
+
+
+async def test_what_comes_while_a_batch_is_under_way_makes_the_next(line: Line) -> None:
+    async with sending(line) as sender:
+        first = sender.submit(trim("a"))
+        while not line.batches:
+            await asyncio.sleep(0)
+        later = [sender.submit(trim(each)) for each in "bc"]
+        await asyncio.gather(first, *later)
+        assert line.batches == [["a"], ["b", "c"]]
+
+
+async def test_a_batch_has_at_most_so_many_operations(line: Line) -> None:
+    async with sending(line) as sender:
+        await asyncio.gather(*(sender.submit(trim(str(number))) for number in range(MAX_OPERATIONS + 1)))
+        assert [len(batch) for batch in line.batches] == [MAX_OPERATIONS, 1]
+
+
+async def test_a_batch_has_at_most_so_many_bytes_unless_one_operation_has_more(line: Line) -> None:
+    sizes = {"small": 10, "half": MAX_BATCH_BYTES // 2, "other half": MAX_BATCH_BYTES // 2, "huge": MAX_BATCH_BYTES * 2}
+    async with sending(line) as sender:
+        await asyncio.gather(*(sender.submit(seal(name, size)) for name, size in sizes.items()))
+        assert line.batches == [["small", "half"], ["other half"], ["huge"]]
+
+
+async def test_releases_without_an_answer_are_sent_again_in_their_place(line: Line) -> None:
+    line.broken = 2
+    async with sending(line) as sender:
+        waiting = [sender.submit(each) for each in (release("a"), trim("b"), release("c"))]
+        while not line.batches:
+            await asyncio.sleep(0)
+        waiting.append(sender.submit(trim("d")))
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert line.batches == [["a", "b", "c"], ["a", "c", "d"], ["a", "c"]]
+        assert [isinstance(outcome, UnavailableError) for outcome in outcomes] == [False, True, False, True]
+
+
+async def test_a_reply_that_lacks_results_ends_the_sender(line: Line) -> None:
+    line.missing = 1
+    sender = BatchSender(line)
+    waiting = [sender.submit(trim(each)) for each in "ab"]
+    with pytest.raises(ValueError, match="shorter"):
+        await sender.run()
+    sender.close()
+    assert isinstance(waiting[1].exception(), UnavailableError)
+
+
+async def test_closing_fails_what_waits_and_what_comes(line: Line) -> None:
+    sender = BatchSender(line)
+    waiting = sender.submit(trim("a"))
+    sender.close()
+    for future in (waiting, sender.submit(trim("b"))):
+        with pytest.raises(UnavailableError, match="no session"):
+            await future
