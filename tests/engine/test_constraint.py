@@ -206,7 +206,7 @@ SAMPLING = st.builds(
 
 # Fixtures are only read; each example has loops of its own.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # to shrink takes minutes
-examples = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=PHASES)
+examples = settings(max_examples=12, suppress_health_check=list(HealthCheck), phases=PHASES)
 
 
 def answers_of_all_ways(model: Model, grammars: Grammars, asks: list[Ask]) -> list[Answer]:

@@ -286,7 +286,7 @@ def test_who_starves_asks_again_even_if_the_preempted_request_is_removed() -> No
     assert NeedsBlocks(Key("old", 1, 1), 75) in scheduler.take_events()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 120)), min_size=1, max_size=8),
     pool_blocks=st.integers(14, 40),

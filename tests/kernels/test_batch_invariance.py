@@ -42,7 +42,7 @@ def randn(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_linear_gives_a_row_the_same_bits_beside_any_others(
     teams: list[NativeKernels], dtype: torch.dtype, data: st.DataObject
@@ -121,7 +121,7 @@ def chunked(case: Any, kernels: Kernels, request: int, chunk: int, softcap: floa
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_attention_gives_a_row_the_same_bits_in_any_batch_and_chunk(
     teams: list[NativeKernels], paged_case: Callable[..., Any], dtype: torch.dtype, data: st.DataObject

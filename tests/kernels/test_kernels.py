@@ -58,7 +58,7 @@ def test_attention_of_a_mixed_batch(
     close(run_attention(kernels, case, softcap=softcap), naive_attention(case, 0.25, softcap))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_attention_of_any_shape(kernels: Kernels, paged_case: Callable[..., Any], data: st.DataObject) -> None:
     contexts = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))

@@ -305,4 +305,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=80)
