@@ -3,8 +3,9 @@
     python -m bench.kernels [--threads 2] [--rounds 30] [--dtype bfloat16]
 
 The floor is the larger of two: the bytes that have to be read over the bandwidth of reading, and the operations over
-the best rate of a matrix product; both are measured first. Native and torch take turns; times are medians. Weights lie
-in as many copies as fill a model, so that they come from memory, as they do in a step.
+the best rate of a matrix product; both are measured first. Native and torch take turns; times are medians, of CPU time
+with one thread, which other work on the machine hardly touches, else of wall time. Weights lie in as many copies as
+fill a model, so that they come from memory, as they do in a step.
 """
 
 from __future__ import annotations
@@ -123,14 +124,15 @@ def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
 
 def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
     """Seconds of each run, taking turns."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in runs]
     for run in runs:
         run()
     for _ in range(rounds):
         for run, own in zip(runs, times):
-            began = time.perf_counter()
+            began = clock()
             run()
-            own.append(time.perf_counter() - began)
+            own.append(clock() - began)
     return [statistics.median(own) for own in times]
 
 

@@ -1,0 +1,103 @@
+"""A forward pass on CPU: replayed by one call, called operation by operation, and with plain torch.
+
+    python -m bench.forward ~/.cache/paceline/smollm2-135m-instruct [--threads 1] [--rounds 20]
+
+The ways take turns; figures are medians in milliseconds: of CPU time with one thread, which other work on the machine
+hardly touches, else of wall time. The floor is what `torch.sum` takes to read as many bytes as the layers have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from paceline.core.kv_layout import KVLayout, make_layout
+from paceline.engine.runner import layer_caches
+from paceline.kernels.interface import AttentionBatch, Forward, GroupTables
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.reference import ReferenceKernels
+from paceline.models.folder import weight_files
+from paceline.models.loader import load_model
+
+DTYPE, CPU = torch.bfloat16, torch.device("cpu")
+PASSES = {
+    "one token behind 256": (1, 1, 256),
+    "a token for each of 8 behind 256": (8, 1, 256),
+    "a prompt of 512": (1, 512, 512),
+}
+"""requests, tokens of each, their context"""
+
+
+class CalledOneByOne(NativeKernels):
+    def compile(self, forward: Forward) -> Forward:
+        return forward
+
+
+def make_batch(layout: KVLayout, requests: int, count: int, context: int) -> AttentionBatch:
+    groups, first = [], 0
+    positions = torch.arange(context - count, context)
+    for group in layout.groups:
+        blocks = group.blocks_for(context)
+        tables = torch.arange(first, first + requests * blocks).view(requests, blocks)
+        first += requests * blocks
+        slots = tables[:, positions // group.block_tokens].flatten()
+        offsets = (positions % group.block_tokens).repeat(requests)
+        groups.append(GroupTables(group.block_tokens, group.shape.window, tables.int(), slots, offsets))
+    starts = tuple(range(0, requests * count + 1, count))
+    return AttentionBatch(starts, (context,) * requests, tuple(groups))
+
+
+def layer_bytes(folder: Path) -> int:
+    """Of the weights that every token is multiplied by in the layers."""
+    elements = 0
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as handle:
+            shapes = {name: handle.get_slice(name).get_shape() for name in handle.keys()}  # noqa: SIM118
+        elements += sum(shape[0] * shape[1] for name, shape in shapes.items() if ".layers." in name and len(shape) == 2)
+    return elements * DTYPE.itemsize
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    clock = time.thread_time if options.threads == 1 else time.perf_counter
+    ways = {
+        "replayed": NativeKernels(options.threads),
+        "one by one": CalledOneByOne(options.threads),
+        "torch": ReferenceKernels(),
+    }
+    models = {name: load_model(options.model, DTYPE, kernels, CPU) for name, kernels in ways.items()}
+    layout = make_layout(models["torch"].group_shapes, DTYPE.itemsize, "bench")
+    slots = max(requests * layout.slots_for(context) for requests, _, context in PASSES.values())
+    caches = layer_caches(layout, torch.zeros(slots * layout.slot_bytes // DTYPE.itemsize, dtype=DTYPE))
+    read = torch.ones(layer_bytes(options.model) // 4)
+    print(f"{'pass':<34}{'floor':>9}" + "".join(f"{name:>12}" for name in models))
+    with torch.inference_mode():
+        for name, (requests, count, context) in PASSES.items():
+            batch = make_batch(layout, requests, count, context)
+            positions = torch.arange(context - count, context).repeat(requests)
+            ids = torch.randint(0, models["torch"].config.vocab_size, (requests * count,))
+            runs: list[Callable[[], object]] = [read.sum]
+            runs += [lambda m=model: m.forward(ids, positions, caches, batch) for model in models.values()]  # noqa: B023
+            times: list[list[float]] = [[] for _ in runs]
+            for _ in range(options.rounds):
+                for run, own in zip(runs, times):
+                    began = clock()
+                    run()
+                    own.append(clock() - began)
+            floor, *each = (statistics.median(own) * 1e3 for own in times)
+            print(f"{name:<34}{floor:>9.1f}" + "".join(f"{own:>12.1f}" for own in each), flush=True)
+
+
+if __name__ == "__main__":
+    main()
