@@ -21,7 +21,8 @@ _COLUMNS = (
     ("STEP/S", 7),
     ("BUSY", 6),
     ("BUBBLE", 7),
-    ("HOST", 6),
+    ("PLAN", 6),
+    ("OUTPUT", 7),
     ("ACCEPT", 7),
     ("LENGTH", 7),
 )
@@ -68,7 +69,10 @@ def _speed(gained: Mapping[str, float], seconds: float) -> list[str]:
         return f"{100 * gained.get(name, 0) / seconds:.1f}%"
 
     rates = [gained.get("sampled_tokens", 0) / seconds, gained.get("steps", 0) / seconds]
-    return [*(f"{rate:.1f}" for rate in rates), *map(share, ("busy_seconds", "bubble_seconds", "host_seconds"))]
+    return [
+        *(f"{rate:.1f}" for rate in rates),
+        *map(share, ("busy_seconds", "bubble_seconds", "plan_seconds", "output_seconds")),
+    ]
 
 
 def _drafts(gained: Mapping[str, float]) -> list[str]:

@@ -15,10 +15,10 @@ def fleet(**stats: float) -> dict[str, Any]:
 
 
 def test_rates_are_of_the_time_between_two_looks() -> None:
-    before = fleet(sampled_tokens=100, steps=50, busy_seconds=1.0, bubble_seconds=0.0, host_seconds=0.0)
+    before = fleet(sampled_tokens=100, steps=50, busy_seconds=1.0, bubble_seconds=0.0, plan_seconds=0.0)
     now = fleet(
-        sampled_tokens=180, steps=70, busy_seconds=2.8, bubble_seconds=0.02, host_seconds=0.1, drafts=20,
-        draft_tokens=80, accepted_tokens=60,
+        sampled_tokens=180, steps=70, busy_seconds=2.8, bubble_seconds=0.02, plan_seconds=0.1, output_seconds=0.2,
+        drafts=20, draft_tokens=80, accepted_tokens=60,
     )  # fmt: skip
     title, worker, *rest = render(before, now, 2.0)
     assert worker.split() == [
@@ -32,6 +32,7 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
         "90.0%",
         "1.0%",
         "5.0%",
+        "10.0%",
         "75%",
         "4.00",
     ]

@@ -26,6 +26,8 @@ from paceline.engine.step import Event, Step, StepResult
 
 STEPS_IN_FLIGHT = 2
 
+TIMES = ("busy_seconds", "bubble_seconds", "plan_seconds", "output_seconds")
+
 log = logging.getLogger(__name__)
 
 
@@ -75,8 +77,10 @@ class Engine:
         """Time spent computing, since the start."""
         self.bubble_seconds = 0.0
         """Time that the compute thread waited although a step could be planned; a wait for blocks counts as idle."""
-        self.host_seconds = 0.0
-        """Time that the host thread spent on commands, results and plans; hidden behind steps."""
+        self.plan_seconds = 0.0
+        """Time that the host thread spent on commands, results and plans; hidden behind steps, as is the next."""
+        self.output_seconds = 0.0
+        """Time that it spent on telling events."""
         self._step_began: float | None = None
         self._idle = True
         self._woken = 0.0
@@ -124,21 +128,21 @@ class Engine:
         counts = dataclasses.asdict(self.stats)
         by_position = counts.pop("accepted_by_position")
         counts |= {f"accepted_at_{position}": count for position, count in enumerate(by_position)}
-        times = {name: getattr(self, name) for name in ("busy_seconds", "bubble_seconds", "host_seconds")}
-        return {**counts, **times}
+        return counts | {name: getattr(self, name) for name in TIMES}
 
     # ---- the host thread
 
     def _run(self) -> None:
         while self._obey_commands():
-            began = time.perf_counter()
             while self._in_flight < self._most_in_flight and (step := self._scheduler.plan()) is not None:
                 self._launched.put(_Launch(step, self._woken if self._idle else None))
                 self._in_flight += 1
                 self._idle = False
             self._idle = self._in_flight == 0
+            planned = time.perf_counter()
             self._report()
-            self.host_seconds += time.perf_counter() - began
+            self.plan_seconds += planned - self._woken
+            self.output_seconds += time.perf_counter() - planned
         self._report()  # what came with the command to stop was obeyed, too
         self._launched.put(None)
 

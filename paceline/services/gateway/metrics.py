@@ -157,6 +157,6 @@ class _FleetCollector(Collector):
             for name, value in member.stats.items():
                 if name.startswith("accepted_at_"):
                     by_position.add_metric([*label, name.removeprefix("accepted_at_")], value)
-                if name in ("busy_seconds", "bubble_seconds", "host_seconds"):
+                if name in ("busy_seconds", "bubble_seconds", "plan_seconds", "output_seconds"):
                     times.add_metric([*label, name.removesuffix("_seconds")], value)
         yield from (up, running, waiting, usage, preemptions, *speculation.values(), by_position, times, stats)
