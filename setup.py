@@ -16,7 +16,14 @@ setup(
             language="c++",
             # A product and a sum are fused where the source says so, never where the compiler likes: results must not
             # depend on how a loop was unrolled. There is no -march: the library chooses its instructions when it runs.
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-Wno-psabi"],
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-ffp-contract=off",
+                "-fvisibility=hidden",
+                "-pthread",
+                "-Wno-psabi",
+            ],
             extra_link_args=["-pthread"],
             optional=True,
         )

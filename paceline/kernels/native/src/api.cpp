@@ -79,6 +79,8 @@ void pack(const T* weight, int64_t out, int64_t in, T* to, int64_t padded_in, in
 }  // namespace
 }  // namespace paceline
 
+// Nothing else is seen from outside: another build of this library in the same process must not mix with it.
+#pragma GCC visibility push(default)
 extern "C" {
 
 // Names of the instruction sets that run here, the best first, separated by spaces.
@@ -132,3 +134,4 @@ int paceline_run(void* team, const paceline::Op* ops, int64_t count, const pacel
 }
 
 }  // extern "C"
+#pragma GCC visibility pop
