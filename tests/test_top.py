@@ -47,7 +47,7 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
 def test_a_worker_that_has_just_come_and_drafts_nothing_is_shown() -> None:
     now = fleet(sampled_tokens=10, steps=10)
     worker = render({**now, "workers": []}, now, 1.0)[1]
-    assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "-", "-"]
+    assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "0.0%", "-", "-"]
 
 
 def test_without_a_gateway_there_is_one_clear_sentence() -> None:
