@@ -134,7 +134,7 @@ class _FleetCollector(Collector):
         )
         times = CounterMetricFamily(
             "paceline:worker_step_seconds",
-            "busy: computing; bubble: idle although there was work; host: planning and reporting",
+            "busy: computing; bubble: idle although there was work; plan and output: of the host thread, beside it",
             labels=[*labels, "kind"],
         )
         stats = GaugeMetricFamily("paceline:worker_stat", "Whatever else a worker reports", labels=[*labels, "name"])
