@@ -17,7 +17,6 @@ from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.request import RequestRunner
-from paceline.services.gateway.router import Need, place
 from paceline.services.gateway.tokenizer import Tokenizer
 
 
@@ -70,10 +69,10 @@ class Gateway:
         self.runner.abort()
 
     def check_ready(self) -> None:
-        """Raises UnavailableError where a request could not be placed now."""
+        """Raises UnavailableError where no worker could take a request even if it had room."""
         if self.draining:
             raise UnavailableError("this gateway is shutting down; try another one")
-        if place(Need(1), self.fleet.snapshot()) is None:
+        if not any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot()):
             raise UnavailableError("no decode worker is ready; try again later")
 
     def check_request(self, model: str | None) -> None:

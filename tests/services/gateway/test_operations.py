@@ -43,6 +43,24 @@ async def test_health_is_whether_a_request_could_be_placed(start_stack: StartSta
     await eventually(sick)
 
 
+async def test_a_full_fleet_is_healthy(start_stack: StartStack) -> None:
+    stack = await start_stack()
+    for worker in stack.workers.values():
+        worker.max_seqs = 1
+        worker.pause_after = 0
+    request = asyncio.create_task(stack.post("/v1/completions", model="toy", prompt="a", max_tokens=4))
+
+    async def full() -> bool:
+        fleet = (await stack.http.get("/fleet")).json()
+        return all(worker["in_flight"] == worker["max_seqs"] for worker in fleet["workers"])
+
+    await eventually(full)
+    assert (await stack.http.get("/health")).status_code == 200
+    for worker in stack.workers.values():
+        worker.resume.set()
+    assert (await request).status_code == 200
+
+
 async def test_probes(stack: Stack) -> None:
     assert (await stack.http.get("/ping")).status_code == 200
     assert (await stack.http.head("/health")).status_code == 200
