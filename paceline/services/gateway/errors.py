@@ -38,6 +38,10 @@ class ApiError(Exception):
         # Escaped and cut: the message may hold what the client sent.
         level = logging.WARNING if self.status >= 500 else logging.INFO
         log.log(level, "answered %d: %.500r", self.status, str(self), extra={"status": self.status})
+        return self.silent_response()
+
+    def silent_response(self) -> JSONResponse:
+        """The answer where it is no event: probes ask again and again."""
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"

@@ -12,7 +12,9 @@ from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 import paceline
+from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
+from paceline.services.gateway.errors import to_api_error
 from paceline.services.gateway.fleet import Worker
 from paceline.services.gateway.gateway import Gateway
 
@@ -25,7 +27,10 @@ def make_operations(gateway: Gateway) -> APIRouter:
 
     @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        gateway.check_ready()
+        try:
+            gateway.check_ready()
+        except UnavailableError as error:
+            return to_api_error(error).silent_response()
         return Response()
 
     @router.api_route("/ping", methods=["GET", "HEAD", "POST"])
