@@ -16,8 +16,20 @@ from paceline.core.types import ConstraintKind
 MAX_TEXT_BYTES = 128 << 10
 """Of a constraint's text. The slowest of this size, an object of four thousand properties, compiles in two seconds."""
 
-LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""So many states of one lexer take some 13 MB; what people write needs a few hundred."""
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    max_lexer_states=50_000,
+    max_items_in_row=20_000,
+    step_max_items=100_000,
+    verbose_errors=False,
+)
+"""Fuel ends what would take longer than some tenths of a second. So many states of one lexer take some 13 MB; what
+people write needs a few hundred. So many items of a row are those of a choice of thousands, or of as many properties.
+"""
+
+MAX_MULTIPLE = 10_000
+"""Of `multipleOf` in a schema. The library makes a state of every remainder, and minutes of a large prime."""
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """The library follows a grammar as long as there is only one way to go on. In one like `start: /a+/ /a+/`, whose first
@@ -32,7 +44,7 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
         if len(text.encode()) > MAX_TEXT_BYTES:
             raise InvalidRequestError(f"it is longer than {MAX_TEXT_BYTES >> 10} KiB; shorten it")
         if kind is ConstraintKind.JSON_SCHEMA:
-            json.loads(text)  # the library pastes it into a document of its own
+            _check_multiples(json.loads(text))  # the library pastes it into a document of its own
         if kind is ConstraintKind.GRAMMAR:
             return (grammar_from("gbnf", text) if "::=" in text else text) + _NO_FORCING
         if kind is ConstraintKind.REGEX:
@@ -42,6 +54,15 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
         return grammar_from(kind.value, text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(str(error)[:_MESSAGE_CHARACTERS]) from error
+
+
+def _check_multiples(schema: object) -> None:
+    values = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    for value in values:
+        _check_multiples(value)
+    multiple = schema.get("multipleOf") if isinstance(schema, dict) else None
+    if isinstance(multiple, (int, float)) and multiple > MAX_MULTIPLE:
+        raise InvalidRequestError(f"multipleOf {multiple} takes too long to enforce; at most {MAX_MULTIPLE} can be")
 
 
 def check_grammar(kind: ConstraintKind, text: str) -> None:

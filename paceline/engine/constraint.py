@@ -7,6 +7,7 @@ pass later, the masks are there. The host's scheduler knows nothing of it.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,10 @@ from paceline.core.grammar import LIMITS, grammar_of
 from paceline.core.types import Constraint
 
 MASK_SECONDS = 60.0
-"""The library's limits end the slowest mask long before; who waits for longer waits for a thread that has died."""
+"""The library's limits end the slowest masks of a step long before; who waits for longer waits for a dead thread."""
+
+_CACHED_GRAMMARS = 64
+"""Clients send one schema again and again, and a request that finds no room comes back with its own."""
 
 
 class GrammarError(Exception):
@@ -31,45 +35,50 @@ class Matcher:
     """One output on its way through a grammar.
 
     `masks` says which tokens may come: uint8 [bytes], one bit a token from the lowest on, behind the output; then
-    behind it and the first draft, and so on as far as the grammar follows the drafts. `error` says why none may come.
+    behind it and the first draft, and so on as far as the grammar follows the drafts. `error` says why none may come
+    behind the output itself.
     """
 
-    def __init__(self, matcher: LLMatcher, end_token_ids: frozenset[int]) -> None:
-        self._matcher = matcher
+    def __init__(self, start: LLMatcher, end_token_ids: frozenset[int]) -> None:
+        self._start = start
+        """At the grammar's start, and never moved: others begin there too."""
+        self._matcher = start.deep_copy()
         self._end_token_ids = end_token_ids
         self.masks: list[np.ndarray] = []
         self.error = ""
 
     def restart(self, output: Sequence[int]) -> None:
         """Begins at the grammar's start, and follows what was generated before the request came here."""
-        self._matcher.reset()
+        self._matcher = self._start.deep_copy()
         self.advance(output, ())
 
     def advance(self, tokens: Sequence[int], drafts: Sequence[int]) -> None:
         """Takes in tokens that were sampled, and looks ahead along the drafts behind them."""
-        matcher, self.masks, ahead = self._matcher, [], 0
-        matcher.consume_tokens(list(tokens))
-        for draft in (*drafts, None):
-            mask = self._mask()
-            if matcher.is_error() or not mask.any():
-                self.error = f"the grammar of the output leads nowhere: {_reason(matcher)}"
-                break
+        self._matcher.consume_tokens(list(tokens))
+        self.masks, self.error = [], ""
+        if (mask := self._mask(self._matcher)) is None:
+            self.error = f"the grammar of the output leads nowhere: {_reason(self._matcher)}"
+            return
+        self.masks.append(mask)
+        ahead = self._matcher.deep_copy()  # a draft may lead nowhere, and never be accepted
+        for draft in drafts:
+            if draft in self._end_token_ids or not _has(mask, draft):
+                return
+            ahead.consume_token(draft)
+            if (mask := self._mask(ahead)) is None:
+                return
             self.masks.append(mask)
-            if draft is None or draft in self._end_token_ids or not _has(mask, draft):
-                break
-            matcher.consume_token(draft)
-            ahead += 1
-        matcher.rollback(ahead)
 
-    def _mask(self) -> np.ndarray:
-        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+    def _mask(self, matcher: LLMatcher) -> np.ndarray | None:
+        """None where no token is possible."""
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         ends = [token for token in self._end_token_ids if _has(mask, token)]
-        if ends and not self._matcher.is_accepting():
+        if ends and not matcher.is_accepting():
             # The grammar names the token itself, somewhere inside; but it would end the request here.
             mask = mask.copy()
             for token in ends:
                 mask[token >> 3] &= ~np.uint8(1 << (token & 7))
-        return mask
+        return None if matcher.is_error() or not mask.any() else mask
 
 
 def _reason(matcher: LLMatcher) -> str:
@@ -95,15 +104,25 @@ class Grammars:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "tokenizer.json"
         self._lock = threading.Lock()
+        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        """At the start of each grammar; those used last come last."""
         self._tokenizer: LLTokenizer | None = None
         self._end_token_ids: frozenset[int] = frozenset()
 
     def compile(self, constraint: Constraint) -> Matcher:
         """Takes milliseconds, the first time seconds. Raises InvalidRequestError or ModelError. From any thread."""
-        grammar = grammar_of(constraint.kind, constraint.text)
-        matcher = LLMatcher(self._tokenizer_for(constraint.end_token_ids), grammar, log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            raise InvalidRequestError(f"the output cannot be constrained: {_reason(matcher)}")
+        with self._lock:
+            if (matcher := self._compiled.get(constraint)) is not None:
+                self._compiled.move_to_end(constraint)
+        if matcher is None:
+            grammar = grammar_of(constraint.kind, constraint.text)
+            matcher = LLMatcher(self._tokenizer_for(constraint.end_token_ids), grammar, log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise InvalidRequestError(f"the output cannot be constrained: {_reason(matcher)}")
+            with self._lock:
+                self._compiled[constraint] = matcher
+                if len(self._compiled) > _CACHED_GRAMMARS:
+                    self._compiled.popitem(last=False)
         return Matcher(matcher, constraint.end_token_ids)
 
     def _tokenizer_for(self, end_token_ids: frozenset[int]) -> LLTokenizer:
@@ -135,10 +154,10 @@ class Constraints:
 
     def advance(self, moves: Mapping[int, Move]) -> None:
         """Tells what rows have got."""
-        own = [(matcher, move) for row, move in moves.items() if (matcher := self._matchers[row]) is not None]
+        own = {row: matcher for row in moves if (matcher := self._matchers[row]) is not None}
         if own:
-            done = self._thread.submit(_advance_all, own)
-            self._ready.update((row, done) for row in moves)
+            done = self._thread.submit(_advance_all, [(matcher, moves[row]) for row, matcher in own.items()])
+            self._ready.update(dict.fromkeys(own, done))
 
     def masks(self, row: int) -> list[np.ndarray] | None:
         """See Matcher; None where the row has no constraint. Raises GrammarError where no token is possible."""
@@ -153,4 +172,7 @@ class Constraints:
 
 def _advance_all(moves: Sequence[tuple[Matcher, Move]]) -> None:
     for matcher, move in moves:
-        matcher.advance(move.tokens, move.drafts)
+        try:
+            matcher.advance(move.tokens, move.drafts)
+        except Exception as error:  # whatever a library says of one grammar concerns one request
+            matcher.error = f"the grammar of the output cannot be followed: {error}"

@@ -80,7 +80,8 @@ class Rows:
             if isinstance(update, Joined):
                 self._rows[row] = Row(update.sampling, update.prompt_len)
                 self.token_ids[row, : len(update.token_ids)] = update.token_ids
-                self.lengths[row], self.drafts[row], self.limits[row] = len(update.token_ids), 0, update.limit
+                self.lengths[row], self.limits[row] = len(update.token_ids), update.limit
+                self.drafts[row], self._drafts[row] = 0, ()
                 self.drafter_lengths[row] = update.computed_len
             for table, slots in zip(self._tables, update.tables):
                 table[row, : len(slots)] = slots
@@ -142,7 +143,7 @@ class Rows:
         length = int(self.lengths[row])
         self.token_ids[row, length : length + len(token_ids)] = token_ids
         self.lengths[row] = length + len(token_ids)
-        self.drafts[row] = 0
+        self.drafts[row], self._drafts[row] = 0, ()
         # What it computed for refused drafts counts no more.
         self.drafter_lengths[row] = min(self.drafter_lengths[row], self.lengths[row] - 1)
         if ended:

@@ -127,7 +127,8 @@ class ModelRunner:
     def _verify(self, logits: Tensor, row: int, length: int) -> tuple[list[Token], int]:
         """Samples as long as what comes was drafted; returns the tokens, and how many of them were drafts.
 
-        Drafts that a grammar forbids are never sampled, so that behind them no mask is needed.
+        Drafts that a grammar forbids are never sampled, so that behind them no mask is needed. Behind a draft that it
+        allows and cannot go on from there is none: the next step finds no token then.
 
         Args:
             logits: fp32 [1 + drafts, vocab]; the first row chooses the token behind a context of `length` tokens.
@@ -140,7 +141,7 @@ class ModelRunner:
             return [], 0
         tokens: list[Token] = []
         masks, drafts = self._constraints.masks(row), state.drafts_of(row)
-        for index in range(logits.shape[0]):
+        for index in range(logits.shape[0] if masks is None else min(len(masks), logits.shape[0])):
             mask = masks[index] if masks is not None else None
             own = SamplingRow(fixed.sampling, state.context(row, length + index), fixed.prompt_len, mask)
             draft = drafts[index] if index + 1 < logits.shape[0] else None

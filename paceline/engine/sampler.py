@@ -151,8 +151,8 @@ def _shape_logits(logits: Tensor, row: SamplingRow) -> None:
     if unwanted := list(params.unwanted_ends(len(row.token_ids) - row.prompt_len)):
         before = logits[unwanted]
         logits[unwanted] = -torch.inf
-        if row.mask is not None and logits.max() == -torch.inf:
-            logits[unwanted] = before  # the grammar wins
+        if logits.max() == -torch.inf:
+            logits[unwanted] = before  # what leaves nothing else wins: a grammar, or the allowed tokens
     if params.logit_bias:
         bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
         logits[list(params.logit_bias)] += bias

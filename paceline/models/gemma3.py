@@ -42,6 +42,7 @@ class Gemma3:
         for depth, (layer, cache, group) in enumerate(zip(self._layers[:layers], caches, self.layer_groups)):
             taps.see(depth, x)
             x = layer(x, cache, steps[group])
+        taps.see(self.config.num_layers if layers is None else layers, x)
         return self._norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

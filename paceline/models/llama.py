@@ -38,6 +38,7 @@ class Llama:
         for depth, (layer, cache) in enumerate(zip(self._layers[:layers], caches)):
             taps.see(depth, x)
             x = layer(x, cache, step)
+        taps.see(self.config.num_layers if layers is None else layers, x)
         return self._norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -73,3 +73,10 @@ def test_a_text_has_a_greatest_length() -> None:
         with pytest.raises(InvalidRequestError, match="128 KiB"):
             check_grammar(kind, text)
     check_grammar(REGEX, "a" * MAX_TEXT_BYTES)
+
+
+def test_a_large_multiple_is_refused_wherever_it_stands() -> None:
+    schema = {"type": "object", "properties": {"a": {"anyOf": [{"type": "integer", "multipleOf": 1_000_003}]}}}
+    with pytest.raises(InvalidRequestError, match="multipleOf 1000003"):
+        check_grammar(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+    check_grammar(ConstraintKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 10_000}))

@@ -390,6 +390,43 @@ def test_a_matcher_looks_ahead_along_drafts_and_comes_back(grammars: Grammars) -
     assert allowed(matcher) == [{ord("c")}]
 
 
+DEAD_END = 'start: "x" ("a" | "b" X)\nX: /[0-9]+/ & /[x-z]+/\n'
+"""Behind "xb" nothing is possible."""
+
+
+def test_a_draft_that_leads_nowhere_is_not_the_end_of_the_output(grammars: Grammars) -> None:
+    matcher = grammars.compile(lark(DEAD_END))
+    matcher.restart([])
+    matcher.advance(list(b"x"), list(b"b1"))
+    assert not matcher.error
+    assert len(matcher.masks) == 1
+    matcher.advance(list(b"a"), ())
+    assert not matcher.error
+    matcher.restart(list(b"xb"))
+    assert matcher.error
+    matcher.restart(list(b"x"))
+    assert not matcher.error
+
+
+@pytest.mark.parametrize(("steps", "drafter"), WAYS)
+def test_an_output_into_a_dead_end_is_the_same_with_drafts(
+    model: Model, grammars: Grammars, steps: int, drafter: str
+) -> None:
+    sampling = SamplingParams(constraint=lark(DEAD_END), logit_bias={ord("b"): 100.0}, max_tokens=9)
+    loop = ConstrainedLoop(model, grammars, steps, drafter)
+    (answer,) = loop.answer([Ask(sampling, prompt="xb1 xb1 xb1 ")])
+    loop.engine.stop()
+    assert bytes(answer.tokens) == b"xb"
+    assert answer.failure
+
+
+def test_what_was_compiled_once_begins_anew_for_everybody(grammars: Grammars) -> None:
+    first, second = (grammars.compile(regex("ab")) for _ in range(2))
+    first.restart(list(b"a"))
+    second.restart([])
+    assert not np.array_equal(first.masks[0], second.masks[0])
+
+
 def test_text_never_holds_special_tokens(grammars: Grammars) -> None:
     matcher = grammars.compile(regex(r"[\s\S]*"))
     matcher.restart([])

@@ -109,13 +109,16 @@ def test_taps_receive_the_hidden_states_of_the_reference(
 ) -> None:
     reference = request.getfixturevalue(f"save_{family}")()
     (tokens,) = random_tokens(100, 30)
-    taps = Taps((0, 2))
-    paged_contexts(load(tmp_path), 1, 30).step({0: tokens}, taps)
+    model = load(tmp_path)
+    last = model.config.num_layers
+    taps = Taps((0, 2, last))
+    paged_contexts(model, 1, 30).step({0: tokens}, taps)
     with torch.inference_mode():
         wanted = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    assert list(taps.states) == [0, 2]
-    for depth, states in taps.states.items():
-        same(states, wanted[depth][0])
+    assert list(taps.states) == [0, 2, last]
+    for depth in (0, 2):
+        same(taps.states[depth], wanted[depth][0])
+    assert not torch.equal(taps.states[last], taps.states[2])  # the reference shows the last one behind its norm
 
 
 def test_a_sharded_checkpoint_computes_the_same(

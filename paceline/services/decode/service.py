@@ -66,9 +66,9 @@ class _Attempt:
         self._matcher: Matcher | None = None
 
     async def run(self, commands: Commands) -> None:
-        self._matcher = await self._worker.matcher(self._work)
         hold = await self._reserve()
         try:
+            self._matcher = await self._worker.matcher(self._work)
             admitted = worker_pb2.Admitted(key=key_to_pb(hold.key), cached_tokens=hold.filled_tokens)
             await self._write(worker_pb2.DecodeEvent(admitted=admitted))
             # The gateway's silence needs no deadline: when it goes, the call is cancelled.
