@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -49,7 +50,9 @@ class NativeKernels:
         self._library = load_library()
         self._team = self._library.paceline_team_start(threads, self.instruction_set.encode())
         self.recorder: Recorder | None = None
-        weakref.finalize(self, self._library.paceline_team_stop, self._team)
+        self.one_at_a_time = threading.Lock()
+        # Not when the interpreter ends: a thread of the engine may be computing then.
+        weakref.finalize(self, self._library.paceline_team_stop, self._team).atexit = False
 
     def compile(self, forward: Forward) -> Forward:
         return Replay(forward, self)

@@ -61,6 +61,8 @@ class Runner(Protocol):
     """What computes and records: `NativeKernels`."""
 
     recorder: Recorder | None
+    one_at_a_time: threading.Lock
+    """Held while a pass is recorded or replayed."""
 
     def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: Step) -> None: ...
 
@@ -118,7 +120,6 @@ class Program:
         return offsets, end
 
     def _make_room(self, capacity: int) -> None:
-        self._capacity = capacity
         self._memory = torch.empty(self._bytes_per_token * capacity + _CACHE_LINE, dtype=torch.uint8)
         base = -(-self._memory.data_ptr() // _CACHE_LINE) * _CACHE_LINE
         self._result_places = []
@@ -134,6 +135,7 @@ class Program:
                     self._result_places.append((op, name, offset))
                 elif buffer not in self._inputs:
                     setattr(op, name, base + self._offsets[buffer] * capacity + offset)
+        self._capacity = capacity
 
 
 class Replay:
@@ -143,7 +145,6 @@ class Replay:
         self._forward = forward
         self._runner = runner
         self._programs: dict[tuple[object, ...], Program] = {}
-        self._one_at_a_time = threading.Lock()
 
     def __call__(
         self,
@@ -155,7 +156,7 @@ class Replay:
     ) -> Tensor:
         places = [(cache.keys.data_ptr(), cache.keys.shape, cache.keys.stride()) for cache in (caches[0], caches[-1])]
         key = (layers, *places[0], *places[1])
-        with self._one_at_a_time:
+        with self._runner.one_at_a_time:
             program = self._programs.get(key)
             if program is None:
                 if len(self._programs) == _MAX_PROGRAMS:

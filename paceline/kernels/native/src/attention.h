@@ -4,6 +4,7 @@
 // and values; pieces are joined in their order. So a row's result depends on its own context alone: not on where blocks
 // lie, which rows are computed beside it, or whether one thread takes all pieces of a row or several share them.
 
+constexpr int64_t kMostPartialBytes = 64 << 20;
 constexpr int64_t kTaskRows = 64;  // query rows (tokens times heads of one KV head) that share one packing of keys
 
 // What one piece gives to its rows, and what the pieces so far have given: maximum, sum of weights, weighted values.
@@ -33,8 +34,17 @@ struct Attention {
         return (step.query_start[request + 1] - step.query_start[request] + token_block - 1) / token_block;
     }
 
+    // As where all decode; then nobody has to look for the request of a task.
+    const bool one_block_each = has_one_block_each();
+    bool has_one_block_each() const {
+        for (int64_t r = 0; r < step.requests; ++r)
+            if (blocks(r) != 1) return false;
+        return true;
+    }
+
     Rows rows_of(int64_t task) const {
-        int64_t request = 0;
+        int64_t request = one_block_each ? task / kv_heads : 0;
+        task -= request * kv_heads;
         for (; task >= blocks(request) * kv_heads; ++request) task -= blocks(request) * kv_heads;
         Rows rows{request, task % kv_heads, 0, 0, 0};
         const int64_t end = step.query_start[request + 1];
@@ -227,11 +237,13 @@ template <class T>
 static void attention(const Op& op, const Step& step, Team& team) {
     const Attention<T> attention{op, step, team};
     const int64_t tasks = attention.tasks();
+    if (tasks >= 4 * team.threads() || team.threads() == 1) return attend_whole(attention, tasks);
     int64_t pieces = 0;
     for (int64_t task = 0; task < tasks; ++task) {
         const Rows rows = attention.rows_of(task);
         pieces = most(pieces, attention.end_piece(rows) - attention.first_piece(rows));
     }
-    if (tasks >= 4 * team.threads() || pieces <= 1 || team.threads() == 1) return attend_whole(attention, tasks);
-    attend_pieces(attention, tasks, pieces);
+    const bool fits = tasks * pieces * attention.partial_bytes() <= kMostPartialBytes;
+    if (pieces > 1 && fits) return attend_pieces(attention, tasks, pieces);
+    attend_whole(attention, tasks);
 }

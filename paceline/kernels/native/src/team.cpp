@@ -32,6 +32,7 @@ bool spin_until(const Ready& ready) {
 void* Scratch::take(size_t bytes) {
     if (bytes > size_) {
         memory_.reset();
+        size_ = 0;
         memory_.reset(new char[bytes + 64]);
         size_ = bytes;
     }
