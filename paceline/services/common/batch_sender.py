@@ -11,7 +11,7 @@ import grpc.aio
 
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.rpc import MAX_MESSAGE_BYTES
+from paceline.services.common.rpc import MAX_MESSAGE_BYTES, heeding_cancellation
 
 RETRY_SECONDS = 0.1
 MAX_OPERATIONS = 512
@@ -60,7 +60,7 @@ class BatchSender:
             await self._came.wait()
             batch = self._take_batch()
             try:
-                reply = await self._call([each.operation for each in batch])
+                reply = await heeding_cancellation(self._call([each.operation for each in batch]))
             except grpc.aio.AioRpcError as error:
                 self._fail(batch, UnavailableError(f"kvtransfer: {error.details()}"))
                 await asyncio.sleep(RETRY_SECONDS)

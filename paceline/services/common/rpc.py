@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, cast
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -21,6 +21,8 @@ from paceline.core.errors import (
     StaleError,
     UnavailableError,
 )
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,8 @@ def open_channel(address: str) -> grpc.aio.Channel:
     """A channel that reconnects within a second of the other side's return."""
     backoff = (
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Also the time that one attempt to connect has: the other side may be busy just then.
+        ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     )
     # Each address has a channel of its own: no connection shared behind our back, no proxy for a neighbour.
@@ -101,11 +104,31 @@ class RpcServer:
         await self.server.stop(grace_seconds)
 
 
+async def heeding_cancellation(operation: Awaitable[T]) -> T:
+    """Awaits an operation of a gRPC call so that a cancellation of the task that awaits it is never lost.
+
+    gRPC drops one that comes together with the call's status, and gives that status instead: a timeout around it would
+    never end, and a task that was cancelled would go on.
+    """
+    try:
+        return await operation
+    finally:
+        if is_cancelled():
+            raise asyncio.CancelledError
+
+
+def is_cancelled() -> bool:
+    """Whether somebody wants the current task to end. A CancelledError alone does not say so: gRPC raises it also where
+    a call was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float = 1.0) -> bool:
     """Asks the standard health service about the service of this name; a stranger at the same address is not it."""
     stub = health_pb2_grpc.HealthStub(channel)
     try:
-        reply = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout)
+        reply = await heeding_cancellation(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout))
     except grpc.aio.AioRpcError:
         return False
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -21,7 +21,7 @@ from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, 
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason, Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import unmapped_error
+from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
 from paceline.services.common.wire import reason_from_pb, token_from_pb
 from paceline.services.gateway.fleet import Fleet, Worker
 
@@ -222,22 +222,22 @@ class Attempt:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             async with asyncio.timeout(ADMIT_SECONDS):
                 try:
-                    await self._decode_call.write(command)
+                    await heeding_cancellation(self._decode_call.write(command))
                 except asyncio.CancelledError:
-                    if _is_cancelled():
+                    if is_cancelled():
                         raise
 
     async def _read(self, call: Any, worker: Worker, seconds: float) -> Any:
         name = f"{worker.member.role} worker {worker.member.worker_id}"
         try:
             async with asyncio.timeout(seconds):
-                message = await call.read()
+                message = await heeding_cancellation(call.read())
         except TimeoutError:
             raise WorkerFailedError(f"{name} was silent for {seconds:g} seconds", worker, True) from None
         except grpc.aio.AioRpcError as error:
             raise _error_of(error, worker, name) from error
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             raise WorkerFailedError(f"{name} cancelled the call", worker, True) from None
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
@@ -248,12 +248,6 @@ class Attempt:
     def _out_of_turn(worker: Worker) -> WorkerFailedError:
         name = f"{worker.member.role} worker {worker.member.worker_id}"
         return WorkerFailedError(f"{name} said something that was not its turn to say", worker, False)
-
-
-def _is_cancelled() -> bool:
-    """Whether a CancelledError is for this task. gRPC raises it also where a call was cancelled, by whomever."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _error_of(error: grpc.aio.AioRpcError, worker: Worker, name: str) -> PacelineError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
@@ -20,7 +21,14 @@ from paceline.core.errors import (
 )
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.rpc import RpcServer, is_serving, mapped_errors, open_channel, unmapped_error
+from paceline.services.common.rpc import (
+    RpcServer,
+    heeding_cancellation,
+    is_serving,
+    mapped_errors,
+    open_channel,
+    unmapped_error,
+)
 
 
 class Failing(pb_grpc.KVTransferServicer):
@@ -50,6 +58,21 @@ async def received(error: Exception) -> PacelineError:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pb_grpc.KVTransferStub(channel).Ledger(pb.LedgerRequest(), timeout=10)
     return unmapped_error(caught.value, "the other side")
+
+
+@pytest.mark.parametrize("came", [grpc.aio.UsageError("full"), "a reply"])
+async def test_a_cancellation_that_grpc_drops_still_ends_the_wait(came: Exception | str) -> None:
+    async def read() -> str:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            if isinstance(came, Exception):
+                raise came from None
+        return str(came)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await heeding_cancellation(read())
 
 
 @pytest.mark.parametrize("kind", [InvalidRequestError, BusyError, StaleError])

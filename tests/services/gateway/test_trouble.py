@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -301,8 +302,7 @@ async def test_a_full_line_and_a_long_wait_are_429(start_stack: StartStack) -> N
     stack = await start_stack(max_waiting=1, queue_seconds=0.5)
     stack.workers["decode-0"].max_seqs = 0
     waiting = asyncio.create_task(stack.post("/v1/completions", prompt="x", stream=True))
-    await eventually(_load_is(stack, 1))
-    await eventually(lambda: bool(stack.workers["decode-0"].calls))
+    await eventually(_line_is(stack, 1))
     refused = await stack.post("/v1/completions", prompt="x")
     for response, reason in ((refused, "queue is full"), (await waiting, "within 0.5 seconds")):
         assert response.status_code == 429
@@ -327,6 +327,14 @@ async def test_a_worker_that_failed_is_used_again(start_stack: StartStack) -> No
     await eventually(lambda: "failed" in decode.outcomes())
     decode.fail_after = None
     assert await reader.task == TEXT[:6]
+
+
+def _line_is(stack: Stack, length: int) -> Any:
+    async def check() -> bool:
+        metrics = (await stack.http.get("/metrics")).text
+        return re.search(rf"num_requests_waiting\{{.*\}} {length}\.0$", metrics, re.MULTILINE) is not None
+
+    return check
 
 
 def _load_is(stack: Stack, load: int) -> Any:
