@@ -108,6 +108,13 @@ class WorkerConfig(ServiceConfig):
     device: str = option("cpu", "torch device to compute on", "compute")
     kernels: str = option("auto", "kernel backend: auto, native, reference, triton or triton-invariant", "compute")
     threads: int = option(0, "CPU threads; 0 takes all cores that the worker may use", "compute", at_least=0)
+    itl_target_ms: float = option(
+        50.0,
+        "where prefill and decode share all cores of a host: time between two tokens of a request that decode may take "
+        "while prompts wait; less favours those who read, more those who wait for their first token",
+        "compute",
+        at_least=0,
+    )
     async_scheduling: bool = option(True, "plan and launch the next step while one is computed", "compute")
     speculative_config: str = option(
         "", 'JSON: how to guess tokens ahead, e.g. {"method": "ngram", "num_speculative_tokens": 4}', "compute"
@@ -145,6 +152,7 @@ class ServeConfig:
     device: str = same_option(WorkerConfig, "device", group="fleet")
     kernels: str = same_option(WorkerConfig, "kernels", group="fleet")
     threads: int = same_option(WorkerConfig, "threads", group="fleet")
+    itl_target_ms: float = same_option(WorkerConfig, "itl_target_ms", group="fleet")
     async_scheduling: bool = same_option(WorkerConfig, "async_scheduling", group="fleet")
     speculative_config: str = same_option(WorkerConfig, "speculative_config", group="fleet")
     host: str = same_option(GatewayConfig, "host", help="address of the HTTP API")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
@@ -26,7 +27,7 @@ from paceline.engine.step import Event, Step, StepResult
 
 STEPS_IN_FLIGHT = 2
 
-TIMES = ("busy_seconds", "bubble_seconds", "plan_seconds", "output_seconds")
+TIMES = ("busy_seconds", "bubble_seconds", "yielded_seconds", "plan_seconds", "output_seconds")
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Engine:
         on_events: called on the host thread; must return at once.
         on_failure: called when computing or planning failed; the engine has stopped then.
         steps_in_flight: 1 waits for each step's results before the next is planned.
+        turns: when to compute, where others want the same cores.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class Engine:
         on_events: Callable[[list[Event]], None],
         on_failure: Callable[[BaseException], None],
         steps_in_flight: int = STEPS_IN_FLIGHT,
+        turns: Turns | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._on_events = on_events
         self._on_failure = on_failure
         self._most_in_flight = steps_in_flight
+        self._turns = turns
         self._in_flight = 0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
@@ -77,6 +81,8 @@ class Engine:
         """Time spent computing, since the start."""
         self.bubble_seconds = 0.0
         """Time that the compute thread waited although a step could be planned; a wait for blocks counts as idle."""
+        self.yielded_seconds = 0.0
+        """Time that it waited before steps because it was the turn of other workers."""
         self.plan_seconds = 0.0
         """Time that the host thread spent on commands, results and plans; hidden behind steps, as is the next."""
         self.output_seconds = 0.0
@@ -174,7 +180,13 @@ class Engine:
             began = self._step_began = time.perf_counter()
             # Time without any work is no bubble: it ends with the command that brought some.
             self.bubble_seconds += began - max(ended, launch.idle_until or ended)
+            if self._turns is not None:
+                self._turns.begin()
+                asked, began = began, time.perf_counter()
+                self.yielded_seconds += began - asked
             result = self._runner.execute(launch.step)
+            if self._turns is not None:
+                self._turns.end()
             self._step_began, ended = None, time.perf_counter()
             self.busy_seconds += ended - began
             self._inbox.put(partial(self._take_result, launch.step, result))

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.core.turns import Turns
+
 
 @dataclass(frozen=True, slots=True)
 class GroupTables:
@@ -82,6 +84,9 @@ class Kernels(Protocol):
     """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
 
     name: str
+
+    def take_turns(self, turns: Turns) -> None:
+        """From now on each operation waits for its turn, where these kernels can; others compute whole steps in one."""
 
     def compile(self, forward: Forward) -> Forward:
         """The same pass, perhaps without the cost of calling its operations one by one.

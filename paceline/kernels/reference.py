@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.core.turns import Turns
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
 
 
@@ -14,6 +15,9 @@ class ReferenceKernels:
     as the vendor's matrix product, whose summation order may change with the number of rows."""
 
     name = "reference"
+
+    def take_turns(self, turns: Turns) -> None:
+        pass
 
     def compile(self, forward: Forward) -> Forward:
         return forward

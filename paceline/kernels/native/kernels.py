@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
+from paceline.core.turns import Turns
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
 from paceline.kernels.native.library import (
     ERRORS,
@@ -53,6 +54,11 @@ class NativeKernels:
         self.one_at_a_time = threading.Lock()
         # Not when the interpreter ends: a thread of the engine may be computing then.
         weakref.finalize(self, self._library.paceline_team_stop, self._team).atexit = False
+
+    def take_turns(self, turns: Turns) -> None:
+        self._turns = turns  # keeps the page
+        page = ctypes.addressof(ctypes.c_char.from_buffer(turns.page))
+        self._library.paceline_team_take_turns(self._team, page, turns.slot)
 
     def compile(self, forward: Forward) -> Forward:
         return Replay(forward, self)

@@ -127,4 +127,6 @@ def _declare(library: ctypes.CDLL) -> None:
     library.paceline_team_start.restype = ctypes.c_void_p
     library.paceline_team_stop.argtypes = [ctypes.c_void_p]
     library.paceline_team_stop.restype = None
+    library.paceline_team_take_turns.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    library.paceline_team_take_turns.restype = None
     library.paceline_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Step)]

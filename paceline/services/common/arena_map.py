@@ -8,15 +8,17 @@ import stat
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
+from paceline.core.turns import PAGE_BYTES
 
 
 def map_arena(path: Path, size: int) -> mmap.mmap:
-    """Maps the arena that the kvtransfer service made, shared and writable.
+    """Maps the arena that the kvtransfer service made, shared and writable: its blocks, and behind them the page of
+    `paceline.core.turns`.
 
     The caller closes it. It stays readable after the service has gone.
 
     Args:
-        size: bytes that the service announced.
+        size: bytes for blocks that the service announced.
 
     Raises:
         ConfigError: there is no such file, or it is not the private arena of this user.
@@ -32,8 +34,9 @@ def map_arena(path: Path, size: int) -> mmap.mmap:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise ConfigError(f"{path} is not an arena that only this user can open; refusing to use it")
-        if status.st_size != size:
-            raise ConfigError(f"the arena {path} has {status.st_size} bytes where its service announced {size}")
-        return mmap.mmap(descriptor, size)
+        whole = size + PAGE_BYTES
+        if status.st_size != whole:
+            raise ConfigError(f"the arena {path} has {status.st_size} bytes where its service announced {whole}")
+        return mmap.mmap(descriptor, whole)
     finally:
         os.close(descriptor)

@@ -67,7 +67,7 @@ class KVClient:
         self._channel = open_channel(address)
         self._stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
         self.on_hold_lost: Callable[[Key], None] = lambda key: None
-        self._session = 0
+        self.session = 0
         self._lease_seconds = 10.0
         self._sender = BatchSender(self._call)
         self._held: dict[tuple[str, int], Key] = {}
@@ -87,7 +87,7 @@ class KVClient:
             raise unmapped_error(error, f"kvtransfer at {self._address}") from error
         if not isinstance(event, pb.AttachEvent):
             raise UnavailableError(f"kvtransfer at {self._address} ended the session at once")
-        self._session = event.session
+        self.session = event.session
         self._lease_seconds = event.lease_ms / 1000
         self._tasks = [
             asyncio.create_task(self._watch(call), name="kv-session"),
@@ -225,7 +225,7 @@ class KVClient:
     # ---- the session
 
     def _call(self, operations: Sequence[pb.Operation]) -> Awaitable[pb.BatchReply]:
-        return self._stub.Batch(pb.BatchRequest(session=self._session, operations=operations), timeout=CALL_SECONDS)
+        return self._stub.Batch(pb.BatchRequest(session=self.session, operations=operations), timeout=CALL_SECONDS)
 
     async def _watch(self, call: grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):

@@ -12,6 +12,7 @@ import torch
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError, UnavailableError
 from paceline.core.hashing import HashChain
+from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.constraint import Matcher
 from paceline.engine.engine import Engine
@@ -78,9 +79,18 @@ class Worker:
     Args:
         model_id: digest of the model's config and tokenizer.
         pool: the arena as a flat tensor of the cache's dtype.
+        turns: when to compute, where others want the same cores.
     """
 
-    def __init__(self, loaded: Loaded, model_id: str, pool: torch.Tensor, kv: KVClient, limits: WorkerLimits) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        model_id: str,
+        pool: torch.Tensor,
+        kv: KVClient,
+        limits: WorkerLimits,
+        turns: Turns | None = None,
+    ) -> None:
         self.model_id = model_id
         self.kv = kv
         kv.on_hold_lost = self._on_hold_lost
@@ -106,6 +116,7 @@ class Worker:
             on_events=self._on_loop(self._dispatch),
             on_failure=self._on_loop(self._fail),
             steps_in_flight=limits.steps_in_flight,
+            turns=turns,
         )
 
     def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:

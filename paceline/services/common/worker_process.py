@@ -20,9 +20,11 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_cores
 from paceline.core.model_folder import model_digest
 from paceline.core.speculative import parse_speculative_config
+from paceline.core.turns import DecodeTurns, PrefillTurns, Turns
 from paceline.engine.engine import STEPS_IN_FLIGHT
 from paceline.engine.loading import Loaded, load
 from paceline.kernels import select_kernels
+from paceline.kernels.interface import Kernels
 from paceline.models.config import read_config
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.kv_client import Arena, KVClient
@@ -78,16 +80,21 @@ class WorkerProcess:
         """Loads the model, joins the arena, serves. Raises PacelineError, and leaves nothing then or when cancelled."""
         config = replace(config, worker_id=config.worker_id or unique_name(role))
         torch.set_num_threads(config.threads or available_cores())
-        loaded = await asyncio.to_thread(_load, config)
+        kernels = _select_kernels(config)
+        loaded = await asyncio.to_thread(_load, config, kernels)
         async with contextlib.AsyncExitStack() as undo:
             kv = KVClient(config.kvtransfer_address, config.worker_id, role)
             undo.push_async_callback(kv.close)
             arena = await kv.attach(loaded.layout)
-            pool = torch.frombuffer(map_arena(arena.path, arena.size), dtype=_dtype(config))
+            memory = memoryview(map_arena(arena.path, arena.size))
+            pool = torch.frombuffer(memory[: arena.size], dtype=_dtype(config))
+            turns = _turns(config, role, memory[arena.size :], kv.session)
+            if turns is not None:
+                kernels.take_turns(turns)
             max_model_len = _max_model_len(config, loaded, arena)
             steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
             limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
-            worker = Worker(loaded, model_digest(Path(config.model)), pool, kv, limits)
+            worker = Worker(loaded, model_digest(Path(config.model)), pool, kv, limits, turns)
             process = cls(config, role, worker, kv, arena.host_id)
             add_service(process._server.server, worker)
             await process._serve(undo)
@@ -163,14 +170,24 @@ class WorkerProcess:
         )
 
 
-def _load(config: WorkerConfig) -> Loaded:
+def _select_kernels(config: WorkerConfig) -> Kernels:
     if config.device != "cpu":
         raise ConfigError(f"--device {config.device} is not supported yet; use cpu")
+    return select_kernels(torch.device(config.device), config.kernels)
+
+
+def _load(config: WorkerConfig, kernels: Kernels) -> Loaded:
     if not config.model:
         raise ConfigError("no model; name the folder of one")
-    folder, device, dtype = Path(config.model), torch.device(config.device), _dtype(config)
     speculative = parse_speculative_config(config.speculative_config)
-    return load(folder, dtype, device, select_kernels(device, config.kernels), speculative)
+    return load(Path(config.model), _dtype(config), torch.device(config.device), kernels, speculative)
+
+
+def _turns(config: WorkerConfig, role: Role, page: memoryview, session: int) -> Turns | None:
+    """None where the worker leaves some of the machine's cores to others."""
+    if torch.get_num_threads() < (os.cpu_count() or 1):
+        return None
+    return PrefillTurns(page) if role == "prefill" else DecodeTurns(page, session, config.itl_target_ms / 1000)
 
 
 def _dtype(config: WorkerConfig) -> torch.dtype:

@@ -134,7 +134,8 @@ class _FleetCollector(Collector):
         )
         times = CounterMetricFamily(
             "paceline:worker_step_seconds",
-            "busy: computing; bubble: idle although there was work; plan and output: of the host thread, beside it",
+            "busy: computing; bubble: idle although there was work; yielded: idle while others had their turn; "
+            "plan and output: of the host thread, beside it",
             labels=[*labels, "kind"],
         )
         stats = GaugeMetricFamily("paceline:worker_stat", "Whatever else a worker reports", labels=[*labels, "name"])
@@ -157,6 +158,6 @@ class _FleetCollector(Collector):
             for name, value in member.stats.items():
                 if name.startswith("accepted_at_"):
                     by_position.add_metric([*label, name.removeprefix("accepted_at_")], value)
-                if name in ("busy_seconds", "bubble_seconds", "plan_seconds", "output_seconds"):
+                if name.endswith("_seconds"):
                     times.add_metric([*label, name.removesuffix("_seconds")], value)
         yield from (up, running, waiting, usage, preemptions, *speculation.values(), by_position, times, stats)

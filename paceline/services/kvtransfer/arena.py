@@ -1,4 +1,5 @@
-"""The arena: one file of shared memory that holds every KV block of a host."""
+"""The arena: one file of shared memory that holds every KV block of a host, and the page on which its workers agree
+whose turn it is."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.machine import available_memory
+from paceline.core.turns import PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +25,7 @@ class Arena:
 
     Args:
         folder: a tmpfs that all workers of the host see.
-        size: bytes. All of them are taken now, about a fifth of a second for each GiB.
+        size: bytes for blocks. All of them are taken now, about a fifth of a second for each GiB.
 
     Raises:
         ConfigError: the folder cannot be used, or there is too little memory.
@@ -35,7 +37,7 @@ class Arena:
         self.path, self._descriptor = _create_locked(folder)
         try:
             # A page that is missing when a worker first writes to it would be SIGBUS, and a death without a word.
-            os.posix_fallocate(self._descriptor, 0, size)
+            os.posix_fallocate(self._descriptor, 0, size + PAGE_BYTES)
         except OSError as error:
             self.close()
             raise ConfigError(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.core.turns import PAGE_BYTES
 from paceline.services.common.arena_map import map_arena
 from paceline.services.kvtransfer.arena import Arena, check_room, remove_stale_arenas
 
@@ -28,7 +29,7 @@ def test_an_arena_is_private_and_has_all_its_memory_from_the_start(tmp_path: Pat
     assert arenas(tmp_path) == [arena.path]
     assert arena.path.name.startswith(f"paceline-{os.getuid()}-")
     assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_size == SIZE <= status.st_blocks * 512
+    assert status.st_size == SIZE + PAGE_BYTES <= status.st_blocks * 512
     arena.close()
     assert arenas(tmp_path) == []
 
@@ -36,8 +37,9 @@ def test_an_arena_is_private_and_has_all_its_memory_from_the_start(tmp_path: Pat
 def test_two_workers_see_the_same_bytes_even_after_the_service(tmp_path: Path) -> None:
     arena = Arena(tmp_path, SIZE)
     with map_arena(arena.path, SIZE) as one, map_arena(arena.path, SIZE) as other:
-        one[SIZE - 4 :] = b"last"
-        assert other[SIZE - 4 :] == b"last"
+        one[SIZE - 4 : SIZE] = b"last"
+        assert other[SIZE - 4 : SIZE] == b"last"
+        assert other[SIZE:] == bytes(PAGE_BYTES)
         arena.close()
         other[:5] = b"first"
         assert one[:5] == b"first"

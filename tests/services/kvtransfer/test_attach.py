@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.core.turns import PAGE_BYTES
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.kvtransfer.service import KVTransferService
 from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, key, layout, release, reserve, seal
@@ -24,7 +25,7 @@ async def test_the_first_worker_shapes_the_arena(host: Host) -> None:
     assert (arena.host_id, arena.slots, arena.arena_bytes) == ("host-1", 2, 2 * 3 * 4096)
     assert arena.lease_ms == LEASE * 1000
     status = os.stat(arena.arena_path)
-    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (arena.arena_bytes, 0o600)
+    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (arena.arena_bytes + PAGE_BYTES, 0o600)
     assert (await host.ledger()).slot_bytes == 3 * 4096
     snapshot = host.service.snapshot()
     assert (snapshot.workers, snapshot.fingerprint, snapshot.healthy) == (1, "model-a", True)

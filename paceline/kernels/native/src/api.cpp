@@ -128,6 +128,11 @@ void* paceline_team_start(int threads, const char* instruction_set) {
 }
 void paceline_team_stop(void* team) { delete static_cast<paceline::Team*>(team); }
 
+// Lets the team take turns with those of other workers; `page` outlives it, and a prefill worker's `slot` is negative.
+void paceline_team_take_turns(void* team, void* page, int slot) {
+    static_cast<paceline::Team*>(team)->take_turns({static_cast<paceline::TurnPage*>(page), slot});
+}
+
 // Runs a program; returns 0, or an Error of program.h.
 int paceline_run(void* team, const paceline::Op* ops, int64_t count, const paceline::Step* step) {
     return static_cast<paceline::Team*>(team)->run(ops, count, *step);

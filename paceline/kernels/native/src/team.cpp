@@ -55,7 +55,10 @@ Team::~Team() {
 int Team::run(const Op* ops, int64_t count, const Step& step) {
     const std::lock_guard<std::mutex> lock(one_at_a_time_);
     error_.store(0);
-    for (int64_t i = 0; i < count && !error_.load(); ++i) kernels_[ops[i].type][ops[i].kind](ops[i], step, *this);
+    for (int64_t i = 0; i < count && !error_.load(); ++i) {
+        turns_.before_operation();
+        kernels_[ops[i].type][ops[i].kind](ops[i], step, *this);
+    }
     leave_();
     caller_.tile_rows = 0;
     return error_.load();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "program.h"
+#include "turns.h"
 
 namespace paceline {
 
@@ -37,6 +38,9 @@ class Team {
     Team(int threads, const KernelTable& kernels, void (*leave)());
     ~Team();
     Team(const Team&) = delete;
+
+    // From now on operations wait for their turn. Not while a program runs.
+    void take_turns(const Turns& turns) { turns_ = turns; }
 
     // Runs a program; returns 0 or the first error.
     int run(const Op* ops, int64_t count, const Step& step);
@@ -74,6 +78,7 @@ class Team {
     const KernelTable& kernels_;
     void (*const leave_)();
     std::mutex one_at_a_time_;
+    Turns turns_{nullptr, 0};
     std::atomic<int> error_{0};
     Scratch shared_;
     Worker caller_;

@@ -1,0 +1,120 @@
+"""Prefill and decode workers of one host take turns on its cores: two teams of threads that meet at barriers and fight
+for the same cores slow each other down many times over.
+
+Decode comes first: while a decode worker computes, prefill waits before each of its operations. After every step, where
+prefill is waiting, decode leaves it the rest of an inter-token latency (ITL) that users may see. So prefill goes on
+even while decode never runs out of work, and has the cores to itself where decode rests.
+
+Everything is said in one page of the host's shared memory, as instants of the monotonic clock, in nanoseconds: whoever
+is killed while it is his turn, or while he waits for it, is soon forgotten.
+
+    word 0            until when prefill may compute although decode has work
+    word 1            until when prefill is known to want the cores
+    word 2 + slot     until when this decode worker is known to compute
+
+`src/turns.h` of the native kernels speaks the same, so that a turn may change between two operations of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+PAGE_BYTES = 4096
+SLOTS = 62
+"""Two decode workers may have the same one; then prefill now and then begins an operation too early."""
+
+_PREFILL_UNTIL, _WANTED_UNTIL, _FIRST_SLOT = 0, 1, 2
+
+_MS = 1_000_000
+_ALIVE = 50 * _MS
+"""Longer than an operation takes."""
+_BETWEEN_STEPS = 1 * _MS
+"""Longer than the next step needs to begin, where there is one."""
+_POLL_SECONDS = 0.0002
+_LEAST_SHARE = 0.25
+"""What prefill gets for a second of decoding, where a step takes as long as the latency that users may see."""
+
+
+class Turns(Protocol):
+    """Called by the thread that computes, around each step."""
+
+    page: memoryview
+    slot: int
+    """Of a decode worker; -1 for a prefill worker."""
+
+    def begin(self) -> None:
+        """Returns when it is this worker's turn."""
+
+    def end(self) -> None:
+        """The step is over."""
+
+
+class DecodeTurns:
+    """
+    Args:
+        page: PAGE_BYTES of memory that all workers of the host share; zeros at first.
+        session: a number of this worker.
+        itl_target: seconds between two tokens of a request that are fine while others wait for their first one.
+    """
+
+    def __init__(
+        self,
+        page: memoryview,
+        session: int,
+        itl_target: float,
+        clock: Callable[[], int] = time.monotonic_ns,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.page, self.slot = page, session % SLOTS
+        self._words = page.cast("q")
+        self._target = int(itl_target * 1e9)
+        self._clock, self._sleep = clock, sleep
+        self._began = 0
+
+    def begin(self) -> None:
+        words = self._words
+        while (now := self._clock()) < words[_PREFILL_UNTIL]:
+            if words[_WANTED_UNTIL] <= now:
+                words[_PREFILL_UNTIL] = 0
+                break
+            self._sleep(_POLL_SECONDS)
+        words[_FIRST_SLOT + self.slot] = now + _ALIVE
+        self._began = now
+
+    def end(self) -> None:
+        words, now = self._words, self._clock()
+        words[_FIRST_SLOT + self.slot] = now + _BETWEEN_STEPS
+        if words[_PREFILL_UNTIL] <= now < words[_WANTED_UNTIL]:
+            took = now - self._began
+            words[_PREFILL_UNTIL] = now + max(self._target - took, int(took * _LEAST_SHARE))
+
+
+class PrefillTurns:
+    """
+    Args:
+        page: see `DecodeTurns`.
+    """
+
+    def __init__(
+        self,
+        page: memoryview,
+        clock: Callable[[], int] = time.monotonic_ns,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.page, self.slot = page, -1
+        self._words = page.cast("q")
+        self._clock, self._sleep = clock, sleep
+
+    def begin(self) -> None:
+        while not self._may_compute(self._clock()):
+            self._sleep(_POLL_SECONDS)
+
+    def _may_compute(self, now: int) -> bool:
+        words = self._words
+        words[_WANTED_UNTIL] = now + _ALIVE
+        return now < words[_PREFILL_UNTIL] or all(busy <= now for busy in words[_FIRST_SLOT : _FIRST_SLOT + SLOTS])
+
+    def end(self) -> None:
+        self._words[_WANTED_UNTIL] = self._clock() + _BETWEEN_STEPS

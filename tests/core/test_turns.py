@@ -1,0 +1,131 @@
+"""Whose turn it is, by a clock that only sleeping moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paceline.core.turns import PAGE_BYTES, DecodeTurns, PrefillTurns
+
+MS = 1_000_000
+TARGET = 0.05
+
+
+class Clock:
+    """Nanoseconds; whoever sleeps finds what `events` have done meanwhile."""
+
+    def __init__(self) -> None:
+        self.now = 1_000 * MS
+        self.events: list[tuple[int, Callable[[], None]]] = []
+
+    def __call__(self) -> int:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pass_ms(seconds * 1000)
+
+    def pass_ms(self, ms: float) -> None:
+        self.now += int(ms * MS)
+        due = [act for at, act in self.events if at <= self.now]
+        self.events = [(at, act) for at, act in self.events if at > self.now]
+        for act in due:
+            act()
+
+    def after(self, ms: float, act: Callable[[], None]) -> None:
+        self.events.append((self.now + int(ms * MS), act))
+
+    def waited(self, wait: Callable[[], None]) -> float:
+        """Milliseconds that a wait has taken."""
+        began = self.now
+        wait()
+        return (self.now - began) / MS
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def page() -> memoryview:
+    return memoryview(bytearray(PAGE_BYTES))
+
+
+@pytest.fixture
+def decode(page: memoryview, clock: Clock) -> DecodeTurns:
+    return DecodeTurns(page, 7, TARGET, clock, clock.sleep)
+
+
+@pytest.fixture
+def prefill(page: memoryview, clock: Clock) -> PrefillTurns:
+    return PrefillTurns(page, clock, clock.sleep)
+
+
+def test_who_is_alone_never_waits(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns) -> None:
+    for turns in (decode, prefill):
+        for _ in range(3):
+            assert clock.waited(turns.begin) == 0
+            clock.pass_ms(10)
+            turns.end()
+        clock.pass_ms(100)
+
+
+def test_prefill_waits_for_the_end_of_a_step(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns) -> None:
+    decode.begin()
+    clock.after(20, decode.end)
+    assert 20 <= clock.waited(prefill.begin) <= 22
+
+
+def test_decode_that_has_more_to_do_leaves_the_rest_of_its_target(
+    clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
+) -> None:
+    decode.begin()
+    clock.pass_ms(20)
+    assert not prefill._may_compute(clock())
+    decode.end()
+    clock.after(20, lambda: prefill.begin())  # the next operation; nothing keeps it
+    assert 29 <= clock.waited(decode.begin) <= 31
+    assert not prefill._may_compute(clock())
+
+
+def test_decode_goes_on_when_prefill_is_done(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns) -> None:
+    decode.begin()
+    clock.after(10, decode.end)
+    prefill.begin()
+    clock.after(5, prefill.end)
+    assert 6 <= clock.waited(decode.begin) <= 7
+    decode.end()
+    assert clock.waited(decode.begin) == 0
+
+
+def test_long_steps_leave_prefill_its_share(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns) -> None:
+    decode.begin()
+    clock.pass_ms(200)
+    prefill._may_compute(clock())
+    decode.end()
+    assert 49 <= clock.waited(decode.begin) <= 51
+
+
+def test_all_decode_workers_leave_the_same_time(
+    page: memoryview, clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
+) -> None:
+    other = DecodeTurns(page, 8, TARGET, clock, clock.sleep)
+    decode.begin()
+    other.begin()
+    clock.pass_ms(20)
+    prefill._may_compute(clock())
+    decode.end()
+    clock.pass_ms(10)
+    assert prefill._may_compute(clock()), "while the other one still computes"
+    other.end()
+    assert 19 <= clock.waited(other.begin) <= 21
+
+
+def test_the_dead_are_forgotten(page: memoryview, clock: Clock, prefill: PrefillTurns) -> None:
+    decode = DecodeTurns(page, 7, 0.2, clock, clock.sleep)
+    decode.begin()  # and is killed
+    assert 49 <= clock.waited(prefill.begin) <= 51
+    decode.begin()  # another one in its place
+    decode.end()  # prefill may compute for 200 ms, and is killed
+    assert 49 <= clock.waited(decode.begin) <= 51
