@@ -33,7 +33,7 @@ _ALIVE = 50 * _MS
 _BETWEEN_STEPS = 1 * _MS
 """Longer than the next step needs to begin, where there is one."""
 _POLL_SECONDS = 0.0002
-_LEAST_SHARE = 0.25
+_LEAST_SHARE = 0.5
 """What prefill gets for a second of decoding, where a step takes as long as the latency that users may see."""
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.core.types import SamplingParams
 
-_TOP_CANDIDATES = 1024
-"""top_p looks at this many tokens first; a full sort of the vocabulary is seldom needed."""
+_LIKELY = 1e-3
+"""top_p looks first at tokens that are so likely beside the best one; there are seldom many of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Distribution:
         """The token at u in [0, 1) of the cumulative distribution."""
         cumulative = self.weights.cumsum(dim=-1)
         index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
-        index = min(index, int(self.weights.nonzero()[-1]))  # rounding at the end must not pick an impossible token
+        if index == len(self.weights):  # u times the sum was rounded up to the sum
+            index = int(self.weights.nonzero()[-1])
         return index if self.tokens is None else int(self.tokens[index])
 
     def dense(self, vocab_size: int) -> Tensor:
@@ -78,9 +79,13 @@ def cut(logits: Tensor, params: SamplingParams) -> Distribution:
 
 def _cut_top_p(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """The fewest most likely tokens that together have at least top_p: their probabilities, fp64, and their indices."""
-    best, order = probabilities.topk(min(_TOP_CANDIDATES, probabilities.numel()))
-    if best.sum() < top_p:
-        best, order = probabilities.sort(descending=True, stable=True)
+    # All tokens that are less likely than the second floor have less than 1 - top_p together.
+    for floor in (_LIKELY * probabilities.max(), (1 - top_p) / probabilities.numel()):
+        candidates = (probabilities >= floor).nonzero().squeeze(-1)
+        best, places = probabilities[candidates].sort(descending=True, stable=True)
+        if best.sum() >= top_p:
+            break
+    order = candidates[places]
     before = best.cumsum(dim=-1) - best
     keep = max(1, int((before < top_p).sum()))
     return best[:keep], order[:keep]

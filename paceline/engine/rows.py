@@ -106,13 +106,16 @@ class Rows:
         query_end = np.cumsum(counts)
         positions = np.arange(len(owner)) + (ends - query_end)[owner]
         tokens = self.token_ids[rows[owner], positions].astype(np.int64)
-        groups = tuple(self._group(index, rows, owner, positions) for index in range(len(self._tables)))
+        longest = int(ends.max(initial=0))
+        groups = tuple(self._group(index, rows, owner, positions, longest) for index in range(len(self._tables)))
         batch = AttentionBatch((0, *query_end.tolist()), tuple(ends.tolist()), groups)
         return Inputs(self._to_device(tokens), self._to_device(positions), starts.tolist(), batch)
 
-    def _group(self, index: int, rows: np.ndarray, owner: np.ndarray, positions: np.ndarray) -> GroupTables:
+    def _group(
+        self, index: int, rows: np.ndarray, owner: np.ndarray, positions: np.ndarray, longest: int
+    ) -> GroupTables:
         group = self._layout.groups[index]
-        tables = self._tables[index][rows]
+        tables = self._tables[index][rows, : group.blocks_for(longest)]
         return GroupTables(
             block_tokens=group.block_tokens,
             window=group.shape.window,

@@ -106,7 +106,8 @@ class ModelRunner:
         spans = list(zip(inputs.batch.query_start, inputs.batch.query_start[1:]))
         chosen_at = [range(end - 1 if not chunk.follows else begin, end) for chunk, (begin, end) in zip(chunks, spans)]
         wanted = [index for chunk, span in zip(chunks, chosen_at) if chunk.samples for index in span]
-        logits = self._model.logits(hidden[wanted]) if wanted else hidden
+        # Most steps want all, and then nothing has to be copied.
+        logits = self._model.logits(hidden if len(wanted) == len(hidden) else hidden[wanted]) if wanted else hidden
         results, first = [], 0
         for chunk, span, (begin, _), start in zip(chunks, chosen_at, spans, inputs.starts):
             scores = self._score(hidden, chunk, begin)
