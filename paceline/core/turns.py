@@ -12,7 +12,8 @@ is killed while it is his turn, or while he waits for it, is soon forgotten.
     word 1            until when prefill is known to want the cores
     word 2 + slot     until when this decode worker is known to compute
 
-`src/turns.h` of the native kernels speaks the same, so that a turn may change between two operations of a step.
+`src/turns.h` of the native kernels speaks the same, so that a turn may change between two operations of a step. They
+also leave to prefill what lies between the programs of a step, when Python works and cores are idle.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _MS = 1_000_000
 _ALIVE = 50 * _MS
 """Longer than an operation takes."""
 _BETWEEN_STEPS = 1 * _MS
-"""Longer than the next step needs to begin, where there is one."""
+"""Longer than prefill's next step needs to begin, where there is one."""
 _POLL_SECONDS = 0.0002
 _LEAST_SHARE = 0.5
-"""What prefill gets for a second of decoding, where a step takes as long as the latency that users may see."""
+"""Seconds that prefill gets for a second of decoding, where steps take as long as the latency that users may see."""
 
 
 class Turns(Protocol):
@@ -85,7 +86,7 @@ class DecodeTurns:
 
     def end(self) -> None:
         words, now = self._words, self._clock()
-        words[_FIRST_SLOT + self.slot] = now + _BETWEEN_STEPS
+        words[_FIRST_SLOT + self.slot] = 0
         if words[_PREFILL_UNTIL] <= now < words[_WANTED_UNTIL]:
             took = now - self._began
             words[_PREFILL_UNTIL] = now + max(self._target - took, int(took * _LEAST_SHARE))

@@ -36,9 +36,15 @@ def test_prefill_waits_before_an_operation(page: memoryview) -> None:
         assert torch.equal(result.result(10), x + x)
 
 
-def test_decode_says_that_it_computes(page: memoryview) -> None:
-    kernels = NativeKernels(2)
+def test_decode_says_so_while_it_computes(page: memoryview) -> None:
+    kernels, words = NativeKernels(2), page.cast("q")
     kernels.take_turns(DecodeTurns(page, 3, 0.05))
-    began = time.monotonic_ns()
-    kernels.add(torch.ones(3, 8), torch.ones(3, 8))
-    assert page.cast("q")[FIRST_SLOT + 3] > began
+    words[FIRST_SLOT + 3] = began = time.monotonic_ns()
+    weight, x = kernels.pack(torch.zeros(4096, 4096)), torch.zeros(512, 4096)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(kernels.linear, x, weight)
+        seen = set()
+        while not result.done():
+            seen.add(words[FIRST_SLOT + 3])
+    assert max(seen) > began
+    assert words[FIRST_SLOT + 3] == 0

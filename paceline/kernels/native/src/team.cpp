@@ -59,6 +59,7 @@ int Team::run(const Op* ops, int64_t count, const Step& step) {
         turns_.before_operation();
         kernels_[ops[i].type][ops[i].kind](ops[i], step, *this);
     }
+    turns_.after_program();
     leave_();
     caller_.tile_rows = 0;
     return error_.load();

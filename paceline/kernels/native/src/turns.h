@@ -20,6 +20,11 @@ class Turns {
     // slot: that of a decode worker, or negative for a prefill worker.
     Turns(TurnPage* page, int slot) : page_(page), slot_(slot) {}
 
+    // Behind the last operation: what lies between two programs is Python's, and leaves cores idle.
+    void after_program() const {
+        if (page_ && slot_ >= 0) page_->busy_until[slot_].store(0, std::memory_order_relaxed);
+    }
+
     // Before each operation: decode says that it computes, prefill waits until it may.
     void before_operation() const {
         if (!page_) return;
