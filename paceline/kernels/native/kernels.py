@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ class NativeKernels:
         self.recorder: Recorder | None = None
         self.one_at_a_time = threading.Lock()
         # Not when the interpreter ends: a thread of the engine may be computing then.
-        weakref.finalize(self, self._library.paceline_team_stop, self._team).atexit = False
+        weakref.finalize(self, _stop_team, self._library, self._team, os.getpid()).atexit = False
 
     def compile(self, forward: Forward) -> Forward:
         return Replay(forward, self)
@@ -183,6 +184,11 @@ class NativeKernels:
         error = self._library.paceline_run(self._team, ctypes.byref(ops), count, ctypes.byref(step))
         if error:
             raise IndexError(ERRORS[error])
+
+
+def _stop_team(library: ctypes.CDLL, team: int, owner: int) -> None:
+    if os.getpid() == owner:  # a fork has none of the threads that this would wait for
+        library.paceline_team_stop(team)
 
 
 def _check(tensor: Tensor) -> None:

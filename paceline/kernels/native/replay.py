@@ -83,6 +83,7 @@ class Program:
         self._result = _buffer(result)
         self._offsets, self._bytes_per_token = self._plan()
         self._capacity = 0
+        self._result_places: list[tuple[Op, str, int]] = []
 
     def run(self, runner: Runner, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         tokens = len(token_ids)

@@ -1,0 +1,97 @@
+"""What the native kernels promise about memory, threads, and processes, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.library import instruction_sets
+
+SLOTS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 16, 16, 256
+# One row of results of one piece takes 4 * (256 + 2) bytes; 65 tokens of 16 heads in 62 pieces take less than 64 MiB.
+LAST_SHARED = 62 * 128
+PRELUDE = """
+import os, resource, signal, sys, threading, time
+import torch
+from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache
+from paceline.kernels.native import NativeKernels
+
+def leave_room(megabytes):
+    with open("/proc/self/statm") as statm:
+        size = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (megabytes << 20),) * 2)
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, for what would end this one."""
+    # One arena: what a thread reserves for its first allocation must not count as what a kernel takes.
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(program)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def attend(kernels: NativeKernels, long_context: int) -> Tensor:
+    """One query over a long context beside a short prompt: the pieces of the first count for all rows."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(SLOTS, 1, BLOCK_TOKENS, HEAD_DIM, generator=generator) for _ in range(2))
+    queries = torch.randn(65, HEADS, HEAD_DIM, generator=generator)
+    table = torch.arange(long_context // BLOCK_TOKENS, dtype=torch.int32) % SLOTS
+    places = torch.zeros(65, dtype=torch.int64)
+    group = GroupTables(BLOCK_TOKENS, 0, torch.stack([table, table.flip(0)]), places, places)
+    batch = AttentionBatch((0, 1, 65), (long_context, 64), (group,))
+    return kernels.attention(queries, LayerCache(keys, values), batch, group, 0.25, 0.0)
+
+
+@pytest.mark.parametrize("instruction_set", instruction_sets())
+def test_attention_has_the_same_bits_where_pieces_are_too_many_to_share(instruction_set: str) -> None:
+    alone, together = NativeKernels(1, instruction_set), NativeKernels(5, instruction_set)
+    for context in (LAST_SHARED, LAST_SHARED + 128):
+        assert torch.equal(attend(together, context), attend(alone, context))
+
+
+def test_attention_takes_bounded_memory() -> None:
+    done = run("""
+        kernels = NativeKernels(5)
+        cache = LayerCache(*(torch.ones(1, 1, 16, 256) for _ in range(2)))
+        places = torch.zeros(65, dtype=torch.int64)
+        context = 1 << 16
+        group = GroupTables(16, 0, torch.zeros(2, context // 16, dtype=torch.int32), places, places)
+        batch = AttentionBatch((0, 1, 65), (context, 64), (group,))
+        queries = torch.zeros(65, 16, 256)
+        leave_room(256)
+        print(kernels.attention(queries, cache, batch, group, 1.0, 0.0).mean().item())
+    """)
+    assert done.stdout == "1.0\n", done.stderr
+
+
+def test_a_daemon_thread_may_compute_while_the_process_ends() -> None:
+    done = run("""
+        kernels = NativeKernels(2)
+        weight, x = kernels.pack(torch.zeros(1024, 1024)), torch.zeros(512, 1024)
+        def compute():
+            while True:
+                kernels.linear(x, weight)
+        threading.Thread(target=compute, daemon=True).start()
+        time.sleep(0.2)
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_fork_ends_without_the_threads_that_it_lacks() -> None:
+    done = run("""
+        kernels = NativeKernels(2)
+        if child := os.fork():
+            sys.exit(os.waitpid(child, 0)[1])
+        signal.alarm(10)
+        del kernels
+    """)
+    assert done.returncode == 0, done.stderr
