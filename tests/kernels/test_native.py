@@ -95,3 +95,48 @@ def test_a_fork_ends_without_the_threads_that_it_lacks() -> None:
         del kernels
     """)
     assert done.returncode == 0, done.stderr
+
+
+def test_threads_that_cannot_be_had_are_done_without() -> None:
+    done = run("""
+        leave_room(20)  # for the stacks of two threads, not of eight
+        kernels = NativeKernels(8)
+        x = torch.ones(64, 64)
+        print(kernels.linear(x, kernels.pack(x)).mean().item())
+    """)
+    assert done.stdout == "64.0\n", done.stderr
+
+
+@pytest.mark.parametrize("heads, rows", [(16384, 1), (1, 1 << 20)], ids=["of a thread", "of all threads"])
+def test_memory_that_is_missing_is_an_error_and_no_end(heads: int, rows: int) -> None:
+    done = run(f"""
+        kernels = NativeKernels(3)
+        cache = LayerCache(*(torch.ones(1, 1, 16, 256) for _ in range(2)))
+        places = torch.zeros(3, dtype=torch.int64)
+        group = GroupTables(16, 0, torch.zeros(3, 1, dtype=torch.int32), places, places)
+        batch = AttentionBatch((0, 1, 2, 3), (16,) * 3, (group,))
+        queries = torch.zeros(3, {heads}, 256)
+        narrow, weight = torch.zeros({rows}, 1).bfloat16(), kernels.pack(torch.zeros(1, 1).bfloat16())
+        leave_room(56)
+        for _ in range(2):
+            try:
+                kernels.attention(queries, cache, batch, group, 1.0, 0.0)
+                kernels.linear(narrow, weight)
+            except MemoryError as error:
+                print(error)
+    """)
+    assert done.stdout == 2 * "there is no memory for what an operation keeps on its way\n", done.stderr
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("instruction_set", instruction_sets())
+def test_a_context_longer_than_its_block_table_is_refused(instruction_set: str, window: int) -> None:
+    kernels = NativeKernels(1, instruction_set)
+    cache = LayerCache(*(torch.ones(4, 1, 16, 32) for _ in range(2)))
+    tables = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)  # reading on would find blocks of the other request
+    place = torch.zeros(2, dtype=torch.int64)
+    group = GroupTables(16, window, tables, place, place)
+    for context in (33, 40, 200):
+        with pytest.raises(IndexError, match="block table"):
+            batch = AttentionBatch((0, 1, 2), (context, 1), (group,))
+            kernels.attention(torch.ones(2, 1, 32), cache, batch, group, 1.0, 0.0)

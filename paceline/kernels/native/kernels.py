@@ -34,7 +34,7 @@ class NativeKernels:
     bit, in any batch, in any chunk of a prompt, and on any number of threads. Different instruction sets may differ.
 
     Args:
-        threads: how many compute together, the calling one included.
+        threads: how many compute together, the calling one included; fewer, where the system gives no more.
         instruction_set: "auto" for the best that runs here, or its name.
 
     Raises:
@@ -50,6 +50,8 @@ class NativeKernels:
             raise ConfigError(f"{instruction_set!r} does not run here; choose one of: {', '.join(['auto', *known])}")
         self._library = load_library()
         self._team = self._library.paceline_team_start(threads, self.instruction_set.encode())
+        if self._team is None:
+            raise MemoryError("there is no memory for a team of threads")
         self.recorder: Recorder | None = None
         self.one_at_a_time = threading.Lock()
         # Not when the interpreter ends: a thread of the engine may be computing then.
@@ -180,10 +182,11 @@ class NativeKernels:
         self.execute(op, 1, step)
 
     def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: Step) -> None:
-        """Runs operations in order. Raises IndexError for ids and slots that do not exist."""
+        """Runs operations in order. Raises IndexError for ids and slots that do not exist, and MemoryError."""
         error = self._library.paceline_run(self._team, ctypes.byref(ops), count, ctypes.byref(step))
         if error:
-            raise IndexError(ERRORS[error])
+            kind, message = ERRORS[error]
+            raise kind(message)
 
 
 def _stop_team(library: ctypes.CDLL, team: int, owner: int) -> None:

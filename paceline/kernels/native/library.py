@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.kernels.interface import GroupTables
 
 HOW_TO_BUILD = (
-    "the native CPU kernels are not compiled; install a C++ compiler (g++ 11 or newer) and reinstall paceline "
+    "the native CPU kernels are not compiled, or from another source; install a C++ compiler (g++ 11 or newer) and reinstall paceline "
     "with 'pip install --force-reinstall --no-deps' of the same source"
 )
 
@@ -37,9 +37,10 @@ class Kind(IntEnum):
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
 
-ERRORS = {
-    1: "a token id lies outside the vocabulary",
-    2: "a block table or a write names a slot outside the pool",
+ERRORS: dict[int, tuple[type[Exception], str]] = {
+    1: (IndexError, "a token id lies outside the vocabulary"),
+    2: (IndexError, "a block table or a write names a slot outside the pool"),
+    3: (MemoryError, "there is no memory for what an operation keeps on its way"),
 }
 
 
@@ -98,7 +99,7 @@ def make_step(
 
 @cache
 def load_library(folder: Path = Path(__file__).parent) -> ctypes.CDLL:
-    """The library. Raises ConfigError where it was not compiled, or does not load here."""
+    """The library. Raises ConfigError where it was not compiled, or from another source, or does not load here."""
     file = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_library{suffix}").exists()), None)
     if file is None:
         raise ConfigError(HOW_TO_BUILD)
@@ -106,6 +107,8 @@ def load_library(folder: Path = Path(__file__).parent) -> ctypes.CDLL:
         library = ctypes.CDLL(str(file))
     except OSError as error:
         raise ConfigError(f"the native CPU kernels do not load: {error}; reinstall paceline here") from error
+    if _layout(library) != (ctypes.sizeof(Op), ctypes.sizeof(Step), len(Kind)):
+        raise ConfigError(HOW_TO_BUILD)
     _declare(library)
     return library
 
@@ -115,6 +118,15 @@ def instruction_sets() -> list[str]:
     names = ctypes.create_string_buffer(256)
     load_library().paceline_instruction_sets(names, len(names))
     return names.value.decode().split()
+
+
+def _layout(library: ctypes.CDLL) -> tuple[int, ...]:
+    """What the library takes for the structures above; nothing, if it is older than this question."""
+    if not hasattr(library, "paceline_layout"):
+        return ()
+    numbers = [ctypes.c_int64() for _ in range(3)]
+    library.paceline_layout(*map(ctypes.byref, numbers))
+    return tuple(number.value for number in numbers)
 
 
 def _declare(library: ctypes.CDLL) -> None:

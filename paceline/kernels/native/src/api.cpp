@@ -1,6 +1,7 @@
 // What Python calls, through ctypes.
 
 #include <cstring>
+#include <new>
 
 #include "team.h"
 
@@ -96,6 +97,13 @@ int paceline_instruction_sets(char* names, int size) {
     return used;
 }
 
+// What this was compiled with: sizes of Op and Step, and how many kinds of operations there are.
+void paceline_layout(int64_t* op_bytes, int64_t* step_bytes, int64_t* kinds) {
+    *op_bytes = sizeof(paceline::Op);
+    *step_bytes = sizeof(paceline::Step);
+    *kinds = paceline::kKinds;
+}
+
 // Bytes of a packed matrix.
 int64_t paceline_packed_bytes(int32_t type, int64_t out, int64_t in) {
     using namespace paceline;
@@ -121,10 +129,15 @@ void paceline_pack(int32_t type, const void* weight, int64_t out, int64_t in, vo
     }
 }
 
-// A team of `threads` that runs programs with one instruction set; null where that is not there.
+// A team of `threads`, or of as many as can be had, that runs programs with one instruction set; null where that is not
+// there, or no memory.
 void* paceline_team_start(int threads, const char* instruction_set) {
     const auto* set = paceline::find(instruction_set);
-    return set ? new paceline::Team(threads, *set->kernels, set->leave) : nullptr;
+    try {
+        return set ? new paceline::Team(threads, *set->kernels, set->leave) : nullptr;
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
 }
 void paceline_team_stop(void* team) { delete static_cast<paceline::Team*>(team); }
 

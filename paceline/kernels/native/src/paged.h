@@ -49,7 +49,7 @@ struct Paged {
             if (offset == group.block_tokens) ++block, offset = 0;
             to[i] = nullptr;
             if (position + i < first || position + i >= end) continue;
-            const int64_t slot = table[block];
+            const int64_t slot = block < group.table_width ? table[block] : -1;
             if (slot >= 0 && slot < cache.slots)
                 to[i] = head + slot * cache.slot_stride + offset * cache.token_stride;
             else

@@ -26,7 +26,7 @@ enum Kind : int32_t {
     kKinds,
 };
 
-enum Error : int { kNoSuchToken = 1, kNoSuchSlot = 2 };
+enum Error : int { kNoSuchToken = 1, kNoSuchSlot = 2, kNoMemory = 3 };
 
 enum Type : int32_t { kBf16, kFp32, kTypes };
 
