@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,7 +109,7 @@ def test_threads_that_cannot_be_had_are_done_without() -> None:
     assert done.stdout == "64.0\n", done.stderr
 
 
-@pytest.mark.parametrize("heads, rows", [(16384, 1), (1, 1 << 20)], ids=["of a thread", "of all threads"])
+@pytest.mark.parametrize(("heads", "rows"), [(16384, 1), (1, 1 << 20)], ids=["of a thread", "of all threads"])
 def test_memory_that_is_missing_is_an_error_and_no_end(heads: int, rows: int) -> None:
     done = run(f"""
         kernels = NativeKernels(3)
@@ -137,6 +139,52 @@ def test_a_context_longer_than_its_block_table_is_refused(instruction_set: str, 
     place = torch.zeros(2, dtype=torch.int64)
     group = GroupTables(16, window, tables, place, place)
     for context in (33, 40, 200):
+        batch = AttentionBatch((0, 1, 2), (context, 1), (group,))
         with pytest.raises(IndexError, match="block table"):
-            batch = AttentionBatch((0, 1, 2), (context, 1), (group,))
             kernels.attention(torch.ones(2, 1, 32), cache, batch, group, 1.0, 0.0)
+
+
+def test_tokens_may_lie_apart() -> None:
+    kernels, ids = NativeKernels(1), torch.arange(10)[::3]
+    weight, frequencies = torch.randn(10, 20), torch.rand(4)
+    assert torch.equal(kernels.embed(ids, kernels.pack(weight)), weight[ids])
+    assert torch.equal(kernels.rotation(ids, frequencies)[0], kernels.rotation(ids.clone(), frequencies)[0])
+
+
+HALF, INT32 = torch.bfloat16, torch.int32
+CACHE = LayerCache(*(torch.zeros(1, 1, 16, 32) for _ in range(2)))
+NO_WRITES = torch.zeros(1, dtype=torch.int64)
+BLOCK = GroupTables(16, 0, torch.zeros(1, 1, dtype=INT32), NO_WRITES, NO_WRITES)
+
+
+def attend_once(kernels: NativeKernels, queries: Tensor, cache: LayerCache, group: GroupTables) -> Tensor:
+    return kernels.attention(queries, cache, AttentionBatch((0, 1), (1,), (group,)), group, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda k, x: k.linear(x, k.pack(x), torch.zeros(1, dtype=HALF)),
+        lambda k, x: k.linear(x, k.pack(x), torch.zeros(2)),
+        lambda k, x: k.embed(torch.zeros(1, dtype=INT32), k.pack(x)),
+        lambda k, x: k.rms_norm(x, torch.zeros(32, dtype=HALF), 1e-5),
+        lambda k, x: k.rms_norm(x, torch.zeros(31), 1e-5),
+        lambda k, x: k.rotation(torch.zeros(1, dtype=INT32), torch.zeros(16)),
+        lambda k, x: k.rotation(NO_WRITES, torch.zeros(16).double()),
+        lambda k, x: k.rotate(x[None], x.to(HALF), x),
+        lambda k, x: k.rotate(x[None], x, x[:, :16]),
+        lambda k, x: k.add(x, x.to(HALF)),
+        lambda k, x: k.silu_and_mul(x, x[:, :16]),
+        lambda k, x: k.store_kv(x[None], x[None].to(HALF), CACHE, BLOCK),
+        lambda k, x: k.store_kv(x[None].to(HALF), x[None].to(HALF), CACHE, BLOCK),
+        lambda k, x: attend_once(k, x[None].to(HALF), CACHE, BLOCK),
+        lambda k, x: attend_once(k, x[None, :, :16], CACHE, BLOCK),
+        lambda k, x: attend_once(k, x[None], LayerCache(CACHE.keys, CACHE.values.transpose(1, 2)), BLOCK),
+        lambda k, x: attend_once(k, x[None], CACHE, replace(BLOCK, block_tokens=32)),
+        lambda k, x: attend_once(k, x[None], CACHE, replace(BLOCK, tables=BLOCK.tables.long())),
+        lambda k, x: attend_once(k, x[None], CACHE, replace(BLOCK, write_slots=NO_WRITES.int())),
+    ],
+)
+def test_operands_of_another_type_or_shape_are_refused(call: Callable[[NativeKernels, Tensor], object]) -> None:
+    with pytest.raises(ValueError, match=r"needed is \[|must be int32|the last must be 1"):
+        call(NativeKernels(1), torch.zeros(1, 32))

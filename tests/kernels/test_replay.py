@@ -164,3 +164,12 @@ def test_passes_of_two_models_are_recorded_one_after_the_other(
         assert within.wait(10)
         mine = run(kernels.compile(second), case)
         assert torch.equal(other.result(), 2 * mine)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_tokens_of_another_type_are_refused(kernels: NativeKernels, paged_case: Callable[..., Any], which: int) -> None:
+    replay, case = kernels.compile(Counting(kernels).forward), paged_case(kernels, [(2, 30)])
+    inputs = [torch.tensor([1, 2]), torch.tensor([28, 29])]
+    inputs[which] = inputs[which].int()
+    with pytest.raises(ValueError, match="must be int64"):
+        replay(*inputs, [case.cache], case.batch)

@@ -15,8 +15,8 @@ from paceline.core.errors import ConfigError
 from paceline.kernels.interface import GroupTables
 
 HOW_TO_BUILD = (
-    "the native CPU kernels are not compiled, or from another source; install a C++ compiler (g++ 11 or newer) and reinstall paceline "
-    "with 'pip install --force-reinstall --no-deps' of the same source"
+    "the native CPU kernels are not compiled, or from another source; install a C++ compiler (g++ 11 or newer) and "
+    "reinstall paceline with 'pip install --force-reinstall --no-deps' of the same source"
 )
 
 
@@ -52,11 +52,14 @@ class Cache(ctypes.Structure):
     ]
 
 
+POINTERS = ("out", "a", "b", "c")
+
+
 class Op(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("kind", "type")),
         ("rows", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("out", "a", "b", "c")),
+        *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_int64) for name in ("n0", "n1", "n2")),
         *((name, ctypes.c_float) for name in ("f0", "f1")),
         ("cache", Cache),
@@ -79,10 +82,16 @@ class Step(ctypes.Structure):
     ]
 
 
+_GROUP_TYPES = (torch.int32, torch.int64, torch.int64)
+
+
 def make_step(
     tokens: int, query_start: Sequence[int], context_len: Sequence[int], groups: Sequence[GroupTables]
 ) -> Step:
     """A step as the library sees it. Keeps alive what it points to."""
+    for group in groups:
+        if (group.tables.dtype, group.write_slots.dtype, group.write_offsets.dtype) != _GROUP_TYPES:
+            raise ValueError("block tables must be int32, the slots and offsets of writes int64")
     starts = (ctypes.c_int64 * len(query_start))(*query_start)
     lengths = (ctypes.c_int64 * len(context_len))(*context_len)
     tensors = [(g.tables.contiguous(), g.write_slots.contiguous(), g.write_offsets.contiguous()) for g in groups]

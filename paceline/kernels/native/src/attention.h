@@ -24,6 +24,10 @@ struct Attention {
     const int64_t token_block = most(1, kTaskRows / shared_by);
     const int64_t max_rows = token_block * shared_by;
 
+    // [requests + 1]: tasks [first_task[r], first_task[r + 1]) belong to request r; a task is a block of its tokens and
+    // a KV head.
+    const int64_t* first_task = nullptr;
+
     int64_t tasks() const {
         int64_t count = 0;
         for (int64_t r = 0; r < step.requests; ++r) count += blocks(r) * kv_heads;
@@ -34,18 +38,29 @@ struct Attention {
         return (step.query_start[request + 1] - step.query_start[request] + token_block - 1) / token_block;
     }
 
-    // As where all decode; then nobody has to look for the request of a task.
-    const bool one_block_each = has_one_block_each();
-    bool has_one_block_each() const {
-        for (int64_t r = 0; r < step.requests; ++r)
-            if (blocks(r) != 1) return false;
-        return true;
+    int64_t index_bytes() const { return round_up((step.requests + 1) * sizeof(int64_t), 64); }
+    void index(int64_t* to) {
+        first_task = to;
+        to[0] = 0;
+        for (int64_t r = 0; r < step.requests; ++r) to[r + 1] = to[r] + blocks(r) * kv_heads;
+    }
+
+    int64_t request_of(int64_t task) const {
+        int64_t begin = 0, end = step.requests;
+        while (end - begin > 1) {
+            const int64_t middle = (begin + end) / 2;
+            (first_task[middle] <= task ? begin : end) = middle;
+        }
+        return begin;
     }
 
     Rows rows_of(int64_t task) const {
-        int64_t request = one_block_each ? task / kv_heads : 0;
-        task -= request * kv_heads;
-        for (; task >= blocks(request) * kv_heads; ++request) task -= blocks(request) * kv_heads;
+        const int64_t request = request_of(task);
+        return rows_at(request, task - first_task[request]);
+    }
+
+    // Of the given task among those of a request.
+    Rows rows_at(int64_t request, int64_t task) const {
         Rows rows{request, task % kv_heads, 0, 0, 0};
         const int64_t end = step.query_start[request + 1];
         rows.begin = step.query_start[request] + task / kv_heads * token_block;
@@ -62,7 +77,18 @@ struct Attention {
     int64_t first_piece(const Rows& rows) const { return first_key(rows) / kPiece; }
     int64_t end_piece(const Rows& rows) const { return (end_key(rows) + kPiece - 1) / kPiece; }
 
-    int64_t partial_bytes() const { return max_rows * (2 + width) * sizeof(float); }
+    // Of the rows that have most.
+    int64_t most_pieces() const {
+        int64_t most_ = 0;
+        for (int64_t r = 0; r < step.requests; ++r)
+            for (int64_t block = 0; block < blocks(r); ++block) {
+                const Rows rows = rows_at(r, block * kv_heads);
+                most_ = most(most_, end_piece(rows) - first_piece(rows));
+            }
+        return most_;
+    }
+
+    int64_t partial_bytes() const { return round_up(max_rows * (2 + width) * sizeof(float), 64); }
     Partial partial_at(void* memory) const {
         float* floats = static_cast<float*>(memory);
         return {floats + max_rows * width, floats + max_rows * (width + 1), floats};
@@ -79,10 +105,10 @@ struct Attention {
                                  kPiece * width * int64_t(sizeof(T)),   max_rows * kPiece * int64_t(sizeof(T)),
                                  max_rows * kPiece * int64_t(sizeof(float)), partial_bytes(), partial_bytes()};
         int64_t bytes = 0;
-        for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
+        for (int64_t size : sizes) bytes += round_up(size, 64);
         char* at = static_cast<char*>(worker.scratch.take(bytes));
         void* parts[7];
-        for (int i = 0; i < 7; ++i) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
+        for (int i = 0; i < 7; ++i) parts[i] = at, at += round_up(sizes[i], 64);
         return {static_cast<T*>(parts[0]), static_cast<T*>(parts[1]), static_cast<T*>(parts[2]),
                 static_cast<T*>(parts[3]), static_cast<float*>(parts[4]), partial_at(parts[5]), partial_at(parts[6])};
     }
@@ -209,10 +235,9 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
 
 // The same, with the pieces of a row shared by threads.
 template <class T>
-static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t pieces) {
+static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t pieces, char* partials) {
     Team& team = attention.team;
-    const int64_t bytes = (attention.partial_bytes() + 63) / 64 * 64;
-    char* partials = static_cast<char*>(team.shared(tasks * pieces * bytes));
+    const int64_t bytes = attention.partial_bytes();
     team.for_each(tasks * pieces, [&](int64_t index, Worker& worker) {
         const Rows rows = attention.rows_of(index / pieces);
         const int64_t piece = attention.first_piece(rows) + index % pieces;
@@ -235,15 +260,15 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
 
 template <class T>
 static void attention(const Op& op, const Step& step, Team& team) {
-    const Attention<T> attention{op, step, team};
-    const int64_t tasks = attention.tasks();
-    if (tasks >= 4 * team.threads() || team.threads() == 1) return attend_whole(attention, tasks);
-    int64_t pieces = 0;
-    for (int64_t task = 0; task < tasks; ++task) {
-        const Rows rows = attention.rows_of(task);
-        pieces = most(pieces, attention.end_piece(rows) - attention.first_piece(rows));
-    }
-    const bool fits = tasks * pieces * attention.partial_bytes() <= kMostPartialBytes;
-    if (pieces > 1 && fits) return attend_pieces(attention, tasks, pieces);
-    attend_whole(attention, tasks);
+    Attention<T> attention{op, step, team};
+    const int64_t tasks = attention.tasks(), index_bytes = attention.index_bytes();
+    const int64_t pieces = tasks < 4 * team.threads() && team.threads() > 1 ? attention.most_pieces() : 1;
+    const int64_t partial_bytes = tasks * pieces * attention.partial_bytes();
+    const bool shares_pieces = pieces > 1 && partial_bytes <= kMostPartialBytes;
+    char* shared = static_cast<char*>(team.shared(index_bytes + (shares_pieces ? partial_bytes : 0)));
+    attention.index(reinterpret_cast<int64_t*>(shared));
+    if (shares_pieces)
+        attend_pieces(attention, tasks, pieces, shared + index_bytes);
+    else
+        attend_whole(attention, tasks);
 }
