@@ -18,8 +18,8 @@ from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 
 SLOTS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 16, 16, 256
-# One row of results of one piece takes 4 * (256 + 2) bytes; 65 tokens of 16 heads in 62 pieces take less than 64 MiB.
-LAST_SHARED = 62 * 128
+# 256 rows of results of one piece take 256 * 4 * (256 + 2) bytes; those of five tasks and 50 pieces less than 64 MiB.
+LAST_SHARED = 50 * 128
 PRELUDE = """
 import os, resource, signal, sys, threading, time
 import torch

@@ -20,12 +20,6 @@ static void store_kv(const Op& op, const Step& step, Team& team) {
     });
 }
 
-// Rows that share keys: tokens [begin, end) of one request, all heads of one KV head.
-struct Rows {
-    int64_t request, kv_head, begin, end;
-    int64_t first_position;  // of token `begin`
-};
-
 // The keys and values of one KV head in the order of their positions.
 template <class T>
 struct Paged {
