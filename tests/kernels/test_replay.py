@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -130,3 +133,43 @@ def test_an_error_leaves_the_replay_usable(kernels: NativeKernels, paged_case: C
     with pytest.raises(IndexError, match="token id"):
         replay(torch.tensor([1, 50]), torch.tensor([28, 29]), [case.cache] * 3, case.batch)
     assert torch.equal(run(replay, case), good)
+
+
+def test_a_first_call_may_have_no_token(kernels: NativeKernels, paged_case: Callable[..., Any]) -> None:
+    replay = kernels.compile(Counting(kernels).forward)
+    case = paged_case(kernels, [(2, 30)])
+    nothing = torch.empty(0, dtype=torch.int64)
+    groups = (replace(case.group, write_slots=nothing, write_offsets=nothing),)
+    assert replay(nothing, nothing, [case.cache], AttentionBatch((0,), (), groups)).shape == (0, HIDDEN)
+
+
+def test_passes_of_two_models_are_recorded_one_after_the_other(
+    kernels: NativeKernels, paged_case: Callable[..., Any]
+) -> None:
+    model, case = Counting(kernels), paged_case(kernels, [(2, 30)])
+    within, second_is_due = Event(), Event()
+
+    def first(*args: Any) -> Tensor:
+        result = model.forward(*args)
+        within.set()
+        second_is_due.wait(0.1)  # recorded meanwhile, the second would end the recording of both
+        return kernels.add(result, result)
+
+    def second(*args: Any) -> Tensor:
+        second_is_due.set()
+        return model.forward(*args)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(run, kernels.compile(first), case)
+        assert within.wait(10)
+        mine = run(kernels.compile(second), case)
+        assert torch.equal(other.result(), 2 * mine)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_tokens_of_another_type_are_refused(kernels: NativeKernels, paged_case: Callable[..., Any], which: int) -> None:
+    replay, case = kernels.compile(Counting(kernels).forward), paged_case(kernels, [(2, 30)])
+    inputs = [torch.tensor([1, 2]), torch.tensor([28, 29])]
+    inputs[which] = inputs[which].int()
+    with pytest.raises(ValueError, match="must be int64"):
+        replay(*inputs, [case.cache], case.batch)

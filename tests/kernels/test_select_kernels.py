@@ -98,3 +98,13 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         native.linear(torch.zeros(1, 4), weight)
     with pytest.raises(ValueError, match="bfloat16"):
         native.linear(torch.zeros(1, 2, dtype=torch.bfloat16), weight)
+
+
+@pytest.mark.parametrize("layout", ["*op = 8, *step = 8, *kinds = 1;", None], ids=["another", "unknown"])
+def test_a_library_from_another_source_is_not_used(tmp_path: Path, layout: str | None) -> None:
+    body = f"void paceline_layout(long long *op, long long *step, long long *kinds) {{ {layout} }}" if layout else ""
+    library = tmp_path / f"_library{EXTENSION_SUFFIXES[0]}"
+    compiler = ["g++", "-shared", "-fPIC", "-xc++", "-", "-o", str(library)]
+    subprocess.run(compiler, input=f'extern "C" {{ {body} }}', text=True, timeout=60, check=True)
+    with pytest.raises(ConfigError, match="another source; install a C"):
+        load_library(tmp_path)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from paceline.core.turns import Turns
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
 from paceline.kernels.native.library import (
     ERRORS,
+    POINTERS,
     TYPES,
     Cache,
     Kind,
@@ -34,7 +35,7 @@ class NativeKernels:
     bit, in any batch, in any chunk of a prompt, and on any number of threads. Different instruction sets may differ.
 
     Args:
-        threads: how many compute together, the calling one included.
+        threads: how many compute together, the calling one included; fewer, where the system gives no more.
         instruction_set: "auto" for the best that runs here, or its name.
 
     Raises:
@@ -50,10 +51,12 @@ class NativeKernels:
             raise ConfigError(f"{instruction_set!r} does not run here; choose one of: {', '.join(['auto', *known])}")
         self._library = load_library()
         self._team = self._library.paceline_team_start(threads, self.instruction_set.encode())
+        if self._team is None:
+            raise MemoryError("there is no memory for a team of threads")
         self.recorder: Recorder | None = None
         self.one_at_a_time = threading.Lock()
         # Not when the interpreter ends: a thread of the engine may be computing then.
-        weakref.finalize(self, self._library.paceline_team_stop, self._team).atexit = False
+        weakref.finalize(self, _stop_team, self._library, self._team, os.getpid()).atexit = False
 
     def take_turns(self, turns: Turns) -> None:
         self._turns = turns  # keeps the page
@@ -79,45 +82,55 @@ class NativeKernels:
             raise ValueError(
                 f"x is {list(x.shape)} {x.dtype}; the weight takes [tokens, {weight.size_in}] {weight.data.dtype}"
             )
+        if bias is not None:
+            _need("the bias", bias, x.dtype, weight.size_out)
         x = _with_dense_rows(x)
         out = x.new_empty(x.shape[0], weight.size_out)
-        numbers = (weight.size_in, weight.size_out, x.stride(0))
-        self._run(Kind.LINEAR, x.shape[0], out, (x, weight.data, bias), numbers)
+        op = Op(Kind.LINEAR, rows=x.shape[0], n0=weight.size_in, n1=weight.size_out, n2=x.stride(0))
+        self._run(op, (out, x, weight.data, bias))
         return out
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
+        token_ids = _ints("token ids", token_ids)
         out = token_ids.new_empty(len(token_ids), weight.size_in, dtype=weight.data.dtype)
         factor = float(torch.tensor(scale, dtype=out.dtype))
-        numbers = (weight.size_in, weight.size_out)
-        self._run(Kind.EMBED, len(token_ids), out, (token_ids, weight.data), numbers, (factor,))
+        op = Op(Kind.EMBED, rows=len(token_ids), n0=weight.size_in, n1=weight.size_out, f0=factor)
+        self._run(op, (out, token_ids, weight.data))
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         size = x.shape[-1]
+        _need("the norm's weight", weight, x.dtype, size)
         rows = _with_dense_rows(x.reshape(-1, size))
         out = rows.new_empty(rows.shape)
-        self._run(Kind.RMS_NORM, len(rows), out, (rows, weight), (size, rows.stride(0), int(unit_offset)), (eps,))
+        op = Op(Kind.RMS_NORM, rows=len(rows), n0=size, n1=rows.stride(0), n2=unit_offset, f0=eps)
+        self._run(op, (out, rows, weight))
         return out.view(x.shape)
 
     def rotation(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         tokens, half = len(positions), len(frequencies)
+        _need("the frequencies", frequencies, torch.float32, half)
         cos, sin = (positions.new_empty(tokens, 2 * half, dtype=torch.float32) for _ in range(2))
-        self._run(Kind.ROTATION, tokens, cos, (positions, frequencies, sin), (half,))
+        op = Op(Kind.ROTATION, rows=tokens, n0=half)
+        self._run(op, (cos, _ints("positions", positions), frequencies, sin))
         return cos, sin
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         tokens, heads, head_dim = x.shape
+        for angles in (cos, sin):
+            _need("cos or sin", angles, torch.float32, tokens, head_dim)
         if x.stride(2) != 1 or x.stride(1) != head_dim:
             x = x.contiguous()
         out = x.new_empty(x.shape)
-        inputs = (x, cos.contiguous(), sin.contiguous())
-        self._run(Kind.ROTATE, tokens, out, inputs, (heads, head_dim, x.stride(0)))
+        op = Op(Kind.ROTATE, rows=tokens, n0=heads, n1=head_dim, n2=x.stride(0))
+        self._run(op, (out, x, cos.contiguous(), sin.contiguous()))
         return out
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
-        inputs = (keys.contiguous(), values.contiguous())
-        batch = AttentionBatch((0,), (), (group,))
-        self._run(Kind.STORE_KV, len(keys), keys, inputs, cache=cache, batch=batch, group=group)
+        _need("values", values, keys.dtype, *keys.shape)
+        op = Op(Kind.STORE_KV, rows=len(keys), cache=_cache(cache, keys, group))
+        keys = keys.contiguous()
+        self._run(op, (keys, keys, values.contiguous()), AttentionBatch((0,), (), (group,)), group)
 
     def attention(
         self,
@@ -130,8 +143,9 @@ class NativeKernels:
     ) -> Tensor:
         queries = queries.contiguous()
         out = torch.empty_like(queries)
-        numbers, factors = (queries.shape[1],), (scale, softcap)
-        self._run(Kind.ATTENTION, len(queries), out, (queries,), numbers, factors, cache, batch, group)
+        tokens, heads, _ = queries.shape
+        op = Op(Kind.ATTENTION, rows=tokens, n0=heads, f0=scale, f1=softcap, cache=_cache(cache, queries, group))
+        self._run(op, (out, queries), batch, group)
         return out
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -144,39 +158,26 @@ class NativeKernels:
         return self._elementwise(Kind.ADD, x, y)
 
     def _elementwise(self, kind: Kind, a: Tensor, b: Tensor) -> Tensor:
+        _need("the second operand", b, a.dtype, *a.shape)
         a, b = a.contiguous(), b.contiguous()
         out = torch.empty_like(a)
-        self._run(kind, a.shape[0], out, (a, b), (a.shape[1:].numel(),))
+        self._run(Op(kind, rows=a.shape[0], n0=a.shape[1:].numel()), (out, a, b))
         return out
 
     def _run(
-        self,
-        kind: Kind,
-        rows: int,
-        out: Tensor,
-        inputs: Sequence[Tensor | None],
-        numbers: Sequence[int] = (),
-        factors: Sequence[float] = (),
-        cache: LayerCache | None = None,
-        batch: AttentionBatch | None = None,
-        group: GroupTables | None = None,
+        self, op: Op, operands: Operands, batch: AttentionBatch | None = None, group: GroupTables | None = None
     ) -> None:
+        """Computes an operation, or notes it: operands are checked when a pass is recorded, not when it is replayed."""
+        out = operands[0]
         _check(out)
-        op = Op(kind=kind, type=TYPES[out.dtype], rows=rows)
-        for index, number in enumerate(numbers):
-            setattr(op, f"n{index}", number)
-        for index, factor in enumerate(factors):
-            setattr(op, f"f{index}", factor)
-        if cache is not None:
-            op.cache = _cache(cache)
-        operands = (out, *inputs, *(None,) * (3 - len(inputs)))
+        op.type = TYPES[out.dtype]
         if self.recorder is not None and out.is_meta:
             self.recorder.add(op, operands, group)
         else:
             self._run_now(op, operands, batch, group)
 
     def _run_now(self, op: Op, operands: Operands, batch: AttentionBatch | None, group: GroupTables | None) -> None:
-        for name, tensor in zip(("out", "a", "b", "c"), operands):
+        for name, tensor in zip(POINTERS, operands):
             setattr(op, name, None if tensor is None else tensor.data_ptr())
         step = Step(tokens=1)
         if batch is not None and group is not None:
@@ -185,10 +186,16 @@ class NativeKernels:
         self.execute(op, 1, step)
 
     def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: Step) -> None:
-        """Runs operations in order. Raises IndexError for ids and slots that do not exist."""
+        """Runs operations in order. Raises IndexError for ids and slots that do not exist, and MemoryError."""
         error = self._library.paceline_run(self._team, ctypes.byref(ops), count, ctypes.byref(step))
         if error:
-            raise IndexError(ERRORS[error])
+            kind, message = ERRORS[error]
+            raise kind(message)
+
+
+def _stop_team(library: ctypes.CDLL, team: int, owner: int) -> None:
+    if os.getpid() == owner:  # a fork has none of the threads that this would wait for
+        library.paceline_team_stop(team)
 
 
 def _check(tensor: Tensor) -> None:
@@ -204,16 +211,24 @@ def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _cache(cache: LayerCache) -> Cache:
-    slots, kv_heads, _, head_dim = cache.keys.shape
-    slot_stride, head_stride, token_stride, _ = cache.keys.stride()
-    return Cache(
-        cache.keys.data_ptr(),
-        cache.values.data_ptr(),
-        slots,
-        kv_heads,
-        head_dim,
-        slot_stride,
-        head_stride,
-        token_stride,
-    )
+def _need(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape:
+        raise ValueError(f"{name}: needed is {list(shape)} {dtype}, not {list(tensor.shape)} {tensor.dtype}")
+
+
+def _ints(name: str, tensor: Tensor) -> Tensor:
+    """int64 [tokens], dense."""
+    _need(name, tensor, torch.int64, len(tensor))
+    return tensor.contiguous()
+
+
+def _cache(cache: LayerCache, x: Tensor, group: GroupTables) -> Cache:
+    """The cache that x [tokens, heads, head_dim] goes to or looks at."""
+    slots, kv_heads, _, _ = cache.keys.shape
+    head_dim = x.shape[2]
+    for plane in (cache.keys, cache.values):
+        _need("the cache", plane, x.dtype, slots, kv_heads, group.block_tokens, head_dim)
+    strides = cache.keys.stride()
+    if strides[3] != 1 or cache.values.stride() != strides:
+        raise ValueError(f"the cache: keys have strides {strides}, values {cache.values.stride()}; the last must be 1")
+    return Cache(cache.keys.data_ptr(), cache.values.data_ptr(), slots, kv_heads, head_dim, *strides[:3])

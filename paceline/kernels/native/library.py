@@ -15,8 +15,8 @@ from paceline.core.errors import ConfigError
 from paceline.kernels.interface import GroupTables
 
 HOW_TO_BUILD = (
-    "the native CPU kernels are not compiled; install a C++ compiler (g++ 11 or newer) and reinstall paceline "
-    "with 'pip install --force-reinstall --no-deps' of the same source"
+    "the native CPU kernels are not compiled, or from another source; install a C++ compiler (g++ 11 or newer) and "
+    "reinstall paceline with 'pip install --force-reinstall --no-deps' of the same source"
 )
 
 
@@ -37,9 +37,10 @@ class Kind(IntEnum):
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
 
-ERRORS = {
-    1: "a token id lies outside the vocabulary",
-    2: "a block table or a write names a slot outside the pool",
+ERRORS: dict[int, tuple[type[Exception], str]] = {
+    1: (IndexError, "a token id lies outside the vocabulary"),
+    2: (IndexError, "a block table or a write names a slot outside the pool"),
+    3: (MemoryError, "there is no memory for what an operation keeps on its way"),
 }
 
 
@@ -51,11 +52,14 @@ class Cache(ctypes.Structure):
     ]
 
 
+POINTERS = ("out", "a", "b", "c")
+
+
 class Op(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("kind", "type")),
         ("rows", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("out", "a", "b", "c")),
+        *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_int64) for name in ("n0", "n1", "n2")),
         *((name, ctypes.c_float) for name in ("f0", "f1")),
         ("cache", Cache),
@@ -78,10 +82,16 @@ class Step(ctypes.Structure):
     ]
 
 
+_GROUP_TYPES = (torch.int32, torch.int64, torch.int64)
+
+
 def make_step(
     tokens: int, query_start: Sequence[int], context_len: Sequence[int], groups: Sequence[GroupTables]
 ) -> Step:
     """A step as the library sees it. Keeps alive what it points to."""
+    for group in groups:
+        if (group.tables.dtype, group.write_slots.dtype, group.write_offsets.dtype) != _GROUP_TYPES:
+            raise ValueError("block tables must be int32, the slots and offsets of writes int64")
     starts = (ctypes.c_int64 * len(query_start))(*query_start)
     lengths = (ctypes.c_int64 * len(context_len))(*context_len)
     tensors = [(g.tables.contiguous(), g.write_slots.contiguous(), g.write_offsets.contiguous()) for g in groups]
@@ -98,7 +108,7 @@ def make_step(
 
 @cache
 def load_library(folder: Path = Path(__file__).parent) -> ctypes.CDLL:
-    """The library. Raises ConfigError where it was not compiled, or does not load here."""
+    """The library. Raises ConfigError where it was not compiled, or from another source, or does not load here."""
     file = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_library{suffix}").exists()), None)
     if file is None:
         raise ConfigError(HOW_TO_BUILD)
@@ -106,6 +116,8 @@ def load_library(folder: Path = Path(__file__).parent) -> ctypes.CDLL:
         library = ctypes.CDLL(str(file))
     except OSError as error:
         raise ConfigError(f"the native CPU kernels do not load: {error}; reinstall paceline here") from error
+    if _layout(library) != (ctypes.sizeof(Op), ctypes.sizeof(Step), len(Kind)):
+        raise ConfigError(HOW_TO_BUILD)
     _declare(library)
     return library
 
@@ -115,6 +127,15 @@ def instruction_sets() -> list[str]:
     names = ctypes.create_string_buffer(256)
     load_library().paceline_instruction_sets(names, len(names))
     return names.value.decode().split()
+
+
+def _layout(library: ctypes.CDLL) -> tuple[int, ...]:
+    """What the library takes for the structures above; nothing, if it is older than this question."""
+    if not hasattr(library, "paceline_layout"):
+        return ()
+    numbers = [ctypes.c_int64() for _ in range(3)]
+    library.paceline_layout(*map(ctypes.byref, numbers))
+    return tuple(number.value for number in numbers)
 
 
 def _declare(library: ctypes.CDLL) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache
-from paceline.kernels.native.library import Op, Step, make_step
+from paceline.kernels.native.library import POINTERS, Op, Step, make_step
 
 RECORDED_TOKENS = 2
 """So many that a row's stride cannot be overlooked, as it can with one."""
@@ -26,8 +26,8 @@ _TOKENS_STEP = 64
 _CACHE_LINE = 64
 _MAX_PROGRAMS = 8
 
-Operands = tuple[Tensor | None, ...]
-"""What `out`, `a`, `b` and `c` of an operation point to."""
+Operands = tuple[Tensor, *tuple[Tensor | None, ...]]
+"""What the `POINTERS` of an operation point to; the first is its result."""
 
 
 class Recorder:
@@ -83,6 +83,7 @@ class Program:
         self._result = _buffer(result)
         self._offsets, self._bytes_per_token = self._plan()
         self._capacity = 0
+        self._result_places: list[tuple[Op, str, int]] = []
 
     def run(self, runner: Runner, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         tokens = len(token_ids)
@@ -91,6 +92,8 @@ class Program:
         out = torch.empty(tokens, *self._row, dtype=self._dtype)
         for op, name, offset in self._result_places:
             setattr(op, name, out.data_ptr() + offset)
+        if token_ids.dtype != torch.int64 or positions.dtype != torch.int64:
+            raise ValueError(f"token ids and positions must be int64, not {token_ids.dtype} and {positions.dtype}")
         step = make_step(tokens, batch.query_start, batch.context_len, batch.groups)
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
         step.token_ids, step.positions = token_ids.data_ptr(), positions.data_ptr()
@@ -124,13 +127,13 @@ class Program:
         base = -(-self._memory.data_ptr() // _CACHE_LINE) * _CACHE_LINE
         self._result_places = []
         for op, operands in zip(self._ops, self._operands):
-            for name, tensor in zip(("out", "a", "b", "c"), operands):
+            for name, tensor in zip(POINTERS, operands):
                 if tensor is None:
                     continue
                 if not tensor.is_meta:
                     setattr(op, name, tensor.data_ptr())
                     continue
-                buffer, offset = _buffer(tensor), tensor.storage_offset() * tensor.itemsize
+                buffer, offset = _buffer(tensor), int(tensor.storage_offset()) * tensor.itemsize
                 if buffer == self._result:
                     self._result_places.append((op, name, offset))
                 elif buffer not in self._inputs:

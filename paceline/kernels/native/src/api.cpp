@@ -1,6 +1,7 @@
 // What Python calls, through ctypes.
 
 #include <cstring>
+#include <new>
 
 #include "team.h"
 
@@ -68,12 +69,14 @@ const InstructionSet* find(const char* name) {
 }
 
 template <class T>
-void pack(const T* weight, int64_t out, int64_t in, T* to, int64_t padded_in, int64_t pair) {
-    std::memset(to, 0, (out + kLanes - 1) / kLanes * kLanes * padded_in * sizeof(T));
+void pack(Type type, const void* weight, int64_t out, int64_t in, void* packed) {
+    const T* from = static_cast<const T*>(weight);
+    T* to = static_cast<T*>(packed);
+    const int64_t depth = padded_in(type, in), pair = type == kBf16 ? 2 : 1;
+    std::memset(to, 0, packed_elements(type, out, in) * sizeof(T));
     for (int64_t row = 0; row < out; ++row)
         for (int64_t i = 0; i < in; ++i)
-            to[(row / kLanes * padded_in + i / pair * pair) * kLanes + row % kLanes * pair + i % pair] =
-                weight[row * in + i];
+            to[(row / kLanes * depth + i / pair * pair) * kLanes + row % kLanes * pair + i % pair] = *from++;
 }
 
 }  // namespace
@@ -96,11 +99,16 @@ int paceline_instruction_sets(char* names, int size) {
     return used;
 }
 
+// What this was compiled with: sizes of Op and Step, and how many kinds of operations there are.
+void paceline_layout(int64_t* op_bytes, int64_t* step_bytes, int64_t* kinds) {
+    *op_bytes = sizeof(paceline::Op);
+    *step_bytes = sizeof(paceline::Step);
+    *kinds = paceline::kKinds;
+}
+
 // Bytes of a packed matrix.
 int64_t paceline_packed_bytes(int32_t type, int64_t out, int64_t in) {
-    using namespace paceline;
-    const int64_t lanes = (out + kLanes - 1) / kLanes * kLanes;
-    return type == kBf16 ? lanes * ((in + kDepth - 1) / kDepth * kDepth) * 2 : lanes * in * 4;
+    return paceline::packed_elements(type, out, in) * (type == paceline::kBf16 ? 2 : 4);
 }
 
 // Packs weight [out, in], contiguous; see program.h.
@@ -114,17 +122,21 @@ void paceline_pack(int32_t type, const void* weight, int64_t out, int64_t in, vo
     if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
     if (type == kBf16) {
-        const int64_t padded = (in + kDepth - 1) / kDepth * kDepth;
-        pack(static_cast<const uint16_t*>(weight), out, in, static_cast<uint16_t*>(to), padded, 2);
+        pack<uint16_t>(kBf16, weight, out, in, to);
     } else {
-        pack(static_cast<const float*>(weight), out, in, static_cast<float*>(to), in, 1);
+        pack<float>(kFp32, weight, out, in, to);
     }
 }
 
-// A team of `threads` that runs programs with one instruction set; null where that is not there.
+// A team of `threads`, or of as many as can be had, that runs programs with one instruction set; null where that is not
+// there, or no memory.
 void* paceline_team_start(int threads, const char* instruction_set) {
     const auto* set = paceline::find(instruction_set);
-    return set ? new paceline::Team(threads, *set->kernels, set->leave) : nullptr;
+    try {
+        return set ? new paceline::Team(threads, *set->kernels, set->leave) : nullptr;
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
 }
 void paceline_team_stop(void* team) { delete static_cast<paceline::Team*>(team); }
 

@@ -5,9 +5,10 @@
 // lie, which rows are computed beside it, or whether one thread takes all pieces of a row or several share them.
 
 constexpr int64_t kMostPartialBytes = 64 << 20;
-constexpr int64_t kTaskRows = 64;  // query rows (tokens times heads of one KV head) that share one packing of keys
+constexpr float kNothing = -1e30f;  // the maximum of no scores; unlike -inf it can be subtracted from itself
 
-// What one piece gives to its rows, and what the pieces so far have given: maximum, sum of weights, weighted values.
+// What one piece gives to its rows, and what the pieces so far have given: maximum of the scores in base 2, sum of
+// weights, weighted values.
 struct Partial {
     float *max, *sum, *values;
 };
@@ -19,40 +20,10 @@ struct Attention {
     Team& team;
     const Paged<T> paged{op, step, team};
     const Group& group = paged.group;
-    const int64_t heads = op.n0, kv_heads = op.cache.kv_heads, shared_by = heads / kv_heads;
+    const int64_t heads = op.n0, shared_by = heads / op.cache.kv_heads;
     const int64_t dim = paged.dim, depth = paged.depth, width = paged.width;
-    const int64_t token_block = most(1, kTaskRows / shared_by);
-    const int64_t max_rows = token_block * shared_by;
-
-    int64_t tasks() const {
-        int64_t count = 0;
-        for (int64_t r = 0; r < step.requests; ++r) count += blocks(r) * kv_heads;
-        return count;
-    }
-
-    int64_t blocks(int64_t request) const {
-        return (step.query_start[request + 1] - step.query_start[request] + token_block - 1) / token_block;
-    }
-
-    // As where all decode; then nobody has to look for the request of a task.
-    const bool one_block_each = has_one_block_each();
-    bool has_one_block_each() const {
-        for (int64_t r = 0; r < step.requests; ++r)
-            if (blocks(r) != 1) return false;
-        return true;
-    }
-
-    Rows rows_of(int64_t task) const {
-        int64_t request = one_block_each ? task / kv_heads : 0;
-        task -= request * kv_heads;
-        for (; task >= blocks(request) * kv_heads; ++request) task -= blocks(request) * kv_heads;
-        Rows rows{request, task % kv_heads, 0, 0, 0};
-        const int64_t end = step.query_start[request + 1];
-        rows.begin = step.query_start[request] + task / kv_heads * token_block;
-        rows.end = least(end, rows.begin + token_block);
-        rows.first_position = step.context_len[request] - (end - rows.begin);
-        return rows;
-    }
+    Tasks tasks{step, op.cache.kv_heads, shared_by};
+    const int64_t max_rows = round_up(tasks.token_block * shared_by, kLanes);
 
     int64_t count(const Rows& rows) const { return (rows.end - rows.begin) * shared_by; }
     int64_t first_key(const Rows& rows) const {
@@ -62,27 +33,40 @@ struct Attention {
     int64_t first_piece(const Rows& rows) const { return first_key(rows) / kPiece; }
     int64_t end_piece(const Rows& rows) const { return (end_key(rows) + kPiece - 1) / kPiece; }
 
-    int64_t partial_bytes() const { return max_rows * (2 + width) * sizeof(float); }
+    // Of the rows that have most.
+    int64_t most_pieces() const {
+        int64_t most_ = 0;
+        for (int64_t r = 0; r < step.requests; ++r)
+            for (int64_t block = 0; block < tasks.blocks(r); ++block) {
+                const Rows rows = tasks.rows_at(r, block * op.cache.kv_heads);
+                most_ = most(most_, end_piece(rows) - first_piece(rows));
+            }
+        return most_;
+    }
+
+    int64_t partial_bytes() const { return round_up(max_rows * (2 + width) * sizeof(float), 64); }
     Partial partial_at(void* memory) const {
         float* floats = static_cast<float*>(memory);
         return {floats + max_rows * width, floats + max_rows * (width + 1), floats};
     }
 
-    // One thread's memory for a piece.
+    // One thread's memory for a piece; weights and scores of one block of rows.
     struct Space {
         T *queries, *keys, *values, *weights;
         float* scores;
         Partial piece, total;
     };
     Space space(Worker& worker) const {
-        const int64_t sizes[] = {max_rows * depth * int64_t(sizeof(T)), kPiece * depth * int64_t(sizeof(T)),
-                                 kPiece * width * int64_t(sizeof(T)),   max_rows * kPiece * int64_t(sizeof(T)),
-                                 max_rows * kPiece * int64_t(sizeof(float)), partial_bytes(), partial_bytes()};
+        const int64_t item = sizeof(T);
+        const int64_t sizes[] = {max_rows * depth * item,    kPiece * depth * item,
+                                 kPiece * width * item,      kRowBlock * kPiece * item,
+                                 kRowBlock * kPiece * 4,     partial_bytes(),
+                                 partial_bytes()};
         int64_t bytes = 0;
-        for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
+        for (int64_t size : sizes) bytes += round_up(size, 64);
         char* at = static_cast<char*>(worker.scratch.take(bytes));
         void* parts[7];
-        for (int i = 0; i < 7; ++i) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
+        for (int i = 0; i < 7; ++i) parts[i] = at, at += round_up(sizes[i], 64);
         return {static_cast<T*>(parts[0]), static_cast<T*>(parts[1]), static_cast<T*>(parts[2]),
                 static_cast<T*>(parts[3]), static_cast<float*>(parts[4]), partial_at(parts[5]), partial_at(parts[6])};
     }
@@ -96,88 +80,119 @@ struct Attention {
             }
     }
 
-    // Softmax weights of one row over columns [from, to) of a piece, whose groups [first, end) have scores.
-    void weigh(const Space& space, int64_t row, int64_t from, int64_t to, int64_t first, int64_t end) const {
-        float* scores = space.scores + row * kPiece;
-        T* weights = space.weights + row * kPiece;
-        const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const f32x16 nothing = splat(-__builtin_inff());
-        f32x16 largest = nothing;
-        for (int64_t i = first; i < end; i += kLanes) {
-            f32x16 score = load(scores + i) * op.f0;
-            if (op.f1 != 0.0f) score = op.f1 - op.f1 * 2.0f / (1.0f + exp(score * (2.0f / op.f1)));
-            const i32x16 column = lane + static_cast<int32_t>(i);
-            score = (column >= static_cast<int32_t>(from)) & (column < static_cast<int32_t>(to)) ? score : nothing;
-            store(scores + i, score);
-            largest = max(largest, score);
-        }
-        const float top = max_lane(largest);
-        f32x16 sum = {};
-        for (int64_t i = first; i < end; i += kLanes) {
-            const f32x16 weight = exp(load(scores + i) - top);
-            sum += weight;
-            store(weights + i, weight);
-        }
-        space.piece.max[row] = top;
-        space.piece.sum[row] = sum_lanes(sum);
+    // Columns [from, to) of a piece, in whole depths: so sums begin and end at the same places for every row.
+    struct Span {
+        int64_t from, to;
+    };
+    // What queries at positions [first, last] see of it; empty where that is nothing.
+    Span seen(int64_t base, int64_t first, int64_t last) const {
+        const int64_t from = group.window ? most(0, first - group.window + 1 - base) : 0;
+        return {from / kDepth * kDepth, least(kPiece, round_up(most(0, last + 1 - base), kDepth))};
     }
 
-    // Leaves in space.piece what a piece gives to the rows whose queries are in space.queries.
-    void attend(const Rows& rows, int64_t piece, const Space& space, Worker& worker) const {
-        const int64_t base = piece * kPiece, row_count = count(rows);
-        const int64_t first = most(first_key(rows), base), end = least(end_key(rows), base + kPiece);
-        // Whole depths of keys, so that sums begin and end at the same places for every row.
-        const int64_t from = (first - base) / kDepth * kDepth;
-        const int64_t to = least(kPiece, (end - base + kDepth - 1) / kDepth * kDepth);
-        for (int64_t i = from; i < to; i += kDepth) {
-            paged.pack_keys(rows, base + i, first, end, space.keys + i * depth);
-            paged.pack_values(rows, base + i, first, end, space.values + i * kLanes);
+    // Softmax weights of one row, which sees `count` columns from `first` on, in Vectors * kLanes columns.
+    template <int Vectors>
+    void weigh(const float* scores, T* weights, int64_t first, int64_t count, float* max_, float* sum_) const {
+        const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        f32x16 score[Vectors], largest = splat(kNothing), sum = {};
+#pragma GCC unroll 8
+        for (int i = 0; i < Vectors; ++i) {
+            score[i] = load(scores + i * kLanes) * (op.f0 * kLog2E);
+            if (op.f1 != 0.0f)
+                score[i] = op.f1 * kLog2E - op.f1 * kLog2E * 2.0f / (1.0f + exp2(score[i] * (2.0f / op.f1)));
         }
-        for (int64_t row = 0; row < row_count; row += kRowBlock) {
-            const int64_t height = least(kRowBlock, row_count - row);
-            for (int64_t i = from; i < to; i += kOutBlock)
-                multiply(worker, space.queries + row * depth, depth, space.keys + i * depth, depth * kLanes, depth,
-                         height, 2, space.scores + row * kPiece + i, kPiece);
+        if (first > 0 || count < Vectors * kLanes)
+#pragma GCC unroll 8
+            for (int i = 0; i < Vectors; ++i) {
+                const i32x16 column = lane + static_cast<int32_t>(i * kLanes - first);
+                score[i] = bits<u32x16>(column) < static_cast<uint32_t>(count) ? score[i] : splat(-__builtin_inff());
+            }
+#pragma GCC unroll 8
+        for (int i = 0; i < Vectors; ++i) largest = max(largest, score[i]);
+        const float top = max_lane(largest);
+#pragma GCC unroll 8
+        for (int i = 0; i < Vectors; ++i) {
+            const f32x16 weight = exp2(score[i] - top);
+            sum += weight;
+            store(weights + i * kLanes, weight);
         }
-        for (int64_t row = 0; row < row_count; ++row) {
-            const int64_t position = rows.first_position + row / shared_by;
-            const int64_t seen_from = group.window ? most(0, position - group.window + 1 - base) : 0;
-            const int64_t seen_to = most(0, position + 1 - base);
-            if (seen_from >= least(seen_to, kPiece)) {
-                space.piece.sum[row] = 0.0f;
-                memset(space.weights + row * kPiece + from, 0, (to - from) * sizeof(T));
-            } else {
-                weigh(space, row, seen_from, seen_to, from, to);
+        *max_ = top;
+        *sum_ = sum_lanes(sum);
+    }
+
+    // The weights of rows [row, row + height), whose scores are in columns [span.from, span.to) of a piece.
+    void weigh_rows(const Rows& rows, int64_t base, int64_t row, int64_t height, Span span, const Space& space) const {
+        static_assert(kPiece == 8 * kLanes && kDepth == 2 * kLanes, "the cases below");
+        for (int64_t i = 0; i < height; ++i) {
+            const int64_t position = rows.first_position + (row + i) / shared_by;
+            const int64_t begin = base + span.from, width = span.to - span.from;
+            const int64_t first = group.window ? most(0, position - group.window + 1 - begin) : 0;
+            const int64_t count = most(0, least(position + 1 - begin, width) - first);
+            const float* scores = space.scores + i * kPiece + span.from;
+            T* weights = space.weights + i * kPiece + span.from;
+            float *max_ = space.piece.max + row + i, *sum = space.piece.sum + row + i;
+            switch (width / kDepth) {
+                case 1: weigh<2>(scores, weights, first, count, max_, sum); break;
+                case 2: weigh<4>(scores, weights, first, count, max_, sum); break;
+                case 3: weigh<6>(scores, weights, first, count, max_, sum); break;
+                default: weigh<8>(scores, weights, first, count, max_, sum);
             }
         }
-        for (int64_t row = 0; row < row_count; row += kRowBlock) {
-            const int64_t height = least(kRowBlock, row_count - row);
-            for (int64_t d = 0; d < width; d += kOutBlock)
-                multiply(worker, space.weights + row * kPiece + from, kPiece,
-                         space.values + d * kPiece + from * kLanes, kPiece * kLanes, to - from, height,
-                         width - d > kLanes ? 2 : 1, space.piece.values + row * width + d, width);
+    }
+
+    // Leaves in space.piece what a piece gives to rows [row, row + height).
+    void attend_rows(
+        const Rows& rows, int64_t base, int64_t row, int64_t height, const Space& space, Worker& worker) const {
+        const Span span = seen(base, rows.first_position + row / shared_by,
+                               rows.first_position + (row + height - 1) / shared_by);
+        if (span.from >= span.to) {
+            for (int64_t i = row; i < row + height; ++i) space.piece.max[i] = kNothing, space.piece.sum[i] = 0.0f;
+            return;
         }
+        for (int64_t i = span.from; i < span.to; i += kOutBlock)
+            multiply(worker, space.queries + row * depth, depth, space.keys + i * depth, depth * kLanes, depth, height,
+                     2, space.scores + i, kPiece);
+        weigh_rows(rows, base, row, height, span, space);
+        for (int64_t d = 0; d < width; d += kOutBlock)
+            multiply(worker, space.weights + span.from, kPiece, space.values + d * kPiece + span.from * kLanes,
+                     kPiece * kLanes, span.to - span.from, height, width - d > kLanes ? 2 : 1,
+                     space.piece.values + row * width + d, width);
+    }
+
+    // The same for all rows, whose queries are in space.queries.
+    void attend(const Rows& rows, int64_t piece, const Space& space, Worker& worker) const {
+        const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
+        const Span span = seen(base, rows.first_position, end - 1);
+        for (int64_t i = span.from; i < span.to; i += kDepth) {
+            paged.pack_keys(rows, base + i, first_key(rows), end, space.keys + i * depth);
+            paged.pack_values(rows, base + i, first_key(rows), end, space.values + i * kLanes);
+        }
+        for (int64_t row = 0; row < row_count; row += kRowBlock)
+            attend_rows(rows, base, row, least(kRowBlock, row_count - row), space, worker);
     }
 
     void begin(const Rows& rows, const Partial& total) const {
         for (int64_t row = 0; row < count(rows); ++row) {
-            total.max[row] = -__builtin_inff();
+            total.max[row] = kNothing;
             total.sum[row] = 0.0f;
         }
         memset(total.values, 0, count(rows) * width * sizeof(float));
     }
 
     void join(const Rows& rows, const Partial& piece, const Partial& total) const {
-        for (int64_t row = 0; row < count(rows); ++row) {
-            if (piece.sum[row] == 0.0f) continue;  // it sees nothing of this piece
-            const float top = total.max[row] > piece.max[row] ? total.max[row] : piece.max[row];
-            const f32x16 changed = exp(f32x16{total.max[row] - top, piece.max[row] - top});
-            const float old_factor = changed[0], factor = changed[1];
-            total.max[row] = top;
-            total.sum[row] = total.sum[row] * old_factor + piece.sum[row] * factor;
-            for (int64_t d = row * width; d < (row + 1) * width; d += kLanes)
-                store(total.values + d,
-                      fma(load(total.values + d), splat(old_factor), load(piece.values + d) * factor));
+        const int64_t row_count = count(rows);
+        for (int64_t first = 0; first < row_count; first += kLanes) {
+            const f32x16 max_ = load(piece.max + first), old_max = load(total.max + first), top = max(max_, old_max);
+            const f32x16 factors = exp2(max_ - top), old_factors = exp2(old_max - top);
+            const f32x16 sum = load(piece.sum + first);
+            store(total.max + first, top);
+            store(total.sum + first, load(total.sum + first) * old_factors + sum * factors);
+            for (int64_t i = 0; i < least(kLanes, row_count - first); ++i) {
+                if (sum[i] == 0.0f) continue;  // it sees nothing of this piece
+                const f32x16 factor = splat(factors[i]), old_factor = splat(old_factors[i]);
+                for (int64_t d = (first + i) * width; d < (first + i + 1) * width; d += kLanes)
+                    store(total.values + d, fma(load(total.values + d), old_factor, load(piece.values + d) * factor));
+            }
         }
     }
 
@@ -195,7 +210,7 @@ struct Attention {
 template <class T>
 static void attend_whole(const Attention<T>& attention, int64_t tasks) {
     attention.team.for_each(tasks, [&](int64_t task, Worker& worker) {
-        const Rows rows = attention.rows_of(task);
+        const Rows rows = attention.tasks.rows_of(task);
         const auto space = attention.space(worker);
         attention.copy_queries(rows, space.queries);
         attention.begin(rows, space.total);
@@ -209,12 +224,11 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
 
 // The same, with the pieces of a row shared by threads.
 template <class T>
-static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t pieces) {
+static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t pieces, char* partials) {
     Team& team = attention.team;
-    const int64_t bytes = (attention.partial_bytes() + 63) / 64 * 64;
-    char* partials = static_cast<char*>(team.shared(tasks * pieces * bytes));
+    const int64_t bytes = attention.partial_bytes();
     team.for_each(tasks * pieces, [&](int64_t index, Worker& worker) {
-        const Rows rows = attention.rows_of(index / pieces);
+        const Rows rows = attention.tasks.rows_of(index / pieces);
         const int64_t piece = attention.first_piece(rows) + index % pieces;
         if (piece >= attention.end_piece(rows)) return;
         auto space = attention.space(worker);
@@ -223,7 +237,7 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
         attention.attend(rows, piece, space, worker);
     });
     team.for_each(tasks, [&](int64_t task, Worker& worker) {
-        const Rows rows = attention.rows_of(task);
+        const Rows rows = attention.tasks.rows_of(task);
         const Partial total = attention.space(worker).total;
         attention.begin(rows, total);
         const int64_t count = attention.end_piece(rows) - attention.first_piece(rows);
@@ -235,15 +249,15 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
 
 template <class T>
 static void attention(const Op& op, const Step& step, Team& team) {
-    const Attention<T> attention{op, step, team};
-    const int64_t tasks = attention.tasks();
-    if (tasks >= 4 * team.threads() || team.threads() == 1) return attend_whole(attention, tasks);
-    int64_t pieces = 0;
-    for (int64_t task = 0; task < tasks; ++task) {
-        const Rows rows = attention.rows_of(task);
-        pieces = most(pieces, attention.end_piece(rows) - attention.first_piece(rows));
-    }
-    const bool fits = tasks * pieces * attention.partial_bytes() <= kMostPartialBytes;
-    if (pieces > 1 && fits) return attend_pieces(attention, tasks, pieces);
-    attend_whole(attention, tasks);
+    Attention<T> attention{op, step, team};
+    const int64_t count = attention.tasks.count(), index_bytes = attention.tasks.index_bytes();
+    const int64_t pieces = count < 4 * team.threads() && team.threads() > 1 ? attention.most_pieces() : 1;
+    const int64_t partial_bytes = count * pieces * attention.partial_bytes();
+    const bool shares_pieces = pieces > 1 && partial_bytes <= kMostPartialBytes;
+    char* shared = static_cast<char*>(team.shared(index_bytes + (shares_pieces ? partial_bytes : 0)));
+    attention.tasks.index(reinterpret_cast<int64_t*>(shared));
+    if (shares_pieces)
+        attend_pieces(attention, count, pieces, shared + index_bytes);
+    else
+        attend_whole(attention, count);
 }

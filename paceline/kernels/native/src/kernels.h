@@ -12,6 +12,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "multiply.h"
 #include "linear.h"
 #include "rows.h"
+#include "tasks.h"
 #include "paged.h"
 #include "attention.h"
 

@@ -6,7 +6,7 @@ constexpr int64_t kOutBlock = 32;
 
 template <class T>
 constexpr int64_t padded(int64_t in) {
-    return sizeof(T) == sizeof(bf16) ? (in + kDepth - 1) / kDepth * kDepth : in;
+    return padded_in(sizeof(T) == sizeof(bf16) ? kBf16 : kFp32, in);
 }
 
 #ifdef PACELINE_AVX512

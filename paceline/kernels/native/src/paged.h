@@ -20,12 +20,6 @@ static void store_kv(const Op& op, const Step& step, Team& team) {
     });
 }
 
-// Rows that share keys: tokens [begin, end) of one request, all heads of one KV head.
-struct Rows {
-    int64_t request, kv_head, begin, end;
-    int64_t first_position;  // of token `begin`
-};
-
 // The keys and values of one KV head in the order of their positions.
 template <class T>
 struct Paged {
@@ -49,7 +43,7 @@ struct Paged {
             if (offset == group.block_tokens) ++block, offset = 0;
             to[i] = nullptr;
             if (position + i < first || position + i >= end) continue;
-            const int64_t slot = table[block];
+            const int64_t slot = block < group.table_width ? table[block] : -1;
             if (slot >= 0 && slot < cache.slots)
                 to[i] = head + slot * cache.slot_stride + offset * cache.token_stride;
             else

@@ -11,6 +11,7 @@ class Team;
 // multiple of 32, and as [ceil(out / 16)][in][16] in fp32: every output has a lane of its own and adds up along `in`.
 constexpr int64_t kLanes = 16;
 constexpr int64_t kDepth = 32;  // bf16 values along `in` that one matrix tile takes
+constexpr int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
 enum Kind : int32_t {
     kLinear,      // out[rows, n1] = a[rows, n0] * b (packed) + c; n2: row stride of a
@@ -26,9 +27,13 @@ enum Kind : int32_t {
     kKinds,
 };
 
-enum Error : int { kNoSuchToken = 1, kNoSuchSlot = 2 };
+enum Error : int { kNoSuchToken = 1, kNoSuchSlot = 2, kNoMemory = 3 };
 
 enum Type : int32_t { kBf16, kFp32, kTypes };
+constexpr int64_t padded_in(int32_t type, int64_t in) { return type == kBf16 ? round_up(in, kDepth) : in; }
+constexpr int64_t packed_elements(int32_t type, int64_t out, int64_t in) {
+    return round_up(out, kLanes) * padded_in(type, in);
+}
 
 // One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]; strides in elements, of head_dim it is 1.
 struct Cache {

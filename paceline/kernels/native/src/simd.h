@@ -24,7 +24,15 @@ static inline V read(const T* from) {
 
 static inline f32x16 splat(float value) { return value - f32x16{}; }
 
-static inline f32x16 widen(u16x16 half) { return bits<f32x16>(__builtin_convertvector(half, u32x16) << 16); }
+static inline f32x16 widen(u16x16 half) {
+#ifdef PACELINE_AVX512
+    // GCC 12 makes three instructions of the conversion below.
+    const u32x16 word = bits<u32x16>(_mm512_maskz_cvtepu16_epi32(0xffff, bits<__m256i>(half)));
+#else
+    const u32x16 word = __builtin_convertvector(half, u32x16);
+#endif
+    return bits<f32x16>(word << 16);
+}
 
 // To the nearest, ties to even.
 static inline u16x16 narrow(f32x16 value) {
@@ -87,41 +95,40 @@ static inline f32x16 dot_pairs(u32x16 a, u32x16 b, f32x16 c) {
 static inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 // Over all lanes, in a fixed order.
-static inline float sum_lanes(f32x16 v) {
-    float lanes[kLanes];
-    store(lanes, v);
-    for (int width = 8; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    return lanes[0];
+template <class Join>
+static inline float over_lanes(f32x16 v, const Join& join) {
+    v = join(v, __builtin_shuffle(v, i32x16{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+    v = join(v, __builtin_shuffle(v, i32x16{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+    v = join(v, __builtin_shuffle(v, i32x16{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+    v = join(v, __builtin_shuffle(v, i32x16{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+    return v[0];
 }
-static inline float max_lane(f32x16 v) {
-    float lanes[kLanes];
-    store(lanes, v);
-    for (int width = 8; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+static inline float sum_lanes(f32x16 v) {
+    return over_lanes(v, [](f32x16 a, f32x16 b) { return a + b; });
+}
+static inline float max_lane(f32x16 v) { return over_lanes(v, max); }
+
+// 2^x within 2 ulp; 0 below -126, which is -inf's case too; 2^127 above 127.
+static inline f32x16 exp2(f32x16 x) {
+    const f32x16 capped = x > 127.0f ? splat(127.0f) : x;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits
+    const f32x16 shifted = capped + magic, rest = capped - (shifted - magic);
+    // A polynomial of least relative error for |rest| <= 1/2.
+    f32x16 p = splat(0.0001535335904918611f);
+    p = fma(p, rest, splat(0.0013398879673331976f));
+    p = fma(p, rest, splat(0.009618437848985195f));
+    p = fma(p, rest, splat(0.055503323674201965f));
+    p = fma(p, rest, splat(0.24022647738456726f));
+    p = fma(p, rest, splat(0.6931471824645996f));
+    p = fma(p, rest, splat(1.0f));
+    const f32x16 power = bits<f32x16>(bits<u32x16>(p) + (bits<u32x16>(shifted) << 23));
+    return x < -126.0f ? f32x16{} : power;
 }
 
-// e^x within 2 ulp; 0 below -87, which is -inf's case too; e^88 above 88.
-static inline f32x16 exp(f32x16 x) {
-    const f32x16 capped = x > 88.0f ? splat(88.0f) : x;
-    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const f32x16 turns = fma(capped, splat(1.44269504f), splat(magic)) - magic;
-    f32x16 rest = fma(turns, splat(-0.693359375f), capped);
-    rest = fma(turns, splat(2.12194440e-4f), rest);
-    // Taylor's series up to rest^7 / 7!, |rest| <= ln(2) / 2.
-    f32x16 p = splat(1.0f / 5040);
-    p = fma(p, rest, splat(1.0f / 720));
-    p = fma(p, rest, splat(1.0f / 120));
-    p = fma(p, rest, splat(1.0f / 24));
-    p = fma(p, rest, splat(1.0f / 6));
-    p = fma(p, rest, splat(0.5f));
-    p = fma(p, rest, splat(1.0f));
-    p = fma(p, rest, splat(1.0f));
-    const i32x16 exponent = bits<i32x16>(turns + magic) - bits<i32x16>(splat(magic));
-    const f32x16 power = bits<f32x16>((exponent + 127) << 23);
-    return x < -87.0f ? f32x16{} : p * power;
-}
+constexpr float kLog2E = 1.44269504f;
+
+// e^x, as exactly as x * log2(e) can be held.
+static inline f32x16 exp(f32x16 x) { return exp2(x * kLog2E); }
 
 // Transposes 16 x 16 words.
 static inline void transpose(u32x16 (&rows)[kLanes]) {

@@ -1,6 +1,8 @@
 #include "team.h"
 
 #include <chrono>
+#include <exception>
+#include <new>
 
 namespace paceline {
 namespace {
@@ -40,7 +42,11 @@ void* Scratch::take(size_t bytes) {
 }
 
 Team::Team(int threads, const KernelTable& kernels, void (*leave)()) : kernels_(kernels), leave_(leave) {
-    for (int index = 1; index < threads; ++index) helpers_.emplace_back([this] { help(); });
+    try {
+        for (int index = 1; index < threads; ++index) helpers_.emplace_back([this] { help(); });
+    } catch (const std::exception&) {
+        // std::system_error or std::bad_alloc: no thread more can be had. Fewer compute the same.
+    }
 }
 
 Team::~Team() {
@@ -52,12 +58,21 @@ Team::~Team() {
     for (auto& helper : helpers_) helper.join();
 }
 
+template <class Work>
+void Team::or_fail(const Work& work) {
+    try {
+        work();
+    } catch (const std::bad_alloc&) {
+        fail(kNoMemory);
+    }
+}
+
 int Team::run(const Op* ops, int64_t count, const Step& step) {
     const std::lock_guard<std::mutex> lock(one_at_a_time_);
     error_.store(0);
     for (int64_t i = 0; i < count && !error_.load(); ++i) {
         turns_.before_operation();
-        kernels_[ops[i].type][ops[i].kind](ops[i], step, *this);
+        or_fail([&] { kernels_[ops[i].type][ops[i].kind](ops[i], step, *this); });
     }
     turns_.after_program();
     leave_();
@@ -104,7 +119,8 @@ bool Team::do_one(Worker& worker) {
     const uint32_t task = static_cast<uint32_t>(ticket);
     if (task >= job.tasks.load()) return false;
     if (!ticket_.compare_exchange_strong(ticket, ticket + 1)) return true;
-    job.body(job.context, task, worker);
+    // Nothing may be thrown past here: others still compute, with what lies on the caller's stack.
+    or_fail([&] { job.body(job.context, task, worker); });
     done_.fetch_add(1);
     return true;
 }

@@ -67,9 +67,13 @@ class Team {
         Body body = nullptr;
         const void* context = nullptr;
     };
-    // How many jobs a helper may be behind, between its look at the ticket and its look at the job.
-    static constexpr uint32_t kJobs = 64;
+    // Two: the job under way, and the next one that is being written beside it. A helper that looked at an older ticket
+    // may read the wrong one of them; then the ticket has changed, and it gets no task.
+    static constexpr uint32_t kJobs = 2;
 
+    // Calls work(); reports memory that it does not get.
+    template <class Work>
+    void or_fail(const Work& work);
     void do_tasks(int64_t count, Body body, const void* context);
     bool do_one(Worker& worker);
     bool has_tasks() const;
