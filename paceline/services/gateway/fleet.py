@@ -45,6 +45,9 @@ class Worker:
         self.probe: asyncio.Task[None] | None = None
         self.gone = False
 
+    def __str__(self) -> str:
+        return f"{self.member.role} worker {self.member.worker_id}"
+
     @property
     def available(self) -> bool:
         return self.aside_until is None
