@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from paceline.core.errors import BusyError, InvalidRequestError, PacelineError
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
 from paceline.services.gateway.complaints import Complaint, most_telling
 
 RETRY_AFTER_SECONDS = 1
@@ -47,6 +47,13 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)
+
+
+class NoWorkerError(UnavailableError):
+    """No worker could take a request even if it had room."""
+
+    def __init__(self) -> None:
+        super().__init__("no decode worker is ready; try again later")
 
 
 class ContextLengthError(InvalidRequestError):

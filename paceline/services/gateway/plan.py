@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import InvalidRequestError
 from paceline.core.types import SamplingParams
-from paceline.services.gateway.errors import ContextLengthError
+from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.schemas import ChatFields, ChatRequest, CompletionRequest, GenerationRequest
 from paceline.services.gateway.structured import constraint_of
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
 
     Raises:
         InvalidRequestError: what the schema alone could not know is wrong.
-        UnavailableError: there is no worker.
+        NoWorkerError: there is no worker.
     """
     prompt_only = request.max_tokens == 0
     scores = request.prompt_logprobs
@@ -150,7 +150,7 @@ def _plan_prompt(
     param: str,
 ) -> PromptPlan:
     if max_model_len == 0:
-        raise UnavailableError("no decode worker is ready; try again later")
+        raise NoWorkerError
     if (kept := request.truncate_prompt_tokens) is not None:
         kept = kept if kept > 0 else max(1, max_model_len - (max_tokens or 1))
         text = text if kept >= len(token_ids) else None
