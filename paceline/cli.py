@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -208,6 +209,14 @@ class _Overview(argparse.Action):
 class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=min(100, shutil.get_terminal_size().columns))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Keeps the lines that a help has; the parts of a list begin with white space."""
+        return [line for part in text.split("\n") for line in self._wrap(part, width)]
+
+    def _wrap(self, line: str, width: int) -> list[str]:
+        indent = line[: len(line) - len(line.lstrip())]
+        return textwrap.wrap(line, width, subsequent_indent=indent + indent)
 
 
 def _add_command(commands: Any, name: str, arguments: str, description: str) -> argparse.ArgumentParser:

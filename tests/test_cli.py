@@ -13,6 +13,7 @@ import pytest
 
 from paceline import __version__
 from paceline.cli import SERVICES, main
+from paceline.core.speculative import speculative_help
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,6 +64,17 @@ def test_help_tells_a_default_where_it_tells_something(capsys: pytest.CaptureFix
     assert not any(line.endswith("[]") for line in lines)
 
 
+@pytest.mark.parametrize("command", ["serve", "prefill", "decode"])
+def test_help_lists_the_fields_of_speculative_config(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert set(map(str.strip, speculative_help().splitlines())) <= set(lines)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -73,6 +85,7 @@ def test_help_tells_a_default_where_it_tells_something(capsys: pytest.CaptureFix
         (["serve", "--decode", "0"], "paceline: --decode must be at least 1, not 0"),
         (["decode"], "paceline: decode needs a model: paceline decode MODEL"),
         (["decode", "m", "--log-level", "loud"], "paceline: log-level must be debug, info, warning or error"),
+        (["serve", "-sc", '{"model": "/no/such"}'], "paceline: --speculative-config: model /no/such is not a folder"),
         (["serve", "--config", "/no/such.toml"], "paceline: cannot read /no/such.toml"),
     ],
 )

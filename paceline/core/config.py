@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from paceline.core import env
 from paceline.core.errors import ConfigError
+from paceline.core.speculative import speculative_help
 from paceline.core.telemetry import LogFormat
 
 GIB = 1 << 30
@@ -117,7 +118,9 @@ class WorkerConfig(ServiceConfig):
     )
     async_scheduling: bool = option(True, "plan and launch the next step while one is computed", "compute")
     speculative_config: str = option(
-        "", 'JSON: how to guess tokens ahead, e.g. {"method": "ngram", "num_speculative_tokens": 4}', "compute"
+        "",
+        'JSON: how to guess tokens ahead, e.g. {"method": "ngram", "num_speculative_tokens": 4}\n' + speculative_help(),
+        "compute",
     )
 
 

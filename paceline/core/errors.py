@@ -23,6 +23,16 @@ class InvalidRequestError(PacelineError):
         self.param = param
 
 
+class ConstraintError(InvalidRequestError):
+    """An output cannot be held to its constraint. Who says so knows no field of the API; the gateway puts in the one
+    that the client used."""
+
+    PARAM = "constraint"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, self.PARAM)
+
+
 class BusyError(PacelineError):
     """No room now; the same request may succeed later."""
 

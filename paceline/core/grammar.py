@@ -7,10 +7,12 @@ grammar, compiles one within milliseconds, and works out a mask within some ten 
 from __future__ import annotations
 
 import json
+import re
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from, regex_to_lark
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import ConstraintError
+from paceline.core.grammar_errors import explain
 from paceline.core.types import ConstraintKind
 
 MAX_TEXT_BYTES = 128 << 10
@@ -35,25 +37,47 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """The library follows a grammar as long as there is only one way to go on. In one like `start: /a+/ /a+/`, whose first
 part eats what the second needs, that is for ever. The other kinds of constraints cannot say such a thing."""
 
+_LENIENT = json.JSONDecoder(parse_int=float)
+"""Reads whatever the library reads: Python refuses integers of thousands of digits."""
+
 _MESSAGE_CHARACTERS = 500
 
 
 def grammar_of(kind: ConstraintKind, text: str) -> str:
-    """The library's form of a constraint. Raises InvalidRequestError where the text is none of its kind."""
+    """The library's form of a constraint. Raises ConstraintError where the text is none of its kind."""
     try:
         if len(text.encode()) > MAX_TEXT_BYTES:
-            raise InvalidRequestError(f"it is longer than {MAX_TEXT_BYTES >> 10} KiB; shorten it")
+            raise ConstraintError(f"it is longer than {MAX_TEXT_BYTES >> 10} KiB; shorten it")
         if kind is ConstraintKind.JSON_SCHEMA:
             _check_multiples(json.loads(text))  # the library pastes it into a document of its own
         if kind is ConstraintKind.GRAMMAR:
-            return (grammar_from("gbnf", text) if "::=" in text else text) + _NO_FORCING
+            grammar = grammar_from("gbnf", text) if "::=" in text else text
+            _check_embedded_schemas(grammar)
+            return grammar + _NO_FORCING
         if kind is ConstraintKind.REGEX:
             # As in a schema's `pattern`. Words and digits of all scripts are not what people mean, and Python and the
             # library do not agree on which there are.
             return f"start: /{regex_to_lark(text, use_ascii='dw')}/"
         return grammar_from(kind.value, text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(str(error)[:_MESSAGE_CHARACTERS]) from error
+        raise ConstraintError(explain(str(error))[:_MESSAGE_CHARACTERS]) from error
+
+
+def check_options(schema: object) -> None:
+    """Raises ConstraintError where a schema sets the library's own options: they would lift what keeps it safe."""
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise ConstraintError("x-guidance is not supported; leave it out")
+
+
+def _check_embedded_schemas(grammar: str) -> None:
+    """What holds for a schema holds for one in a Lark grammar's %json, too."""
+    for start in re.finditer(r"%json\s*", grammar):
+        try:
+            schema, _ = _LENIENT.raw_decode(grammar, start.end())
+        except ValueError:
+            continue  # the library says so, unless this stands in a text or a comment
+        check_options(schema)
+        _check_multiples(schema)
 
 
 def _check_multiples(schema: object) -> None:
@@ -62,11 +86,12 @@ def _check_multiples(schema: object) -> None:
         _check_multiples(value)
     multiple = schema.get("multipleOf") if isinstance(schema, dict) else None
     if isinstance(multiple, (int, float)) and multiple > MAX_MULTIPLE:
-        raise InvalidRequestError(f"multipleOf {multiple} takes too long to enforce; at most {MAX_MULTIPLE} can be")
+        raise ConstraintError(f"multipleOf {multiple} takes too long to enforce; at most {MAX_MULTIPLE} can be")
 
 
 def check_grammar(kind: ConstraintKind, text: str) -> None:
-    """Raises InvalidRequestError, which says why, for what no output can follow or the library cannot enforce."""
+    """Raises ConstraintError, which says why, for what no output can follow or the library cannot enforce."""
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar_of(kind, text), limits=LIMITS)
     if wrong:
-        raise InvalidRequestError(messages[0].strip()[:_MESSAGE_CHARACTERS])
+        message = explain(messages[0], with_place=kind is ConstraintKind.GRAMMAR)
+        raise ConstraintError(message[:_MESSAGE_CHARACTERS])

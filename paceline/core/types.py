@@ -49,6 +49,8 @@ class Constraint:
     text: str
     end_token_ids: frozenset[int]
     """Tokens that say: complete. They are possible only where the output may end, and always end the request."""
+    place: str = field(default="", compare=False)
+    """Where the client said it, as in "structured_outputs.regex". Only gateways know."""
 
 
 @dataclass(frozen=True, slots=True)

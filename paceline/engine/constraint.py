@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from paceline.core.errors import InvalidRequestError, ModelError
+from paceline.core.errors import ConstraintError, ModelError
 from paceline.core.grammar import LIMITS, grammar_of
-from paceline.core.types import Constraint
+from paceline.core.grammar_errors import NO_TOKEN, explain
+from paceline.core.types import Constraint, ConstraintKind
 
 MASK_SECONDS = 60.0
 """The library's limits end the slowest masks of a step long before; who waits for longer waits for a dead thread."""
@@ -57,7 +58,7 @@ class Matcher:
         self._matcher.consume_tokens(list(tokens))
         self.masks, self.error = [], ""
         if (mask := self._mask(self._matcher)) is None:
-            self.error = f"the grammar of the output leads nowhere: {_reason(self._matcher)}"
+            self.error = f"the answer cannot go on: {_reason(self._matcher)}"
             return
         self.masks.append(mask)
         ahead = self._matcher.deep_copy()  # a draft may lead nowhere, and never be accepted
@@ -82,7 +83,7 @@ class Matcher:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    return matcher.get_error().removesuffix("<non-verbose/>").strip() or "no token is possible"
+    return explain(matcher.get_error() or NO_TOKEN)
 
 
 def _has(mask: np.ndarray, token: int) -> bool:
@@ -110,7 +111,7 @@ class Grammars:
         self._end_token_ids: frozenset[int] = frozenset()
 
     def compile(self, constraint: Constraint) -> Matcher:
-        """Takes milliseconds, the first time seconds. Raises InvalidRequestError or ModelError. From any thread."""
+        """Takes milliseconds, the first time seconds. Raises ConstraintError or ModelError. From any thread."""
         with self._lock:
             if (matcher := self._compiled.get(constraint)) is not None:
                 self._compiled.move_to_end(constraint)
@@ -118,7 +119,8 @@ class Grammars:
             grammar = grammar_of(constraint.kind, constraint.text)
             matcher = LLMatcher(self._tokenizer_for(constraint.end_token_ids), grammar, log_level=0, limits=LIMITS)
             if matcher.is_error():
-                raise InvalidRequestError(f"the output cannot be constrained: {_reason(matcher)}")
+                own_text = constraint.kind is ConstraintKind.GRAMMAR
+                raise ConstraintError(explain(matcher.get_error(), with_place=own_text))
             with self._lock:
                 self._compiled[constraint] = matcher
                 if len(self._compiled) > _CACHED_GRAMMARS:
@@ -175,4 +177,4 @@ def _advance_all(moves: Sequence[tuple[Matcher, Move]]) -> None:
         try:
             matcher.advance(move.tokens, move.drafts)
         except Exception as error:  # whatever a library says of one grammar concerns one request
-            matcher.error = f"the grammar of the output cannot be followed: {error}"
+            matcher.error = f"the answer cannot go on: {explain(str(error))}"

@@ -71,6 +71,7 @@ class Engine:
         self._most_in_flight = steps_in_flight
         self._turns = turns
         self._in_flight = 0
+        self._stopping = False
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
         self._threads = [
@@ -96,10 +97,12 @@ class Engine:
             thread.start()
 
     def stop(self, timeout: float = 10.0) -> bool:
-        """Ends the threads once they have obeyed what came before and computed the steps in flight.
+        """Ends the threads once they have obeyed what came before and the step under way is over.
 
-        Returns False where that takes longer than `timeout` seconds; then a step may still write into its blocks.
+        A step behind that one is not begun: nobody would hear of its results. Returns False where all this takes longer
+        than `timeout` seconds; then the step may still write into its blocks.
         """
+        self._stopping = True
         self._inbox.put(None)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
@@ -176,7 +179,7 @@ class Engine:
 
     def _compute(self) -> None:
         ended = time.perf_counter()
-        while (launch := self._launched.get()) is not None:
+        while (launch := self._launched.get()) is not None and not self._stopping:
             began = self._step_began = time.perf_counter()
             # Time without any work is no bubble: it ends with the command that brought some.
             self.bubble_seconds += began - max(ended, launch.idle_until or ended)

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.constraint import Grammars
@@ -17,6 +16,7 @@ from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.scheduler import Limits
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Model
+from paceline.models.draft import check_speculative
 from paceline.models.identity import model_identity
 from paceline.models.loader import load_model
 
@@ -64,21 +64,15 @@ def load(
     folder: Path, dtype: torch.dtype, device: torch.device, kernels: Kernels, speculative: SpeculativeConfig | None
 ) -> Loaded:
     """Loads a model, and a draft model where `speculative` names one. Raises ConfigError or ModelError."""
+    check_speculative(speculative, folder)
     model = load_model(folder, dtype, kernels, device)
     shapes, identity = model.group_shapes, model_identity(folder, str(dtype))
     draft_model = None
     if speculative is None:
         return Loaded(model, None, make_layout(shapes, dtype.itemsize, identity), None, Grammars(folder))
-    if speculative.method == "early_layers" and speculative.num_layers >= model.config.num_layers:
-        raise ConfigError(f"--speculative-config: num_layers must be below the model's {model.config.num_layers}")
     if speculative.method == "draft_model":
         draft_folder = Path(speculative.model)
         draft_model = load_model(draft_folder, dtype, kernels, device)
-        if draft_model.config.vocab_size != model.config.vocab_size:
-            raise ConfigError(
-                f"the draft model knows {draft_model.config.vocab_size} tokens and the model "
-                f"{model.config.vocab_size}; they must have the same vocabulary"
-            )
         first = model.config.num_layers
         shapes += tuple(
             replace(

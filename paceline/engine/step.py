@@ -124,7 +124,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request cannot go on; it is over for the engine."""
+    """Nothing may follow under the request's constraint; it is over for the engine."""
 
     key: Key
     message: str

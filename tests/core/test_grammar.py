@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import MAX_TEXT_BYTES, check_grammar
 from paceline.core.types import ConstraintKind
 
@@ -39,7 +39,7 @@ def test_what_can_be_enforced(kind: ConstraintKind, text: str) -> None:
     [
         (JSON_SCHEMA, "{", "Expecting"),
         (JSON_SCHEMA, '{}}, {"lark_grammar": "start: /a+/ /a+/"', "Extra data"),
-        (JSON_SCHEMA, "7", "object or boolean"),
+        (JSON_SCHEMA, "7", "must be a JSON object"),
         (JSON_SCHEMA, '{"type": "nonsense"}', "nonsense"),
         (JSON_SCHEMA, '{"not": {"type": "string"}}', "not"),
         (JSON_SCHEMA, '{"$ref": "http://example.com/schema"}', "example.com"),
@@ -66,6 +66,27 @@ def test_what_cannot_be_enforced(kind: ConstraintKind, text: str, reason: str) -
     with pytest.raises(InvalidRequestError, match=reason) as caught:
         check_grammar(kind, text)
     assert len(str(caught.value)) <= 500
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        ' {"type": "object", "x-guidance": {"item_separator": "1+"}}',
+        '{"not": {}, "x-guidance": {"lenient": true}}',
+        '\n\t{"not": {}, "x\\u002dguidance": {"lenient": true}}',
+        ' {"x-guidance": {"lenient": true}, "maximum": ' + "9" * 5000 + "}",
+    ],
+)
+def test_a_schema_inside_a_grammar_sets_no_options_of_the_library(schema: str) -> None:
+    for grammar in (f"start: %json{schema}", f'start: "a" | b\nb: "x" %json{schema} "y"'):
+        with pytest.raises(ConstraintError, match="x-guidance is not supported; leave it out"):
+            check_grammar(GRAMMAR, grammar)
+
+
+def test_a_schema_inside_a_grammar_has_the_same_limits() -> None:
+    with pytest.raises(ConstraintError, match="multipleOf"):
+        check_grammar(GRAMMAR, 'start: %json {"items": {"type": "integer", "multipleOf": 1000003}}')
+    check_grammar(GRAMMAR, 'start: "%json {" %json {"properties": {"x-guidance": {"multipleOf": 3}}}')
 
 
 def test_a_text_has_a_greatest_length() -> None:

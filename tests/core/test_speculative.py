@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.speculative import SpeculativeConfig, parse_speculative_config
+from paceline.core.speculative import SpeculativeConfig, parse_speculative_config, speculative_help
 
 
 def test_nothing_is_no_speculation() -> None:
@@ -43,6 +44,16 @@ def test_fields_have_the_names_of_the_field(values: dict[str, object], expected:
         ('{"method": "ngram", "num_speculative_tokens": true}', "must be of type int"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "from 1 to 16"),
         ('{"method": "ngram", "prompt_lookup_min": 5}', "from 1 to prompt_lookup_max"),
+        (
+            '{"method": "ngram", "model": "/m"}',
+            "model is for method draft_model; ngram has method, num_speculative_tokens, "
+            "prompt_lookup_min, prompt_lookup_max, adaptive, rejection_sample_method",
+        ),
+        (
+            '{"model": "/m", "prompt_lookup_max": 3}',
+            "prompt_lookup_max is for method ngram; draft_model has .*, model, ",
+        ),
+        ('{"method": "early_layers", "model": "/m"}', "early_layers has .*, num_layers, "),
         ('{"method": "draft_model"}', "needs model"),
         ('{"method": "early_layers"}', "needs num_layers"),
     ],
@@ -50,3 +61,10 @@ def test_fields_have_the_names_of_the_field(values: dict[str, object], expected:
 def test_mistakes_are_named(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_speculative_config(text)
+
+
+def test_help_has_a_line_for_each_field() -> None:
+    lines = speculative_help().splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == [f.name for f in dataclasses.fields(SpeculativeConfig)]
+    assert "  prompt_lookup_max: ngram: tokens at the end that are compared [4]" in lines
+    assert "  adaptive: draft fewer, down to none, where that is faster [true]" in lines

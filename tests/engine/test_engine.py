@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import pytest
 
@@ -31,8 +32,10 @@ class SlowRunner:
 
     def __init__(self) -> None:
         self.began, self.go_on = threading.Event(), threading.Event()
+        self.steps = 0
 
     def execute(self, step: Step) -> StepResult:
+        self.steps += 1
         self.began.set()
         self.go_on.wait(WAIT)
         return compute(step)
@@ -102,6 +105,19 @@ def test_stopping_says_whether_the_step_under_way_has_ended() -> None:
     assert not engine.stop(timeout=0.05)
     runner.go_on.set()
     assert engine.stop()
+
+
+def test_a_step_that_waits_behind_the_one_under_way_is_not_begun_after_the_stop() -> None:
+    runner = SlowRunner()
+    engine, _, _ = start(runner)
+    engine.add(make_request("a", list(range(40)), 4))  # more than one step takes
+    assert runner.began.wait(WAIT)
+    while engine._launched.empty():
+        time.sleep(0.001)
+    assert not engine.stop(timeout=0)
+    runner.go_on.set()
+    assert engine.stop()
+    assert runner.steps == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import ConstraintError
 from paceline.core.types import Constraint, ConstraintKind, FinishReason, Key, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
 
@@ -99,10 +99,10 @@ def constraint_to_pb(constraint: Constraint) -> pb.Constraint:
 
 
 def constraint_from_pb(message: pb.Constraint) -> Constraint:
-    """Raises InvalidRequestError for a kind that a newer gateway may know."""
+    """Raises ConstraintError for a kind that a newer gateway may know."""
     kind = next((ours for ours, theirs in _KINDS.items() if theirs == message.kind), None)
     if kind is None:
-        raise InvalidRequestError(f"this worker knows no constraint of kind {message.kind}")
+        raise ConstraintError(f"a worker knows no constraint of kind {message.kind}; it is older than the gateway")
     return Constraint(kind, message.text, frozenset(message.end_token_ids))
 
 

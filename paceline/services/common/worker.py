@@ -10,7 +10,14 @@ from typing import TypeVar
 
 import torch
 
-from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError, UnavailableError
+from paceline.core.errors import (
+    BusyError,
+    ConstraintError,
+    InvalidRequestError,
+    PacelineError,
+    StaleError,
+    UnavailableError,
+)
 from paceline.core.hashing import HashChain
 from paceline.core.turns import Turns
 from paceline.core.types import Key
@@ -199,7 +206,7 @@ class Worker:
             raise InvalidRequestError(message, "allowed_token_ids")
 
     async def matcher(self, work: pb.Work) -> Matcher | None:
-        """What keeps the output to its constraint, where it has one. Raises InvalidRequestError or ModelError."""
+        """What keeps the output to its constraint, where it has one. Raises ConstraintError or ModelError."""
         constraint = sampling_from_pb(work.sampling).constraint
         return None if constraint is None else await asyncio.to_thread(self._grammars.compile, constraint)
 
@@ -272,7 +279,7 @@ class Worker:
                 case Sampled(key) | Scored(key):
                     self._tell(key, event)
                 case Failed(key, message):
-                    self._tell(key, InvalidRequestError(message))
+                    self._tell(key, ConstraintError(message))
 
     def _tell(self, key: Key, event: RequestEvent | PacelineError) -> None:
         if stream := self._streams.get(key):

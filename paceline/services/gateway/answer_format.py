@@ -48,8 +48,8 @@ class StructuredOutputs(Body):
         known = {field.alias or name for name, field in cls.model_fields.items()}
         # What could change the answer must not be dropped in silence.
         if unknown := [name for name, value in said.items() if name not in known and value is not False]:
-            message = f"structured_outputs.{unknown[0][:80]} is not supported by this server; leave it out"
-            raise ApiError(400, message, param="structured_outputs")
+            place = f"structured_outputs.{unknown[0][:80]}"
+            raise ApiError(400, f"{place} is not supported by this server; leave it out", param=place)
         if not said.keys() & (known - {"disable_any_whitespace"}):
             message = "structured_outputs needs one of json, regex, choice, grammar, json_object"
             raise ApiError(400, message, param="structured_outputs")

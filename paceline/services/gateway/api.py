@@ -62,10 +62,11 @@ def make_api(gateway: Gateway) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
         tokenizer = gateway.tokenizer
-        text, special = body.prompt, body.add_special_tokens is not False
+        text, special, param = body.prompt, body.add_special_tokens is not False, "prompt"
         if text is None:
-            text, special = await asyncio.to_thread(render_chat, body, tokenizer), body.add_special_tokens is True
-        tokens = await asyncio.to_thread(tokenizer.encode, text, special)
+            text = await asyncio.to_thread(render_chat, body, tokenizer)
+            special, param = body.add_special_tokens is True, "messages"
+        tokens = await asyncio.to_thread(tokenizer.encode, text, special, param)
         return {
             "count": len(tokens),
             "max_model_len": gateway.fleet.max_model_len(),

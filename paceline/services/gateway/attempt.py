@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -21,14 +22,21 @@ from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, 
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason, Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
+from paceline.services.common.rpc import heeding_cancellation, is_cancelled, is_serving, unmapped_error
+from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import reason_from_pb, token_from_pb
 from paceline.services.gateway.fleet import Fleet, Worker
 
 ADMIT_SECONDS = 10.0
 """A worker answers an admission without computing anything, so a longer silence is a failure."""
 
+QUIET_SECONDS = 1.0
+"""Every so long without an answer the worker's health is asked. Most answer within milliseconds; one that reads a large
+grammar takes longer, and is healthy."""
+
 FAREWELL_SECONDS = 1.0
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +136,7 @@ class Attempt:
             timeout=self._seconds, metadata=trace_headers()
         )
         self._resources.callback(self._decode_call.cancel)
-        await self._command(worker_pb2.DecodeCommand(admit=self._work))
-        event = await self._read(self._decode_call, self.decode, min(ADMIT_SECONDS, self._stall_seconds))
+        event = await self._answer(self._ask_decode(), self.decode)
         if not event.HasField("admitted"):
             raise self._out_of_turn(self.decode)
         self.cached_tokens = event.admitted.cached_tokens
@@ -137,6 +144,28 @@ class Attempt:
             await self._command(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
         else:
             await self._start_prefill(event.admitted.key)
+
+    async def _ask_decode(self) -> worker_pb2.DecodeEvent:
+        await self._command(worker_pb2.DecodeCommand(admit=self._work))
+        event: worker_pb2.DecodeEvent = await self._read(
+            self._decode_call, self.decode, min(ADMIT_SECONDS, self._stall_seconds)
+        )
+        return event
+
+    async def _answer(self, asking: Coroutine[Any, Any, Answer], worker: Worker) -> Answer:
+        """What a worker answers to an admission.
+
+        One that stands still (stopped, swapped out, its machine gone) fails soon: others wait behind this request, and
+        there may be room for it elsewhere.
+        """
+        answer = asyncio.create_task(asking)
+        try:
+            while not (await asyncio.wait((answer,), timeout=QUIET_SECONDS))[0]:
+                if not await is_serving(worker.channel, worker.member.worker_id) and not answer.done():
+                    raise WorkerFailedError(f"{worker} stands still: it does not answer", worker, True)
+            return await answer
+        finally:
+            await end_tasks(answer)
 
     async def _start_prefill(self, key: common_pb2.Key) -> None:
         assert self.prefill is not None
@@ -149,7 +178,7 @@ class Attempt:
         self._resources.callback(self._prefill_call.cancel)
         prefill_call = self._prefill_call
         self._decode_call.add_done_callback(lambda _: prefill_call.cancel())
-        if not (await self._read_prefill(ADMIT_SECONDS)).HasField("alive"):
+        if not (await self._answer(self._read_prefill(ADMIT_SECONDS), self.prefill)).HasField("alive"):
             raise self._out_of_turn(self.prefill)
 
     async def next(self) -> Event:
@@ -228,30 +257,28 @@ class Attempt:
                         raise
 
     async def _read(self, call: Any, worker: Worker, seconds: float) -> Any:
-        name = f"{worker.member.role} worker {worker.member.worker_id}"
         try:
             async with asyncio.timeout(seconds):
                 message = await heeding_cancellation(call.read())
         except TimeoutError:
-            raise WorkerFailedError(f"{name} was silent for {seconds:g} seconds", worker, True) from None
+            raise WorkerFailedError(f"{worker} was silent for {seconds:g} seconds", worker, True) from None
         except grpc.aio.AioRpcError as error:
-            raise _error_of(error, worker, name) from error
+            raise _error_of(error, worker) from error
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            raise WorkerFailedError(f"{name} cancelled the call", worker, True) from None
+            raise WorkerFailedError(f"{worker} cancelled the call", worker, True) from None
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
-            raise WorkerFailedError(f"{name} ended the call early", worker, True)
+            raise WorkerFailedError(f"{worker} ended the call early", worker, True)
         return message
 
     @staticmethod
     def _out_of_turn(worker: Worker) -> WorkerFailedError:
-        name = f"{worker.member.role} worker {worker.member.worker_id}"
-        return WorkerFailedError(f"{name} said something that was not its turn to say", worker, False)
+        return WorkerFailedError(f"{worker} said something that was not its turn to say", worker, False)
 
 
-def _error_of(error: grpc.aio.AioRpcError, worker: Worker, name: str) -> PacelineError:
-    mapped = unmapped_error(error, name)
+def _error_of(error: grpc.aio.AioRpcError, worker: Worker) -> PacelineError:
+    mapped = unmapped_error(error, str(worker))
     if isinstance(mapped, InvalidRequestError):
         return mapped
     if isinstance(mapped, BusyError):

@@ -10,7 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from paceline.core.errors import BusyError, InvalidRequestError, PacelineError
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
+from paceline.services.gateway.complaints import Complaint, most_telling
 
 RETRY_AFTER_SECONDS = 1
 
@@ -46,6 +47,13 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)
+
+
+class NoWorkerError(UnavailableError):
+    """No worker could take a request even if it had room."""
+
+    def __init__(self) -> None:
+        super().__init__("no decode worker is ready; try again later")
 
 
 class ContextLengthError(InvalidRequestError):
@@ -96,17 +104,12 @@ def _validation_error(request: Request, error: Exception) -> JSONResponse:
     """The most telling complaint, with the path of the field; OpenAI answers 400 where FastAPI would say 422."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
-    # Where a field may have several types, all but one of them complain of the type.
-    first = next((complaint for complaint in errors if not complaint["type"].endswith("_type")), errors[0])
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}").response()
-    location = first["loc"][1:]
-    if not location:
+    if errors[0]["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {errors[0]['ctx']['error']}").response()
+    complaints = [Complaint.of(complaint, error.body) for complaint in errors]
+    told = most_telling(complaints)
+    if not told.place:
         message = "the body must be a JSON object, sent with the header Content-Type: application/json"
         return ApiError(400, message).response()
-    # Behind the field, the path names alternatives of the schema, which mean nothing to a client.
-    place = next((f"[{part}]" for part in location[1:] if isinstance(part, int)), "")
-    param = f"{location[0]}{place}"
     # vLLM's clients look for the rule's name in the message, others in the code.
-    rule = first["type"]
-    return ApiError(400, f"{param}: {first['msg']} ({rule})", param=param, code=rule).response()
+    return ApiError(400, f"{told.place}: {told.message} ({told.rule})", param=told.place, code=told.rule).response()

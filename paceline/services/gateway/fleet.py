@@ -37,6 +37,10 @@ class Worker:
         self.member = member
         self.channel: grpc.aio.Channel = open_channel(member.address)
         self.in_flight = 0
+        self._begun = 0
+        """Calls since the start."""
+        self._begun_by_look = (0, 0)
+        """As many as at the last look at the member's figures but one, and at the last one."""
         self.listed = True
         """Whether Redis names it."""
         self.aside_until: float | None = None
@@ -45,9 +49,26 @@ class Worker:
         self.probe: asyncio.Task[None] | None = None
         self.gone = False
 
+    def __str__(self) -> str:
+        return f"{self.member.role} worker {self.member.worker_id}"
+
     @property
     def available(self) -> bool:
         return self.aside_until is None
+
+    @property
+    def unreported(self) -> int:
+        """Calls under way that the member's figures may not contain: those since the last look but one."""
+        return min(self.in_flight, self._begun - self._begun_by_look[0])
+
+    def look(self, member: Member) -> None:
+        """Takes over new figures, which were written at some time since the last look."""
+        self.member = member
+        self._begun_by_look = (self._begun_by_look[1], self._begun)
+
+    def begin_call(self) -> None:
+        self.in_flight += 1
+        self._begun += 1
 
     def set_aside(self) -> None:
         """No new work until a health check succeeds, which is tried after a short, jittered time."""
@@ -86,7 +107,7 @@ class Fleet:
     def snapshot(self) -> list[Candidate]:
         """What may get new work."""
         return [
-            Candidate(worker.member, worker.in_flight)
+            Candidate(worker.member, worker.in_flight, worker.unreported)
             for worker in self.workers()
             if worker.available and worker.member.model == self.model
         ]
@@ -102,7 +123,7 @@ class Fleet:
     @contextlib.contextmanager
     def call(self, worker: Worker) -> Iterator[None]:
         """Counts a call, and keeps the channel open for it even when the member goes meanwhile."""
-        worker.in_flight += 1
+        worker.begin_call()
         try:
             yield
         finally:
@@ -136,7 +157,7 @@ class Fleet:
         for name, member in listed.items():
             worker = self._workers.get(name)
             if worker is not None and (member.epoch, member.address) == (worker.member.epoch, worker.member.address):
-                worker.member = member
+                worker.look(member)
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
                     self._drop(worker)

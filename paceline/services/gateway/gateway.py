@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
-from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
@@ -70,15 +70,13 @@ class Gateway:
 
     def check_ready(self) -> None:
         """Raises UnavailableError where no worker could take a request even if it had room."""
-        if self.draining:
-            raise UnavailableError("this gateway is shutting down; try another one")
+        self._check_stays()
         if not any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot()):
-            raise UnavailableError("no decode worker is ready; try again later")
+            raise NoWorkerError
 
     def check_request(self, model: str | None) -> None:
         """Raises UnavailableError while draining, ApiError for a model that is not served here."""
-        if self.draining:
-            raise UnavailableError("this gateway is shutting down; try another one")
+        self._check_stays()
         if model is not None and model != self.model:
             raise ApiError(
                 404,
@@ -86,6 +84,10 @@ class Gateway:
                 param="model",
                 code="model_not_found",
             )
+
+    def _check_stays(self) -> None:
+        if self.draining:
+            raise UnavailableError("this gateway is shutting down; try another one")
 
     def _describe(self) -> Member:
         waiting = len(self.runner.line)

@@ -17,6 +17,7 @@ from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.request import GenerateRequest, RequestRecord, RequestRunner
+from paceline.services.gateway.structured import at_its_place
 from paceline.services.gateway.tokenizer import Tokenizer
 
 BUFFERED = 256
@@ -153,7 +154,7 @@ class Generation:
                 await self._queue.put(None)
             except Exception as error:
                 choice.outcome = "error"
-                await self._queue.put(error)
+                await self._queue.put(at_its_place(error, prompt.sampling.constraint))
             finally:
                 self._metrics.observe(record, len(prompt.token_ids), choice.tokens, choice.outcome)
                 span.add_event("end", {"outcome": choice.outcome})

@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import InvalidRequestError
 from paceline.core.types import SamplingParams
-from paceline.services.gateway.errors import ContextLengthError
+from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.schemas import ChatFields, ChatRequest, CompletionRequest, GenerationRequest
 from paceline.services.gateway.structured import constraint_of
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -50,18 +50,19 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
 
     Raises:
         InvalidRequestError: what the schema alone could not know is wrong.
-        UnavailableError: there is no worker.
+        NoWorkerError: there is no worker.
     """
     prompt_only = request.max_tokens == 0
     scores = request.prompt_logprobs
     if request.echo and request.logprobs is not None:
         scores = max(request.logprobs, scores or 0)
     prompts = []
-    for prompt in request.prompts:
+    for index, prompt in enumerate(request.prompts):
+        param = "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
-            _check_length(prompt, request, tokenizer, max_model_len, "prompt")
-            ids = tokenizer.encode(prompt, request.add_special_tokens)
+            _check_length(prompt, request, tokenizer, max_model_len, param)
+            ids = tokenizer.encode(prompt, request.add_special_tokens, param)
         else:
             ids = list(prompt)
         wanted = 1 if prompt_only else request.max_tokens
@@ -76,6 +77,7 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
                 request.logprobs,
                 scores,
                 max_model_len,
+                param,
             )
         )
     return _plan(request, prompts, prompt_only)
@@ -85,11 +87,20 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) ->
     """The plan of POST /v1/chat/completions; arguments and errors as of `plan_completion`."""
     text = render_chat(request, tokenizer)
     _check_length(text, request, tokenizer, max_model_len, "messages")
-    ids = tokenizer.encode(text, request.add_special_tokens)
+    ids = tokenizer.encode(text, request.add_special_tokens, "messages")
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     prompt = _plan_prompt(
-        request, tokenizer, text, ids, wanted, max_model_len, logprobs, request.prompt_logprobs, max_model_len
+        request,
+        tokenizer,
+        text,
+        ids,
+        wanted,
+        max_model_len,
+        logprobs,
+        request.prompt_logprobs,
+        max_model_len,
+        "messages",
     )
     return _plan(request, [prompt], prompt_only=False)
 
@@ -136,10 +147,10 @@ def _plan_prompt(
     logprobs: int | None,
     prompt_logprobs: int | None,
     max_model_len: int,
+    param: str,
 ) -> PromptPlan:
     if max_model_len == 0:
-        raise UnavailableError("no decode worker is ready; try again later")
-    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        raise NoWorkerError
     if (kept := request.truncate_prompt_tokens) is not None:
         kept = kept if kept > 0 else max(1, max_model_len - (max_tokens or 1))
         text = text if kept >= len(token_ids) else None

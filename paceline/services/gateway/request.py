@@ -31,6 +31,7 @@ from paceline.services.gateway.attempt import (
     WorkerBusyError,
     WorkerFailedError,
 )
+from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.router import Need, place
@@ -242,7 +243,7 @@ class RequestRunner:
             placement = place(Need(context_tokens, refused, progress.failed), snapshot)
             if placement is None:
                 if record.attempts == 0 and self._fleet.max_model_len() < context_tokens:
-                    raise UnavailableError("no decode worker is ready; try again later")
+                    raise NoWorkerError
                 busy |= any(c.member.role == "prefill" and not c.has_room for c in snapshot)
                 progress.unreachable_since = None if busy else progress.unreachable_since or time.monotonic()
                 return None
@@ -288,7 +289,7 @@ class RequestRunner:
     def _check_can_go_on(self, progress: _Progress, deadline: float) -> None:
         reason, since, now = progress.last_failure, progress.unreachable_since, time.monotonic()
         if self._aborted:
-            raise UnavailableError("the gateway is shutting down; try again on another one")
+            raise UnavailableError("this gateway is shutting down; try another one")
         if now >= deadline:
             raise UnavailableError(f"the request took longer than {self._config.request_seconds:g} seconds") from reason
         if progress.failures >= self._config.max_attempts:

@@ -26,12 +26,14 @@ class Candidate:
 
     member: Member
     in_flight: int = 0
+    unreported: int = 0
+    """Those of them that the member's figures may not contain yet."""
 
     @property
     def load(self) -> float:
-        # The heartbeat's figures are up to a second old; our own calls spread a burst that comes in between.
+        # The figures are up to a second old; our own calls spread a burst that comes in between.
         member = self.member
-        return (member.running + member.waiting + self.in_flight) / max(member.max_seqs, 1)
+        return (member.running + member.waiting + self.unreported) / max(member.max_seqs, 1)
 
     @property
     def has_room(self) -> bool:

@@ -10,6 +10,7 @@ import logging
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import AnswerFormat, Choices, StructuredOutputs
 from paceline.services.gateway.body import Body
@@ -179,6 +180,14 @@ class TextPart(Body):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kind(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (kind := data.get("type", "text")) != "text":
+            message = "content of type {kind} is not supported; this model takes text"
+            raise PydanticCustomError("unsupported", message, {"kind": repr(kind)[:80]})
+        return data
+
 
 class ChatMessage(Body):
     """Whatever else a message holds is passed to the template."""
@@ -196,12 +205,7 @@ class ChatMessage(Body):
         if data.get("role") in ("tool", "function") or any(
             data.get(k) for k in ("tool_calls", "function_call", "audio")
         ):
-            raise ApiError(400, "messages of tools and audio are not supported by this server", param="messages")
-        content = data.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") != "text":
-                message = f"messages: content of type {part.get('type')!r} is not supported; this model takes text"
-                raise ApiError(400, message, param="messages")
+            raise PydanticCustomError("unsupported", "messages of tools and audio are not supported by this server")
         return data
 
     @property

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.core.errors import InvalidRequestError
-from paceline.core.grammar import check_grammar
+from paceline.core.errors import ConstraintError, InvalidRequestError
+from paceline.core.grammar import check_grammar, check_options
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.schemas import GenerationRequest
 
@@ -35,19 +35,25 @@ def constraint_of(request: GenerationRequest, end_token_ids: frozenset[int]) -> 
     if not wishes:
         return None
     place, kind, text = wishes[0]
-    param = place.partition(".")[0]
     if len(wishes) > 1:
         places = " and ".join(place for place, *_ in wishes)
-        raise InvalidRequestError(f"{places}: say only one of them", param)
+        raise InvalidRequestError(f"{places}: say only one of them", place)
     if request.allowed_token_ids is not None:
         raise InvalidRequestError(f"allowed_token_ids and {place}: say only one of them", "allowed_token_ids")
     if not end_token_ids:
-        raise InvalidRequestError(f"{place}: this model has no token that ends an answer", param)
+        raise InvalidRequestError(f"{place}: this model has no token that ends an answer", place)
     try:
         _check(kind, text)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"{place}: {error}", param) from error
-    return Constraint(kind, text, end_token_ids)
+    except ConstraintError as error:
+        raise InvalidRequestError(f"{place}: {error}", place) from error
+    return Constraint(kind, text, end_token_ids, place)
+
+
+def at_its_place(error: Exception, constraint: Constraint | None) -> Exception:
+    """What a worker says of a constraint, said of the client's field; any other error as it is."""
+    if constraint is None or not isinstance(error, InvalidRequestError) or error.param != ConstraintError.PARAM:
+        return error
+    return InvalidRequestError(f"{constraint.place}: {error}", constraint.place)
 
 
 # Clients send one schema again and again.
@@ -60,16 +66,19 @@ def _wishes(request: GenerationRequest) -> Iterator[Wish]:
             yield "response_format", ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, "response_format", SPACED)
         elif form.type == "json_schema":
             place = "response_format.json_schema"
-            if form.json_schema is None or form.json_schema.schema_ is None:
-                raise InvalidRequestError(f"{place}: schema is missing", "response_format")
+            if form.json_schema is None:
+                raise InvalidRequestError(f"{place} is missing: it holds a name and a schema", place)
+            place += ".schema"
+            if form.json_schema.schema_ is None:
+                raise InvalidRequestError(f"{place} is missing: say what the answer has to look like", place)
             yield place, ConstraintKind.JSON_SCHEMA, _schema_text(form.json_schema.schema_, place, SPACED)
     if (wanted := request.structured_outputs) is not None:
         spacing = COMPACT if wanted.disable_any_whitespace else SPACED
-        schema = wanted.json_ if wanted.json_ is not None else ANY_OBJECT if wanted.json_object else None
-        if wanted.json_ is not None and wanted.json_object:
-            message = "structured_outputs.json and structured_outputs.json_object: say only one of them"
-            raise InvalidRequestError(message, "structured_outputs")
-        yield from _said("structured_outputs.", schema, wanted.regex, wanted.choice, wanted.grammar, spacing)
+        given = (wanted.json_, wanted.regex, wanted.choice, wanted.grammar)
+        yield from _said("structured_outputs.", *given, spacing)
+        if wanted.json_object:
+            place = "structured_outputs.json_object"
+            yield place, ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, place, spacing)
     older = (request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
     yield from _said("guided_", *older, SPACED)
 
@@ -94,16 +103,16 @@ def _said(
 
 def _schema_text(schema: object, place: str, spacing: dict[str, Any]) -> str:
     """A schema as text, with how the library is to space what it describes."""
-    param = place.partition(".")[0]
     try:
         if isinstance(schema, str):
             schema = json.loads(schema)
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
-            raise InvalidRequestError(f"{place}: a schema is a JSON object, in which something is possible", param)
-        if "x-guidance" in schema:
-            raise InvalidRequestError(f"{place}: x-guidance is not supported; leave it out", param)
+            raise InvalidRequestError(f"{place}: a schema is a JSON object, in which something is possible", place)
+        check_options(schema)
         return json.dumps({**schema, "x-guidance": spacing}, ensure_ascii=False)
+    except ConstraintError as error:
+        raise InvalidRequestError(f"{place}: {error}", place) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{place}: not a JSON schema: {error}", param) from error
+        raise InvalidRequestError(f"{place}: not a JSON schema: {error}", place) from error

@@ -69,13 +69,14 @@ class Tokenizer:
         source = _chat_template_source(folder, settings, chat_template)
         self._chat_template = ChatTemplate(source, special_tokens) if source is not None else None
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Raises InvalidRequestError for text that is not valid Unicode."""
+    def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
+        """Token ids of a text. Raises InvalidRequestError, which names `param`, for text that is not valid Unicode."""
         try:
             # Unlike `encode`, the batch form lets other threads run meanwhile.
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequestError("the text is not valid Unicode (it holds half of a surrogate pair)") from error
+            message = f"{param}: the text is not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
+            raise InvalidRequestError(message, param) from error
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from paceline.core.config import GIB, ServeConfig, check_numbers, parse_bytes
 from paceline.core.errors import ConfigError
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import read_config
+from paceline.models.draft import check_speculative, read_draft_config
 from paceline.models.folder import weight_files
 
 PROCESS_BYTES = 400 << 20
@@ -21,13 +22,18 @@ _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def check_config(config: ServeConfig) -> None:
-    """Raises ConfigError for numbers that make no stack."""
+    """Raises ConfigError for options that make no stack, whatever the model."""
     check_numbers(config)
     if config.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"--dtype must be auto, bfloat16 or float32, not {config.dtype!r}")
     if config.kv_memory != "auto":
         parse_bytes(config.kv_memory)
-    parse_speculative_config(config.speculative_config)
+    read_draft_config(parse_speculative_config(config.speculative_config))
+
+
+def check_model(config: ServeConfig, folder: Path) -> None:
+    """Raises ConfigError or ModelError for options that make no stack with the model in `folder`."""
+    check_speculative(parse_speculative_config(config.speculative_config), folder)
 
 
 def check_port(host: str, port: int) -> None:

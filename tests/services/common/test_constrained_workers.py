@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from paceline.core.errors import ConstraintError
 from paceline.proto import common_pb2 as pb
 from tests.services.common.conftest import Host, StartHost
 from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
@@ -74,10 +75,13 @@ async def test_outputs_obey_over_handoffs_and_preemptions(host: Host) -> None:
     ("bad", "reason"),
     [
         (constraint(pb.CONSTRAINT_KIND_REGEX, "("), "unclosed"),
-        (constraint(pb.CONSTRAINT_KIND_GRAMMAR, 'start: <|nobody|> "a"'), "unknown special token"),
+        (
+            constraint(pb.CONSTRAINT_KIND_GRAMMAR, 'start: <|nobody|> "a"'),
+            'this model has no special token "<|nobody|>"',
+        ),
         (constraint(99, "a"), "kind 99"),
         # Accepted at first; there is no way on behind "ab".
-        (constraint(pb.CONSTRAINT_KIND_GRAMMAR, 'start: "ab" <|end|> "c"'), "leads nowhere"),
+        (constraint(pb.CONSTRAINT_KIND_GRAMMAR, 'start: "ab" <|end|> "c"'), "cannot go on: nothing may follow"),
     ],
 )
 async def test_what_cannot_be_followed_fails_its_request_alone(
@@ -88,6 +92,7 @@ async def test_what_cannot_be_followed_fails_its_request_alone(
         await host.generate(prompt, 20, aggregated, constraint=bad)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert reason in str(caught.value.details())
+    assert dict(caught.value.trailing_metadata())["paceline-param"] == ConstraintError.PARAM
     good = await host.generate(prompt, 20, aggregated, constraint=constraint(pb.CONSTRAINT_KIND_REGEX, "abc"))
     assert good.tokens == [*b"abc", END]
     assert await host.all_blocks_back()

@@ -38,11 +38,12 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
     ({"stop": ""}, "stop"),
     ({"stop": ["a"] * 17}, "stop"),
-    ({"stop": [1]}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop": 7}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [300]}, "stop_token_ids"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
-    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
     ({"logit_bias": {"300": 1}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
@@ -55,8 +56,9 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
-    ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {}}, "response_format.type"),
+    ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
     ({"guided_decoding_backend": "x"}, "guided_decoding_backend"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"logits_processors": ["x"]}, "logits_processors"),
@@ -91,7 +93,11 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": [-1]}, "prompt[0]"),
     ({"prompt": "x" * 600}, "prompt"),
-    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt[1]"),
+    ({"prompt": ["a", 1]}, "prompt[1]"),
+    ({"prompt": [[1, 2], [1, "a"]]}, "prompt[1][1]"),
+    ({"prompt": ["a", "x" * 600]}, "prompt[1]"),
+    ({"prompt": ["a", "b", ""]}, "prompt[2]"),
     ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
 ]
 CHAT: list[tuple[dict[str, Any], str]] = [
@@ -101,10 +107,14 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
-    ({"messages": [{"content": "x"}]}, "messages[0]"),
-    ({"messages": [{"role": "user", "content": 7}]}, "messages[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [7]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, "messages[0].content[0].text"),
+    ({"messages": [*MESSAGES, {"role": "user", "content": ["x"]}]}, "messages[1].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": None}]}, "messages"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
@@ -138,6 +148,19 @@ async def test_bad_chats(stack: Stack) -> None:
     assert stack.workers["decode-0"].calls == []
 
 
+async def test_bad_tools(stack: Stack) -> None:
+    for path, fields, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 7}, "prompt"),
+        ("/tokenize", {"messages": [{"role": 7}]}, "messages[0].role"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [1, "a"]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [400]}, "tokens"),
+    ):
+        assert (path, fields, complaint(await stack.post(path, **fields))["param"]) == (path, fields, param)
+
+
 async def test_too_long_has_a_code_of_its_own(stack: Stack) -> None:
     error = complaint(await stack.post("/v1/completions", prompt="x" * 600))
     assert error["code"] == "context_length_exceeded"
@@ -153,6 +176,9 @@ async def test_messages_name_what_is_wrong(stack: Stack) -> None:
     assert "'a', 'b'" in await message(logit_bias={"a": 1, "7": 1, "b": 1})
     assert "greater than or equal to 0" in await message(prompt=[[-1]])
     assert len(await message(prompt=[400] * 100)) < 300
+    assert "stop: Input should be a valid string or a valid list" in await message(stop=7)
+    assert "response_format: Input should be a JSON object" in await message(response_format="json")
+    assert len(await message(logit_bias={"x" * 10_000: 101})) < 300
 
 
 async def test_the_code_names_the_rule_that_was_broken(stack: Stack) -> None:
@@ -204,7 +230,8 @@ async def test_half_a_surrogate_in_a_template_argument(stack: Stack) -> None:
     body = b'{"messages": [{"role": "user", "content": "x", "name": "\\ud800"}], "max_tokens": 1}'
     headers = {"content-type": "application/json"}
     assert (await stack.http.post("/v1/chat/completions", content=body, headers=headers)).status_code == 200
-    complaint(await stack.http.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=headers))
+    bad = complaint(await stack.http.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=headers))
+    assert bad["param"] == "prompt"
 
 
 async def test_paths_and_methods(stack: Stack) -> None:

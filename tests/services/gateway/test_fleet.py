@@ -82,6 +82,21 @@ async def test_a_channel_stays_open_for_calls_that_still_run(cluster: Cluster) -
     await eventually(lambda: member.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
 
 
+async def test_a_call_is_unreported_until_the_figures_contain_it(cluster: Cluster) -> None:
+    await cluster.add()
+    worker = cluster.fleet.worker("d")
+    with cluster.fleet.call(worker):
+        assert [(c.in_flight, c.unreported) for c in cluster.fleet.snapshot()] == [(1, 1)]
+        # The first figures that come now may have been written before.
+        worker.look(worker.member)
+        assert worker.unreported == 1
+        worker.look(worker.member)
+        assert (worker.in_flight, worker.unreported) == (1, 0)
+        with cluster.fleet.call(worker):
+            assert (worker.in_flight, worker.unreported) == (2, 1)
+    assert (worker.in_flight, worker.unreported) == (0, 0)
+
+
 async def test_gateways_are_no_workers(cluster: Cluster) -> None:
     await cluster.add_stranger("g", "gateway")
     await cluster.add()

@@ -108,7 +108,7 @@ def test_the_context_must_hold_prompt_and_answer(tokenizer: Tokenizer) -> None:
     ("fields", "param"),
     [
         ({"prompt": ""}, "prompt"),
-        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
         ({"prompt": [300]}, "prompt"),
         ({"stop_token_ids": [300]}, "stop_token_ids"),
         ({"allowed_token_ids": [1, 300]}, "allowed_token_ids"),

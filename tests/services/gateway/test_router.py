@@ -44,7 +44,13 @@ def test_load_is_relative_to_size() -> None:
 
 
 def test_own_calls_count_between_heartbeats() -> None:
-    assert placed(NEED, Candidate(member("a"), in_flight=2), Candidate(member("b", running=1))) == ("b", None)
+    burst = Candidate(member("a"), in_flight=2, unreported=2)
+    assert placed(NEED, burst, Candidate(member("b", running=1))) == ("b", None)
+
+
+def test_own_calls_count_once() -> None:
+    ours, others = Candidate(member("a", running=4), in_flight=4), Candidate(member("b", running=6))
+    assert placed(NEED, others, ours) == ("a", None)
 
 
 def test_a_prefill_worker_must_share_the_arena_and_the_layout() -> None:

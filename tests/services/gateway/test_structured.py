@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.schemas import ChatRequest
 from paceline.services.gateway.structured import COMPACT, SPACED, constraint_of
@@ -75,32 +75,48 @@ def test_other_kinds_by_both_names(name: str, value: Any, expected: tuple[Constr
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"response_format": {"type": "structural_tag"}}, "response_format", "json_schema"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
-    ({"response_format": named(None)}, "response_format", "schema is missing"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format", "required"),
-    ({"response_format": named({"type": "nonsense"})}, "response_format", "nonsense"),
-    ({"response_format": named({"not": {}})}, "response_format", "not"),
-    ({"response_format": named({"x-guidance": {"item_separator": "1+"}})}, "response_format", "x-guidance"),
-    ({"response_format": named(False)}, "response_format", "something is possible"),
-    ({"response_format": "json"}, "response_format", "valid dictionary"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type", "json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "a name and a schema"),
+    ({"response_format": named(None)}, "response_format.json_schema.schema", "schema is missing"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "required",
+    ),
+    ({"response_format": named({"type": "nonsense"})}, "response_format.json_schema.schema", "nonsense"),
+    ({"response_format": named({"not": {}})}, "response_format.json_schema.schema", "not"),
+    (
+        {"response_format": named({"x-guidance": {"item_separator": "1+"}})},
+        "response_format.json_schema.schema",
+        "x-guidance",
+    ),
+    ({"response_format": named(False)}, "response_format.json_schema.schema", "something is possible"),
+    ({"response_format": "json"}, "response_format", "a JSON object"),
     ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs one of"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "json: not a JSON schema"),
-    ({"structured_outputs": {"json": [1]}}, "structured_outputs", "valid"),
-    ({"structured_outputs": {"json": "7"}}, "structured_outputs", "JSON object"),
-    ({"structured_outputs": {"json": {"a": "\ud800"}}}, "structured_outputs", "surrogates"),
-    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex: .*unclosed"),
-    ({"structured_outputs": {"regex": 7}}, "structured_outputs", "string"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
-    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs[1]", "string"),
-    ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs", "grammar: .*b"),
-    ({"structured_outputs": {"grammar": "x" * 200_000}}, "structured_outputs", "128 KiB"),
-    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag is not supported"),
-    ({"structured_outputs": {"json": {}, "whitespace_pattern": "1+"}}, "structured_outputs", "whitespace_pattern"),
-    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "only one"),
-    ({"structured_outputs": {"json": {}, "json_object": True}}, "structured_outputs", "only one"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "json: not a JSON schema"),
+    ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "valid"),
+    ({"structured_outputs": {"json": "7"}}, "structured_outputs.json", "JSON object"),
+    ({"structured_outputs": {"json": {"a": "\ud800"}}}, "structured_outputs.json", "surrogates"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "regex: .*unclosed"),
+    ({"structured_outputs": {"regex": 7}}, "structured_outputs.regex", "string"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]", "string"),
+    ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar", "grammar: .*b"),
+    ({"structured_outputs": {"grammar": "x" * 200_000}}, "structured_outputs.grammar", "128 KiB"),
+    (
+        {"structured_outputs": {"structural_tag": "{}"}},
+        "structured_outputs.structural_tag",
+        "structural_tag is not supported",
+    ),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": "1+"}},
+        "structured_outputs.whitespace_pattern",
+        "not supported",
+    ),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.json", "only one"),
+    ({"structured_outputs": {"json": {}, "json_object": True}}, "structured_outputs.json", "only one"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "only one"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "only one"),
     ({"guided_json": {"type": "nonsense"}}, "guided_json", "nonsense"),
@@ -119,6 +135,31 @@ async def test_what_is_refused_names_its_field(stack: Stack) -> None:
         assert (fields, error["param"]) == (fields, param)
         assert re.search(reason, error["message"], re.DOTALL), (fields, error["message"])
     assert stack.workers["decode-0"].calls == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"response_format": named({})}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
+        ({"guided_regex": "a"}, "guided_regex"),
+    ],
+)
+async def test_what_a_worker_refuses_names_the_field_of_the_client(
+    stack: Stack, fields: dict[str, Any], place: str
+) -> None:
+    stack.workers["decode-0"].refusal = ConstraintError("too large")
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    for stream in (False, True):
+        error = complaint(await stack.post("/v1/chat/completions", **body, stream=stream))
+        assert (error["param"], error["message"]) == (place, f"{place}: too large")
+
+
+async def test_other_fields_that_a_worker_refuses_keep_their_names(stack: Stack) -> None:
+    stack.workers["decode-0"].refusal = InvalidRequestError("no such token", "logit_bias")
+    body = {"messages": [{"role": "user", "content": "x"}], "guided_regex": "a"}
+    error = complaint(await stack.post("/v1/chat/completions", **body))
+    assert (error["param"], error["message"]) == ("logit_bias", "no such token")
 
 
 def test_a_model_without_an_end_cannot_be_constrained() -> None:

@@ -23,6 +23,9 @@ from paceline.services.common.rpc import RpcServer, mapped_errors
 
 TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back again. "
 
+ADMISSION = -1
+"""As a number of tokens: before a call is admitted."""
+
 _epochs = itertools.count(1)
 
 
@@ -55,7 +58,7 @@ class ToyWorker(
         self.max_model_len = 512
         self.max_seqs = max_seqs
         self.pause_after: int | None = None
-        """Tokens of a call behind which the worker is silent until `resume` is set."""
+        """Tokens of a call behind which the worker is silent until `resume` is set; or ADMISSION."""
         self.resume = asyncio.Event()
         self.alive_seconds: float | None = None
         """How often a decode worker says Alive in a pause."""
@@ -138,6 +141,7 @@ class ToyWorker(
     ) -> None:
         async with mapped_errors(context), _Tracked(self, request.work, context) as call:
             work = request.work
+            await self._progress(call, ADMISSION, context)
             await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive()))
             await self._progress(call, 0, context)
             for scores in self._scores(work):
@@ -157,6 +161,7 @@ class ToyWorker(
     ) -> None:
         work = (await anext(commands)).admit
         async with mapped_errors(context), _Tracked(self, work, context) as call:
+            await self._progress(call, ADMISSION, context)
             admitted = worker_pb2.Admitted(key=work.key, cached_tokens=min(16, work.prompt_tokens - 1))
             await context.write(worker_pb2.DecodeEvent(admitted=admitted))
             command = await anext(commands, None)

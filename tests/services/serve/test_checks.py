@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from paceline.services.serve.checks import (
     PROCESS_BYTES,
     check_config,
     check_memory,
+    check_model,
     check_port,
 )
 
@@ -41,6 +44,56 @@ MIB = 1 << 20
 def test_numbers_that_make_no_stack_are_refused(options: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         check_config(ServeConfig(**options))
+
+
+def drafting(folder: Path, **fields: Any) -> ServeConfig:
+    return ServeConfig(speculative_config=json.dumps({"method": "draft_model", "model": str(folder)} | fields))
+
+
+@pytest.fixture
+def draft_folder(model_folder: Path) -> Path:
+    return Path(shutil.copytree(model_folder, model_folder.with_name("draft")))
+
+
+def change(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_a_draft_model_that_fits_passes(model_folder: Path, draft_folder: Path) -> None:
+    check_config(drafting(draft_folder))
+    check_model(drafting(draft_folder), model_folder)
+    check_model(ServeConfig(speculative_config='{"method": "early_layers", "num_layers": 1}'), two_layers(model_folder))
+
+
+def two_layers(folder: Path) -> Path:
+    change(folder, num_hidden_layers=2)
+    return folder
+
+
+def test_a_draft_model_that_cannot_be_loaded_is_refused_whatever_the_model(draft_folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--speculative-config: model .*/nothing is not a folder; .*paceline prepare"
+    ):
+        check_config(drafting(draft_folder / "nothing"))
+    change(draft_folder, architectures=["MambaForCausalLM"])
+    with pytest.raises(ConfigError, match=r"--speculative-config: .*MambaForCausalLM is not supported"):
+        check_config(drafting(draft_folder))
+    (draft_folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"--speculative-config: .*has no weights"):
+        check_config(drafting(draft_folder))
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(model_folder: Path, draft_folder: Path) -> None:
+    change(draft_folder, vocab_size=65)
+    check_config(drafting(draft_folder))
+    with pytest.raises(ConfigError, match="draft model knows 65 tokens and the model 64; take one with the same"):
+        check_model(drafting(draft_folder), model_folder)
+
+
+def test_early_layers_are_fewer_than_all(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="num_layers must be below the model's 1"):
+        check_model(ServeConfig(speculative_config='{"method": "early_layers", "num_layers": 1}'), model_folder)
 
 
 def test_decode_workers_alone_make_a_stack() -> None:

@@ -1,0 +1,72 @@
+"""What the grammar library says is wrong, in the words of who wrote the constraint."""
+
+from __future__ import annotations
+
+import re
+
+NO_TOKEN = "no token is possible"
+"""Beside the library's messages: a mask is empty."""
+
+_LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+"""The lines around a mistake; some of them are ours."""
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_WRAPPING = re.compile(r'failed to compile JSON schema: |invalid regex ".*" \(in regex\): |lexer error: ', re.DOTALL)
+
+_WORDS = tuple(
+    (re.compile(pattern, re.DOTALL), words)
+    for pattern, words in (
+        # JSON schemas.
+        (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced here; leave it out, or say it with other keywords"),
+        (r"oneOf constraints are not", '"oneOf" with branches that may overlap cannot be enforced; use "anyOf"'),
+        (
+            r"Invalid type: (.*)",
+            r'"type" cannot be "\1"; JSON has string, number, integer, boolean, null, array, object',
+        ),
+        (r"Unknown format: (.*)", r'"format" "\1" is not known here; leave it out, or say it with "pattern"'),
+        (r"Resource '(.*?)' is not", r'"$ref" leads to \1, and nothing is fetched; put that schema under "$defs"'),
+        (r"Pointer '(.*?)' does not exist", r'"$ref" leads to #\1, which the schema does not have; add it there'),
+        (r"schema must be an object or boolean", "a schema must be a JSON object, or true"),
+        (r"Unsatisfiable schema: Regex is empty", 'a "pattern" matches no text; mend it'),
+        (r"Unsatisfiable schema: (.*)", r"no JSON fits the schema: \1"),
+        # Regular expressions.
+        (r"regex parse error:.*\nerror: (.*)", r"a regular expression cannot be read: \1; it is read in Rust's syntax"),
+        (
+            r"lookarounds not supported.*/(.*)/",
+            r"the regular expression \1 has ^, $ or \\b inside; leave it out: the whole text has to match anyway",
+        ),
+        # Grammars.
+        (r"no start rule found", 'the grammar has no rule named "start"; add one, as in start: "yes" | "no"'),
+        (r"Failed to convert the grammar from GBNF to Lark: (.*)", r"it is no GBNF: \1"),
+        (r'unknown name: "(.*?)"', r'it uses "\1", which no rule defines; add one of that name'),
+        (r'unknown special token: (".*?")', r"this model has no special token \1; write text in quotes instead"),
+        (r"Token range end too large: (\d+)", r"token \1 is out of this model's vocabulary"),
+        # On the way.
+        (
+            rf"NoExtension|{NO_TOKEN}",
+            "nothing may follow here, and the answer may not end either; change it so that every beginning has an end",
+        ),
+        (
+            r"too many (?:expressions|states)|Too many items|fuel exhausted|maximum relevance check fuel"
+            r"|(?:initial lexer configuration|grammar size) .* too big|lexer precomputation failed|LexerTooComplex",
+            "it is too large to be enforced; make it smaller, above all counted repetitions such as {1000}",
+        ),
+    )
+)
+
+
+def explain(message: str, with_place: bool = True) -> str:
+    """One sentence about what is wrong and what to do, as far as the library's message is known.
+
+    Args:
+        with_place: whether the library read the client's own text, so that its lines and columns mean something.
+    """
+    message = _LISTING.sub("", message.removesuffix("<non-verbose/>")).strip()
+    place = _PLACE.match(message)
+    message = message[place.end() :] if place else message
+    if wrapping := _WRAPPING.match(message):
+        message = message[wrapping.end() :]
+    for pattern, words in _WORDS:
+        if match := pattern.match(message):
+            message = match.expand(words)
+            break
+    return f"line {place[1]}, column {place[2]}: {message}" if place and with_place else message
