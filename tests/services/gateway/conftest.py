@@ -116,6 +116,12 @@ class Stack:
         self.http = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE)
         self.openai = openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE)
         self.resources = [self.http.aclose, self.openai.close]
+        # A machine with much else to do may be too slow for the first look at Redis.
+        if any(worker.role == "decode" for worker in self.workers.values()):
+            await eventually(self._is_healthy)
+
+    async def _is_healthy(self) -> bool:
+        return (await self.http.get("/health")).status_code == 200
 
     async def close(self) -> None:
         for close in getattr(self, "resources", []):
