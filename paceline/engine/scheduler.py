@@ -225,7 +225,11 @@ class Scheduler:
         return events
 
     def _observe(self, step: Step, result: StepResult) -> None:
-        """Tells what a step took, if it tells anything about decoding: one with prompts does not."""
+        """Takes in what a step took; of decoding that tells something only where no prompt was beside it."""
+        # What goes on from a context that has ended computes nothing.
+        alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
+        prompts = sum(chunk.end <= chunk.request.prompt_len for chunk in alive)
+        self.stats.count_seconds(prompts, len(alive) - prompts, result.seconds, result.model_seconds)
         if all(chunk.follows for chunk in step.chunks):
             tokens = sum(1 + chunk.drafted for chunk in result.chunks if chunk.tokens)
             given = sum(len(chunk.tokens) for chunk in result.chunks)

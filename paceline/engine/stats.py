@@ -19,6 +19,20 @@ class SchedulerStats:
     accepted_by_position: list[int] = field(default_factory=list)
     """How often the first, second, … draft came true."""
     preemptions: int = 0
+    prefill_model_seconds: float = 0.0
+    """Time that requests spent in steps, each step counted once for each of them: here with prompts, in the model."""
+    prefill_other_seconds: float = 0.0
+    """With prompts, in the rest of steps: inputs, sampling, drafts."""
+    decode_model_seconds: float = 0.0
+    decode_other_seconds: float = 0.0
+
+    def count_seconds(self, prompts: int, decoding: int, seconds: float, model_seconds: float) -> None:
+        """A step took so long, `model_seconds` of it in the model, with so many prompts and decoding requests."""
+        other_seconds = seconds - model_seconds
+        self.prefill_model_seconds += prompts * model_seconds
+        self.prefill_other_seconds += prompts * other_seconds
+        self.decode_model_seconds += decoding * model_seconds
+        self.decode_other_seconds += decoding * other_seconds
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Drafts of one request in one step were verified; the first `accepted` came true."""
