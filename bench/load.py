@@ -86,6 +86,13 @@ class Server:
     async def __aexit__(self, *exc: object) -> None:
         await self._client.aclose()
 
+    async def metrics(self) -> str:
+        """What /metrics says. Raises ServerError."""
+        try:
+            return (await self._client.get("/metrics")).raise_for_status().text
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self._client.base_url} shows no metrics: {error!r}") from error
+
     async def run(self, workload: Workload) -> list[Outcome]:
         """Sends all requests of the workload, each as soon as its time has come and a place is free."""
         places = asyncio.Semaphore(workload.concurrency)
@@ -213,9 +220,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines)
 
 
+async def wake(server: Server, seed: int, vocab: int) -> None:
+    """One small request that does not count, whose prompt no workload of this seed has."""
+    await server.run(Workload("warm-up", make_workload("one", seed + 1, vocab).requests[:1], concurrency=1))
+
+
 async def load(server: Server, names: Sequence[str], seed: int, vocab: int) -> Round:
     """Runs workloads one after the other, behind one small request that wakes the server."""
-    await server.run(Workload("warm-up", make_workload("one", seed + 1, vocab).requests[:1], concurrency=1))
+    await wake(server, seed, vocab)
     figures = {}
     for name in names:
         outcomes = await server.run(make_workload(name, seed, vocab))

@@ -206,7 +206,7 @@ class Scheduler:
 
     def apply(self, step: Step, result: StepResult) -> None:
         """Takes in what the oldest step in flight computed."""
-        self.stats.steps += 1
+        self.stats.count_step(step, result)
         self._observe(step, result)
         drafter_lengths = result.drafter_lengths or [0] * len(step.chunks)
         for chunk, own, drafter_len in zip(step.chunks, result.chunks, drafter_lengths, strict=True):
@@ -225,11 +225,7 @@ class Scheduler:
         return events
 
     def _observe(self, step: Step, result: StepResult) -> None:
-        """Takes in what a step took; of decoding that tells something only where no prompt was beside it."""
-        # What goes on from a context that has ended computes nothing.
-        alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
-        prompts = sum(chunk.end <= chunk.request.prompt_len for chunk in alive)
-        self.stats.count_seconds(prompts, len(alive) - prompts, result.seconds, result.model_seconds)
+        """Tells what a step took, if it tells anything about decoding: one with prompts does not."""
         if all(chunk.follows for chunk in step.chunks):
             tokens = sum(1 + chunk.drafted for chunk in result.chunks if chunk.tokens)
             given = sum(len(chunk.tokens) for chunk in result.chunks)

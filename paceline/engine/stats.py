@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.engine.step import Step, StepResult
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -26,13 +28,17 @@ class SchedulerStats:
     decode_model_seconds: float = 0.0
     decode_other_seconds: float = 0.0
 
-    def count_seconds(self, prompts: int, decoding: int, seconds: float, model_seconds: float) -> None:
-        """A step took so long, `model_seconds` of it in the model, with so many prompts and decoding requests."""
-        other_seconds = seconds - model_seconds
-        self.prefill_model_seconds += prompts * model_seconds
+    def count_step(self, step: Step, result: StepResult) -> None:
+        """A step was computed."""
+        self.steps += 1
+        # What goes on from a context that has ended computes nothing.
+        alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
+        prompts = sum(chunk.end <= chunk.request.prompt_len for chunk in alive)
+        other_seconds = result.seconds - result.model_seconds
+        self.prefill_model_seconds += prompts * result.model_seconds
         self.prefill_other_seconds += prompts * other_seconds
-        self.decode_model_seconds += decoding * model_seconds
-        self.decode_other_seconds += decoding * other_seconds
+        self.decode_model_seconds += (len(alive) - prompts) * result.model_seconds
+        self.decode_other_seconds += (len(alive) - prompts) * other_seconds
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Drafts of one request in one step were verified; the first `accepted` came true."""
