@@ -58,10 +58,9 @@ def _bars(axes: Axes, systems: Sequence[Sequence[float]]) -> None:
         axes.spines[side].set_visible(False)
 
 
-def curves(panels: Mapping[str, Mapping[str, Mapping[int, float]]], xlabel: str, title: str, path: Path) -> None:
+def curves(panels: Mapping[str, Mapping[str, Mapping[int, float]]], xlabel: str, path: Path) -> None:
     """Panels side by side, each with labelled curves over the same axis; both axes are logarithmic."""
     figure = Figure(figsize=(5 * len(panels), 3.8), layout="constrained")
-    figure.suptitle(title, fontsize=9)
     for axes, (ylabel, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
         for index, (label, points) in enumerate(lines.items()):
             color = matplotlib.colormaps["viridis"](index / len(lines))
