@@ -238,7 +238,7 @@ async def load(server: Server, names: Sequence[str], seed: int, vocab: int) -> R
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What bench.load and bench.compare have in common."""
+    """What all that sends workloads has in common."""
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="may be repeated; default all")
     parser.add_argument("--vocab", type=int, default=32_000, help="prompts hold token ids below this")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of the prompts; default a new one")
