@@ -10,6 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from bench.turns import Rounds, figures_of, values_of
 
@@ -67,6 +68,9 @@ def curves(panels: Mapping[str, Mapping[str, Mapping[int, float]]], xlabel: str,
             axes.plot(list(points), list(points.values()), "o-", label=label, color=color, markersize=3, linewidth=1)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         places = sorted({place for points in lines.values() for place in points})
         axes.set_xticks(places, [str(place) for place in places])
         axes.set(xlabel=xlabel, ylabel=ylabel)
