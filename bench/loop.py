@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import platform
 import queue
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -79,13 +80,8 @@ def run(
         steps_in_flight,
     )
     engine.start()
-    slots = iter(range(len(prompts) * sum(blocks)))
-    for index, prompt in enumerate(prompts):
-        tables = [[next(slots) for _ in range(count)] for count in blocks]
-        params = SamplingParams(max_tokens=max_tokens)
-        chain = HashChain(loaded.layout.fingerprint)
-        filled = len(prompt) - 1 if adopted else 0
-        engine.add(Request(Key(str(index), 1, 1), [*prompt], len(prompt), params, loaded.layout, chain, tables, filled))
+    for request in _requests(loaded, prompts, blocks, max_tokens, adopted):
+        engine.add(request)
     tokens: list[list[int]] = [[] for _ in prompts]
     left, began, cpu_began, bubble_before, counted = len(prompts), 0.0, 0.0, 0.0, 0
     while left:
@@ -107,6 +103,19 @@ def run(
     bubble = (engine.bubble_seconds - bubble_before) / seconds
     accepted_length = engine.stats.sampled_tokens / engine.stats.steps / len(prompts)
     return Run(given / seconds, bubble, accepted_length, tokens, 1e3 * cpu_seconds / given, resident)
+
+
+def _requests(
+    loaded: Loaded, prompts: Sequence[list[int]], blocks: Sequence[int], max_tokens: int, adopted: bool
+) -> Iterator[Request]:
+    """Named by their places, each with so many blocks of each group to itself."""
+    slots = itertools.count()
+    for index, prompt in enumerate(prompts):
+        tables = [[next(slots) for _ in range(count)] for count in blocks]
+        params = SamplingParams(max_tokens=max_tokens)
+        chain = HashChain(loaded.layout.fingerprint)
+        filled = len(prompt) - 1 if adopted else 0
+        yield Request(Key(str(index), 1, 1), [*prompt], len(prompt), params, loaded.layout, chain, tables, filled)
 
 
 def _pool(layout: KVLayout, slots: int, device: torch.device, random: bool) -> Tensor:

@@ -139,16 +139,6 @@ class _FleetCollector(Collector):
         by_position = CounterMetricFamily(
             "paceline:spec_decode_num_accepted_tokens_per_pos", "By place in the draft", labels=[*labels, "position"]
         )
-        times = CounterMetricFamily(
-            "paceline:worker_step_seconds",
-            "busy: computing; bubble: idle although there was work; plan and output: of the host thread, beside it",
-            labels=[*labels, "kind"],
-        )
-        request_times = CounterMetricFamily(
-            "paceline:worker_request_step_seconds",
-            "Time of steps, counted for each request in them; model: forward pass and logits; other: the rest",
-            labels=[*labels, "phase", "kind"],
-        )
         stats = GaugeMetricFamily("paceline:worker_stat", "Whatever else a worker reports", labels=[*labels, "name"])
         for worker in self._workers():
             member = worker.member
@@ -169,19 +159,25 @@ class _FleetCollector(Collector):
             for name, value in member.stats.items():
                 if name.startswith("accepted_at_"):
                     by_position.add_metric([*label, name.removeprefix("accepted_at_")], value)
+        yield from (up, running, waiting, usage, preemptions, *speculation.values(), by_position, stats)
+        yield from self._step_times(labels)
+
+    def _step_times(self, labels: list[str]) -> Iterator[Metric]:
+        times = CounterMetricFamily(
+            "paceline:worker_step_seconds",
+            "busy: computing; bubble: idle although there was work; plan and output: of the host thread, beside it",
+            labels=[*labels, "kind"],
+        )
+        request_times = CounterMetricFamily(
+            "paceline:worker_request_step_seconds",
+            "Time of steps, counted for each request in them; model: forward pass and logits; other: the rest",
+            labels=[*labels, "phase", "kind"],
+        )
+        for member in (worker.member for worker in self._workers()):
+            label = [self._model, member.worker_id, member.role]
+            for name, value in member.stats.items():
                 if name in _REQUEST_TIMES:
                     request_times.add_metric([*label, *_REQUEST_TIMES[name]], value)
                 if name in ("busy_seconds", "bubble_seconds", "plan_seconds", "output_seconds"):
                     times.add_metric([*label, name.removesuffix("_seconds")], value)
-        yield from (
-            up,
-            running,
-            waiting,
-            usage,
-            preemptions,
-            *speculation.values(),
-            by_position,
-            times,
-            request_times,
-            stats,
-        )
+        yield from (times, request_times)
