@@ -11,24 +11,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from bench.load import table
 from bench.mixed import Outcome, answers, requests
+from bench.systems import System, ending_on_sigterm, running
 from paceline.core.env import default_cache_dir
-
-STOP_SECONDS = 60.0
 
 
 def ways(draft_folder: Path, layers: int) -> dict[str, tuple[str, ...]]:
@@ -72,21 +68,12 @@ def _layer(name: str) -> int:
     return int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
 
 
-@contextlib.contextmanager
-def stack(model: str, *options: str) -> Iterator[str]:
-    """A whole stack; its URL."""
+def stack(model: str, *options: str) -> System:
+    """A whole stack, not yet started."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-m", "paceline", "serve", model, f"--port={port}", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        if not any("Ready." in line for line in process.stdout):
-            raise RuntimeError(f"{' '.join(command)} did not start")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(STOP_SECONDS)
+    command = (sys.executable, "-m", "paceline", "serve", model, f"--port={port}", *options)
+    return System(model, f"http://127.0.0.1:{port}", command)
 
 
 def main() -> int:
@@ -97,6 +84,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, action="append", help="default: 1 and 8")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    ending_on_sigterm()
     folder = Path(args.model) if Path(args.model).is_dir() else default_cache_dir() / args.model
     config = json.loads((folder / "config.json").read_text())
     third = max(1, config["num_hidden_layers"] // 3)
@@ -107,10 +95,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         shorten(folder, third, Path(scratch))
         for way, options in ways(Path(scratch), third).items():
-            with stack(str(folder), f"--served-model-name={name}", f"--dtype={args.dtype}", *options) as url:
+            system = stack(str(folder), f"--served-model-name={name}", f"--dtype={args.dtype}", *options)
+            with running(system):
                 for concurrency in args.concurrency or [1, 8]:
                     began = time.perf_counter()
-                    found = asyncio.run(answers(url, name, asked, concurrency))
+                    found = asyncio.run(answers(system.url, name, asked, concurrency))
                     seconds = time.perf_counter() - began
                     wanted = wanted or found
                     wrong = [text for one, other in zip(wanted, found) if (text := one.difference(other))]

@@ -9,14 +9,13 @@ hardly touches, else of wall time. The floor is what `torch.sum` takes to read a
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from bench.kernels import medians
 from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.engine.runner import layer_caches
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables
@@ -70,7 +69,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    clock = time.thread_time if options.threads == 1 else time.perf_counter
     ways = {
         "replayed": NativeKernels(options.threads),
         "one by one": CalledOneByOne(options.threads),
@@ -89,13 +87,7 @@ def main() -> None:
             ids = torch.randint(0, models["torch"].config.vocab_size, (requests * count,))
             runs: list[Callable[[], object]] = [read.sum]
             runs += [lambda m=model: m.forward(ids, positions, caches, batch) for model in models.values()]  # noqa: B023
-            times: list[list[float]] = [[] for _ in runs]
-            for _ in range(options.rounds):
-                for run, own in zip(runs, times):
-                    began = clock()
-                    run()
-                    own.append(clock() - began)
-            floor, *each = (statistics.median(own) * 1e3 for own in times)
+            floor, *each = (seconds * 1e3 for seconds in medians(options.rounds, *runs))
             print(f"{name:<34}{floor:>9.1f}" + "".join(f"{own:>12.1f}" for own in each), flush=True)
 
 

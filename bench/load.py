@@ -1,6 +1,6 @@
 """Loads any OpenAI-compatible server and measures what a client sees.
 
-    python -m bench.load --url http://127.0.0.1:8000 --workload one --workload interference --json /tmp/load.json
+    python -m bench.load --url http://127.0.0.1:8000 --workload one --workload interference --out load.json
 
 TTFT is from sending a request to its first token, ITL the gap between two chunks of a stream, TPOT the mean time of a
 token after the first. Chunks are stamped when they arrive and parsed when everything is over.
@@ -15,10 +15,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import httpx
 
+from bench.systems import ServerError
 from bench.workloads import WORKLOADS, Request, Workload, make_workload
 
 STALL_SECONDS = 300.0
@@ -27,8 +28,8 @@ REQUEST_SECONDS = 1800.0
 """So has one that has not ended by then."""
 
 
-class ServerError(Exception):
-    """The server cannot be loaded at all."""
+Round = dict[str, dict[str, dict[str, float]]]
+"""Workload, group, figure."""
 
 
 @dataclass(slots=True)
@@ -84,6 +85,13 @@ class Server:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._client.aclose()
+
+    async def metrics(self) -> str:
+        """What /metrics says. Raises ServerError."""
+        try:
+            return (await self._client.get("/metrics")).raise_for_status().text
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self._client.base_url} shows no metrics: {error!r}") from error
 
     async def run(self, workload: Workload) -> list[Outcome]:
         """Sends all requests of the workload, each as soon as its time has come and a place is free."""
@@ -212,9 +220,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines)
 
 
-async def load(server: Server, names: Sequence[str], seed: int, vocab: int) -> dict[str, Any]:
-    """Runs workloads one after the other, behind one small request that wakes the server."""
+async def wake(server: Server, seed: int, vocab: int) -> None:
+    """One small request that does not count, whose prompt no workload of this seed has."""
     await server.run(Workload("warm-up", make_workload("one", seed + 1, vocab).requests[:1], concurrency=1))
+
+
+async def load(server: Server, names: Sequence[str], seed: int, vocab: int) -> Round:
+    """Runs workloads one after the other, behind one small request that wakes the server."""
+    await wake(server, seed, vocab)
     figures = {}
     for name in names:
         outcomes = await server.run(make_workload(name, seed, vocab))
@@ -225,22 +238,22 @@ async def load(server: Server, names: Sequence[str], seed: int, vocab: int) -> d
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What bench.load and bench.compare have in common."""
+    """What all that sends workloads has in common."""
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="may be repeated; default all")
     parser.add_argument("--vocab", type=int, default=32_000, help="prompts hold token ids below this")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of the prompts; default a new one")
     parser.add_argument("--api-key", default="", help="key to send")
-    parser.add_argument("--json", type=argparse.FileType("w"), help="file for all figures")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.load", description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server to load")
     parser.add_argument("--model", default="", help="default: the first that the server names")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
     add_options(parser)
     args = parser.parse_args()
 
-    async def run() -> dict[str, Any]:
+    async def run() -> Round:
         async with Server(args.url, args.model, args.api_key) as server:
             return await load(server, args.workload or list(WORKLOADS), args.seed, args.vocab)
 
@@ -252,8 +265,8 @@ def main() -> int:
     groups = [(name, group, row) for name, groups in figures.items() for group, row in groups.items()]
     columns = list(groups[0][2])
     print(table(["workload", "group", *columns], [[n, g, *(f"{row[c]:.1f}" for c in columns)] for n, g, row in groups]))
-    if args.json:
-        json.dump({"url": args.url, "seed": args.seed, "figures": figures}, args.json, indent=2)
+    if args.out:
+        args.out.write_text(json.dumps({"url": args.url, "seed": args.seed, "figures": figures}, indent=2) + "\n")
     return 1 if any(row["failures"] for _, _, row in groups) else 0
 
 

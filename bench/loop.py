@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import platform
 import queue
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
+from torch import Tensor
 
 from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.engine import Engine, Runner
 from paceline.engine.loading import Loaded
@@ -34,6 +40,10 @@ class Run:
     accepted_length: float
     """Tokens that a request got from a step, on average."""
     tokens: list[list[int]]
+    cpu_ms: float
+    """Processor time of this process for each token, of all its threads together."""
+    resident_bytes: int
+    """Memory of this process when all tokens were there."""
     idle: float = math.nan
     """Of a profiler's looks, those at which the compute thread computed nothing."""
 
@@ -45,6 +55,8 @@ def run(
     max_tokens: int,
     device: torch.device,
     watch: Callable[[Runner], Runner] = lambda runner: runner,
+    max_len: int = MAX_LEN,
+    adopted: bool = False,
 ) -> Run:
     """Greedy tokens for all prompts side by side, in the dtype whose size the layout has (4 bytes: fp32, 2: bf16).
 
@@ -52,15 +64,13 @@ def run(
 
     Args:
         watch: puts something around the runner that measures.
+        max_len: tokens of the longest context; each request has blocks for as many.
+        adopted: the blocks of all prompts are filled already, as a decode worker adopts them; here with random numbers,
+            which cost as much as any others, so that only decoding is run. Tokens mean nothing then.
     """
-    blocks = [group.blocks_for(MAX_LEN) for group in loaded.layout.groups]
-    itemsize = loaded.layout.itemsize
-    pool = torch.zeros(
-        len(prompts) * sum(blocks) * loaded.layout.slot_bytes // itemsize,
-        dtype=torch.float32 if itemsize == 4 else torch.bfloat16,
-        device=device,
-    )
-    limits = Limits(512, MAX_LEN, len(prompts), loaded.max_drafts)
+    blocks = [group.blocks_for(max_len) for group in loaded.layout.groups]
+    pool = _pool(loaded.layout, len(prompts) * sum(blocks), device, adopted)
+    limits = Limits(512, max_len, len(prompts), loaded.max_drafts)
     events: queue.SimpleQueue[list[Event] | BaseException] = queue.SimpleQueue()
     engine = Engine(
         Scheduler(limits, Speculation(loaded.max_drafts)),
@@ -70,14 +80,10 @@ def run(
         steps_in_flight,
     )
     engine.start()
-    slots = iter(range(len(prompts) * sum(blocks)))
-    for index, prompt in enumerate(prompts):
-        tables = [[next(slots) for _ in range(count)] for count in blocks]
-        params = SamplingParams(max_tokens=max_tokens)
-        chain = HashChain(loaded.layout.fingerprint)
-        engine.add(Request(Key(str(index), 1, 1), [*prompt], len(prompt), params, loaded.layout, chain, tables))
+    for request in _requests(loaded, prompts, blocks, max_tokens, adopted):
+        engine.add(request)
     tokens: list[list[int]] = [[] for _ in prompts]
-    left, began, bubble_before, counted = len(prompts), 0.0, 0.0, 0
+    left, began, cpu_began, bubble_before, counted = len(prompts), 0.0, 0.0, 0.0, 0
     while left:
         happened = events.get(timeout=_PATIENCE)
         if isinstance(happened, BaseException):
@@ -86,14 +92,51 @@ def run(
             if isinstance(event, Sampled):
                 if not began and all(tokens):
                     began, bubble_before = time.perf_counter(), engine.bubble_seconds
+                    cpu_began = time.process_time()
                     counted = sum(map(len, tokens))
                 tokens[int(event.key.request_id)].append(event.token.id)
                 left -= event.reason is not None
-    seconds = time.perf_counter() - began
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    resident = psutil.Process().memory_info().rss
     engine.stop()
     given = sum(map(len, tokens)) - counted
     bubble = (engine.bubble_seconds - bubble_before) / seconds
-    return Run(given / seconds, bubble, engine.stats.sampled_tokens / engine.stats.steps / len(prompts), tokens)
+    accepted_length = engine.stats.sampled_tokens / engine.stats.steps / len(prompts)
+    return Run(given / seconds, bubble, accepted_length, tokens, 1e3 * cpu_seconds / given, resident)
+
+
+def _requests(
+    loaded: Loaded, prompts: Sequence[list[int]], blocks: Sequence[int], max_tokens: int, adopted: bool
+) -> Iterator[Request]:
+    """Named by their places, each with so many blocks of each group to itself."""
+    slots = itertools.count()
+    for index, prompt in enumerate(prompts):
+        tables = [[next(slots) for _ in range(count)] for count in blocks]
+        params = SamplingParams(max_tokens=max_tokens)
+        chain = HashChain(loaded.layout.fingerprint)
+        filled = len(prompt) - 1 if adopted else 0
+        yield Request(Key(str(index), 1, 1), [*prompt], len(prompt), params, loaded.layout, chain, tables, filled)
+
+
+def _pool(layout: KVLayout, slots: int, device: torch.device, random: bool) -> Tensor:
+    """The memory of so many blocks: zeros, or one piece of random numbers again and again."""
+    dtype = torch.float32 if layout.itemsize == 4 else torch.bfloat16
+    if not random:
+        return torch.zeros(slots * layout.slot_bytes // layout.itemsize, dtype=dtype, device=device)
+    piece = torch.randn(layout.slot_bytes // layout.itemsize, device=device).to(dtype)
+    return piece.repeat(slots)
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What figures are of."""
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": sys.version.split()[0],
+    }
 
 
 def summary(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, float]]:

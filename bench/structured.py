@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -172,7 +173,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500, help="schemas")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of the schemas; default a new one")
-    parser.add_argument("--json", type=argparse.FileType("w"), help="file for all figures")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
     args = parser.parse_args()
     figures = asyncio.run(measure(args.url, args.model, args.count, args.concurrency, args.seed))
     rows = [
@@ -183,8 +184,8 @@ def main() -> int:
     print(f"{args.count} schemas (seed {args.seed}), {len(figures['wrong'])} wrong, ratio {figures['ratio']:.3f}")
     for text in figures["wrong"][:20]:
         print(f"  {text[:400]}")
-    if args.json:
-        json.dump(figures, args.json, indent=2)
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=2) + "\n")
     return 1 if figures["wrong"] else 0
 
 

@@ -59,10 +59,10 @@ def _uniform(count: int, concurrency: int, tokens_in: int, tokens_out: int) -> C
 
 
 def _interference(name: str, prompt: Prompt) -> Workload:
-    """Four steady streams; every two seconds three long prompts burst in. The steady streams' gaps are the point."""
-    steady = [Request(prompt(128), 256, "steady") for _ in range(4)]
-    bursts = [Request(prompt(1024), 8, "burst", at=2.0 * burst) for burst in range(1, 4) for _ in range(3)]
-    return Workload(name, (*steady, *bursts), concurrency=len(steady) + len(bursts))
+    """Four steady streams; a long prompt arrives every 2.5 seconds. The gaps of the streams are the point."""
+    steady = [Request(prompt(64), 192, "steady") for _ in range(4)]
+    arriving = [Request(prompt(1024), 8, "arriving", at=0.5 + 2.5 * number) for number in range(4)]
+    return Workload(name, (*steady, *arriving), concurrency=len(steady) + len(arriving))
 
 
 def _shared_prefix(name: str, prompt: Prompt) -> Workload:

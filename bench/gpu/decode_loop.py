@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ import torch  # noqa: E402
 
 from bench.gpu.random_model import CIRCLE, LLAMA_8B, TINY, RandomWeights, load_random  # noqa: E402
 from bench.gpu.step_clock import DeviceTimes, StepClock, WatchedModel  # noqa: E402
-from bench.loop import Run, print_header, print_rows, run, summary  # noqa: E402
+from bench.loop import Run, machine, print_header, print_rows, run, summary  # noqa: E402
 from paceline.core.speculative import SpeculativeConfig  # noqa: E402
 from paceline.engine.loading import Loaded  # noqa: E402
 from paceline.kernels import select_kernels  # noqa: E402
@@ -122,18 +121,6 @@ def repeating_prompt(index: int, length: int, vocab_size: int) -> list[int]:
     first = index * 2 * CIRCLE
     piece = [*range(first, first + 2 * CIRCLE), first + CIRCLE // 2]
     return [(piece * (length // len(piece) + 1))[place] % vocab_size for place in range(length)]
-
-
-def machine(device: torch.device) -> dict[str, str]:
-    """What the figures are of."""
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "python": sys.version.split()[0],
-    }
 
 
 def _load(weights: RandomWeights, way: Way, device: torch.device, clock: StepClock) -> Loaded:

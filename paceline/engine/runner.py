@@ -51,16 +51,19 @@ class ModelRunner:
         self._constraints = Constraints(limits.max_seqs)
         self._caches = layer_caches(layout, pool)
         self._device = pool.device
+        self._model_seconds = 0.0
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """One forward pass, and the drafts for the next. When it returns, the KV is in the pool."""
-        began = time.perf_counter()
+        began, self._model_seconds = time.perf_counter(), 0.0
         with _current(self._device):
             self._update(step)
             inputs = self._rows.form(step.chunks)
             taps = Taps(self._drafter.taps if self._drafter is not None else ())
+            formed = time.perf_counter()
             hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps)
+            self._model_seconds += time.perf_counter() - formed
             results = self._sample(hidden, step.chunks, inputs)
             verified = time.perf_counter()
             drafted, drafter_lengths = 0, []
@@ -74,7 +77,7 @@ class ModelRunner:
                 # A step that samples has waited for the device already; one within a prompt has only launched.
                 torch.cuda.current_stream().synchronize()
         ended = time.perf_counter()
-        return StepResult(results, ended - began, ended - verified, drafted, drafter_lengths)
+        return StepResult(results, ended - began, self._model_seconds, ended - verified, drafted, drafter_lengths)
 
     def _update(self, step: Step) -> None:
         self._rows.update(step.updates)
@@ -107,7 +110,7 @@ class ModelRunner:
         chosen_at = [range(end - 1 if not chunk.follows else begin, end) for chunk, (begin, end) in zip(chunks, spans)]
         wanted = [index for chunk, span in zip(chunks, chosen_at) if chunk.samples for index in span]
         # Most steps want all, and then nothing has to be copied.
-        logits = self._model.logits(hidden if len(wanted) == len(hidden) else hidden[wanted]) if wanted else hidden
+        logits = self._logits(hidden if len(wanted) == len(hidden) else hidden[wanted]) if wanted else hidden
         results, first = [], 0
         for chunk, span, (begin, _), start in zip(chunks, chosen_at, spans, inputs.starts):
             scores = self._score(hidden, chunk, begin)
@@ -124,6 +127,12 @@ class ModelRunner:
                 continue
             results.append(ChunkResult(tokens, max(len(span) - 1, 0), accepted, scores))
         return results
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        began = time.perf_counter()
+        logits = self._model.logits(hidden)
+        self._model_seconds += time.perf_counter() - began
+        return logits
 
     def _verify(self, logits: Tensor, row: int, length: int) -> tuple[list[Token], int]:
         """Samples as long as what comes was drafted; returns the tokens, and how many of them were drafts.
@@ -159,7 +168,7 @@ class ModelRunner:
         tokens: list[Token] = []
         for first in range(0, len(chunk.scored), _SCORED_ROWS):
             positions = chunk.scored[first : first + _SCORED_ROWS]
-            logits = self._model.logits(hidden[start + first : start + first + len(positions)])
+            logits = self._logits(hidden[start + first : start + first + len(positions)])
             targets = self._rows.token_ids[chunk.row, positions.start : positions.stop].tolist()
             tokens += score(logits, targets, chunk.request.sampling.prompt_logprobs or 0)
         return tokens

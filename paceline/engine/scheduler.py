@@ -206,7 +206,7 @@ class Scheduler:
 
     def apply(self, step: Step, result: StepResult) -> None:
         """Takes in what the oldest step in flight computed."""
-        self.stats.steps += 1
+        self.stats.count_step(step, result)
         self._observe(step, result)
         drafter_lengths = result.drafter_lengths or [0] * len(step.chunks)
         for chunk, own, drafter_len in zip(step.chunks, result.chunks, drafter_lengths, strict=True):

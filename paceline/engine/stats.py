@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.engine.step import Step, StepResult
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -19,6 +21,24 @@ class SchedulerStats:
     accepted_by_position: list[int] = field(default_factory=list)
     """How often the first, second, … draft came true."""
     preemptions: int = 0
+    prefill_model_seconds: float = 0.0
+    """Time that requests spent in steps, each step counted once for each of them: here with prompts, in the model."""
+    prefill_other_seconds: float = 0.0
+    """With prompts, in the rest of steps: inputs, sampling, drafts."""
+    decode_model_seconds: float = 0.0
+    decode_other_seconds: float = 0.0
+
+    def count_step(self, step: Step, result: StepResult) -> None:
+        """A step was computed."""
+        self.steps += 1
+        # What goes on from a context that has ended computes nothing.
+        alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
+        prompts = sum(chunk.end <= chunk.request.prompt_len for chunk in alive)
+        other_seconds = result.seconds - result.model_seconds
+        self.prefill_model_seconds += prompts * result.model_seconds
+        self.prefill_other_seconds += prompts * other_seconds
+        self.decode_model_seconds += (len(alive) - prompts) * result.model_seconds
+        self.decode_other_seconds += (len(alive) - prompts) * other_seconds
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Drafts of one request in one step were verified; the first `accepted` came true."""

@@ -97,6 +97,8 @@ class StepResult:
     """One for each chunk, in order."""
     seconds: float = 0.0
     """Time that the step took to compute, drafting included."""
+    model_seconds: float = 0.0
+    """What of it the model's forward pass and logits took; on a GPU, to launch."""
     draft_seconds: float = 0.0
     drafted: int = 0
     """Tokens drafted for the step after; 0 also where `draft_seconds` tells nothing about what drafts cost."""

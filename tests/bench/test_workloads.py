@@ -22,9 +22,12 @@ def test_lengths_are_exact() -> None:
     assert [(len(request.prompt), request.max_tokens) for request in workload.requests] == [(512, 64)] * 16
 
 
-def test_interference_sends_bursts_behind_steady_streams() -> None:
+def test_interference_sends_long_prompts_behind_steady_streams() -> None:
     requests = make_workload("interference", seed=1).requests
-    assert {request.group: request.at > 0 for request in requests} == {"steady": False, "burst": True}
+    steady = [request for request in requests if request.group == "steady"]
+    assert [(len(request.prompt), request.max_tokens, request.at) for request in steady] == [(64, 192, 0.0)] * 4
+    arriving = [(len(request.prompt), request.at) for request in requests if request.group == "arriving"]
+    assert arriving == [(1024, 0.5), (1024, 3.0), (1024, 5.5), (1024, 8.0)]
 
 
 def test_shared_prefix_differs_only_in_its_tails() -> None:

@@ -214,6 +214,13 @@ def test_work_is_seen_as_busy_time_or_bubble(model: Model) -> None:
     assert engine.plan_seconds > 0
     assert engine.output_seconds > 0
     assert engine.bubble_seconds >= 0
+    # Of a single request, the time of its steps is that of all.
+    stats = engine.stats
+    in_model, beside = (
+        [getattr(stats, f"{phase}_{kind}_seconds") for phase in ("prefill", "decode")] for kind in ("model", "other")
+    )
+    assert min(in_model + beside) > 0
+    assert sum(in_model + beside) <= engine.busy_seconds
 
 
 class Head:

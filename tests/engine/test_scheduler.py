@@ -143,6 +143,34 @@ def test_what_was_not_drafted_is_not_counted_as_computed() -> None:
     assert scheduler.stats.computed_tokens == 4 + 49
 
 
+def test_the_time_of_a_step_counts_for_each_request_in_it() -> None:
+    scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
+    scheduler.add(make_request("prompt", list(range(40)), 1))
+    for name in "ab":  # as a decode worker adopts them: the first token is there, and behind it nothing is computed
+        adopted = make_request(name, list(range(20)), 3, computed_len=20)
+        adopted.token_ids.append(7)
+        scheduler.add(adopted)
+    for seconds, model_seconds in ((4.0, 3.0), (16.0, 8.0)):
+        step = scheduler.plan()
+        assert step is not None
+        scheduler.apply(step, replace(compute(step), seconds=seconds, model_seconds=model_seconds))
+    stats = scheduler.stats
+    assert (stats.prefill_model_seconds, stats.prefill_other_seconds) == (11, 9)
+    assert (stats.decode_model_seconds, stats.decode_other_seconds) == (22, 18)
+
+
+def test_a_step_behind_the_end_of_a_request_is_no_time_of_it() -> None:
+    scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
+    scheduler.add(make_request("a", list(range(20)), 5))
+    first = scheduler.plan()
+    surplus = scheduler.plan()
+    assert first is not None
+    assert surplus is not None
+    scheduler.apply(first, compute(first))
+    scheduler.apply(surplus, StepResult([ChunkResult()], seconds=5.0, model_seconds=5.0))
+    assert scheduler.stats.decode_model_seconds == 0
+
+
 def test_output_ends_at_max_tokens_and_at_the_context_limit() -> None:
     for max_tokens, limit, expected in ((5, 4096, 5), (50, 24, 4)):
         scheduler = Scheduler(Limits(32, limit, max_seqs=16))

@@ -17,6 +17,9 @@ from paceline.services.gateway.request import RequestRecord, RequestRunner
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_REQUEST_TIMES = {
+    f"{phase}_{kind}_seconds": (phase, kind) for phase in ("prefill", "decode") for kind in ("model", "other")
+}
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
@@ -66,6 +69,8 @@ class Metrics:
         self._inference = seconds("request_inference_time", "From admission to the end", _LONG)
         self._prefill = seconds("request_prefill_time", "From admission to the first token", _LONG)
         self._decode = seconds("request_decode_time", "From the first token to the end", _LONG)
+        help = "From the first token until the decode worker knows of the prompt's blocks"
+        self._handoff_time = seconds("request_handoff_time", help, _SHORT)
         self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
         self.registry.register(_FleetCollector(model, workers))
 
@@ -99,8 +104,10 @@ class Metrics:
         self._decode.observe(now - times[0])
         for earlier, later in itertools.pairwise(times):
             self._itl.observe(later - earlier)
-        if record.handed_over and record.attempts == 1 and len(times) > 1:
-            self._handoff.observe(times[1] - times[0])
+        if record.handed_over is not None and record.attempts == 1:
+            self._handoff_time.observe(record.handed_over - times[0])
+            if len(times) > 1:
+                self._handoff.observe(times[1] - times[0])
 
     def render(self) -> bytes:
         """The text format of Prometheus."""
@@ -132,12 +139,6 @@ class _FleetCollector(Collector):
         by_position = CounterMetricFamily(
             "paceline:spec_decode_num_accepted_tokens_per_pos", "By place in the draft", labels=[*labels, "position"]
         )
-        times = CounterMetricFamily(
-            "paceline:worker_step_seconds",
-            "busy: computing; bubble: idle although there was work; yielded: idle while others had their turn; "
-            "plan and output: of the host thread, beside it",
-            labels=[*labels, "kind"],
-        )
         stats = GaugeMetricFamily("paceline:worker_stat", "Whatever else a worker reports", labels=[*labels, "name"])
         for worker in self._workers():
             member = worker.member
@@ -158,6 +159,26 @@ class _FleetCollector(Collector):
             for name, value in member.stats.items():
                 if name.startswith("accepted_at_"):
                     by_position.add_metric([*label, name.removeprefix("accepted_at_")], value)
-                if name.endswith("_seconds"):
+        yield from (up, running, waiting, usage, preemptions, *speculation.values(), by_position, stats)
+        yield from self._step_times(labels)
+
+    def _step_times(self, labels: list[str]) -> Iterator[Metric]:
+        times = CounterMetricFamily(
+            "paceline:worker_step_seconds",
+            "busy: computing; bubble: idle although there was work; yielded: idle while others had their turn; "
+            "plan and output: of the host thread, beside it",
+            labels=[*labels, "kind"],
+        )
+        request_times = CounterMetricFamily(
+            "paceline:worker_request_step_seconds",
+            "Time of steps, counted for each request in them; model: forward pass and logits; other: the rest",
+            labels=[*labels, "phase", "kind"],
+        )
+        for member in (worker.member for worker in self._workers()):
+            label = [self._model, member.worker_id, member.role]
+            for name, value in member.stats.items():
+                if name in _REQUEST_TIMES:
+                    request_times.add_metric([*label, *_REQUEST_TIMES[name]], value)
+                elif name.endswith("_seconds"):
                     times.add_metric([*label, name.removesuffix("_seconds")], value)
-        yield from (up, running, waiting, usage, preemptions, *speculation.values(), by_position, times, stats)
+        yield from (times, request_times)

@@ -65,7 +65,8 @@ class RequestRecord:
     admitted: float | None = None
     token_times: list[float] = field(default_factory=list)
     """When each message with tokens came."""
-    handed_over: bool = False
+    handed_over: float | None = None
+    """When the decode worker was told."""
     attempts: int = 0
     """Those that a worker admitted."""
     cached_tokens: int = 0
@@ -123,7 +124,7 @@ class _Progress:
                     trace.get_current_span().add_event("first token")
                 record.token_times.append(time.monotonic())
             case HandedOver():
-                record.handed_over = True
+                record.handed_over = time.monotonic()
                 trace.get_current_span().add_event("handoff")
             case PromptScores():
                 return self._new_scores(event)

@@ -108,7 +108,8 @@ async def test_metrics_count_what_was_served(stack: Stack) -> None:
     assert seen["paceline:request_prompt_tokens_sum"] == 12
     assert seen["paceline:request_generation_tokens_sum"] == 12
     assert seen["paceline:inter_token_latency_seconds_count"] > 0
-    assert seen["paceline:handoff_seconds_count"] == 3
+    assert seen["paceline:handoff_seconds_count"] == seen["paceline:request_handoff_time_seconds_count"] == 3
+    assert seen["paceline:request_handoff_time_seconds_sum"] <= seen["paceline:request_decode_time_seconds_sum"]
 
 
 async def test_the_fleet_with_the_ledger_of_each_host(stack: Stack) -> None:
@@ -256,7 +257,7 @@ async def test_other_origins_are_not_let_in(stack: Stack) -> None:
     assert "access-control-allow-origin" not in response.headers
 
 
-async def test_drafts_and_bubbles_are_metrics(stack: Stack) -> None:
+async def test_what_workers_count_is_metrics(stack: Stack) -> None:
     text = (await stack.http.get("/metrics")).text
     labels = 'model_name="toy",role="decode",worker="decode-0"'
     for line in (
@@ -266,6 +267,8 @@ async def test_drafts_and_bubbles_are_metrics(stack: Stack) -> None:
         'paceline:spec_decode_num_accepted_tokens_per_pos_total{model_name="toy",position="1",role="decode",'
         'worker="decode-0"} 2.0',
         'paceline:worker_step_seconds_total{kind="bubble",model_name="toy",role="decode",worker="decode-0"} 0.5',
+        'paceline:worker_request_step_seconds_total{kind="model",model_name="toy",phase="decode",role="decode",'
+        'worker="decode-0"} 0.25',
     ):
         assert line in text
 

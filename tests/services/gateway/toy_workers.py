@@ -128,6 +128,7 @@ class ToyWorker(
                 "accepted_at_0": 3.0,
                 "accepted_at_1": 2.0,
                 "bubble_seconds": 0.5,
+                "decode_model_seconds": 0.25,
             }
             if self.role != "kvtransfer"
             else {"blocks_total": 10.0, "blocks_held": 2.0, "blocks_in_flight": 3.0},

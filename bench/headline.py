@@ -1,0 +1,138 @@
+"""Two servers side by side, by the bench client of vLLM, which we did not write: medians of rounds, and their ratio.
+
+    python -m bench.headline --client VENV --tokenizer FOLDER ours=http://127.0.0.1:8061 theirs=http://127.0.0.1:8062 \
+        --start ours='paceline serve --port 8061' --start theirs='VENV/bin/vllm serve FOLDER --port 8062'
+
+VENV is a virtual environment with vLLM (`vllm bench serve`), FOLDER a model folder with the tokenizer that both serve.
+Prompts are new in each round, so that no prefix cache answers, and the same for both. See bench/turns.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.load import Round
+from bench.systems import ServerError, System, ending_on_sigterm
+from bench.turns import add_options, report, systems_of, take_turns
+from paceline.core.env import child_environment
+
+CLIENT_SECONDS = 1800.0
+"""For one workload of one round."""
+PERCENTILES = (50, 90, 99)
+
+
+class Headline(NamedTuple):
+    input_tokens: int
+    output_tokens: int
+    concurrency: int
+    prompts: int
+
+
+WORKLOADS = {
+    "one": Headline(128, 128, concurrency=1, prompts=8),
+    "eight": Headline(128, 128, concurrency=8, prompts=32),
+    "prompt-heavy": Headline(512, 64, concurrency=16, prompts=32),
+}
+
+
+def command(vllm: Path, tokenizer: Path, url: str, workload: Headline, seed: int, results: Path) -> list[str]:
+    """The client's command line; it finds out by itself what the server calls its model."""
+    options = {
+        "backend": "openai",
+        "base-url": url.rstrip("/"),
+        "endpoint": "/v1/completions",
+        "tokenizer": tokenizer,
+        "dataset-name": "random",
+        "random-input-len": workload.input_tokens,
+        "random-output-len": workload.output_tokens,
+        "num-prompts": workload.prompts,
+        "max-concurrency": workload.concurrency,
+        "num-warmups": 2,
+        "temperature": 0,
+        "seed": seed,
+        "percentile-metrics": "ttft,tpot,itl",
+        "metric-percentiles": ",".join(map(str, PERCENTILES)),
+        "result-dir": results.parent,
+        "result-filename": results.name,
+    }
+    flags = ["--ignore-eos", "--save-result", "--disable-tqdm"]
+    return [str(vllm), "bench", "serve", *(f"--{name}={value}" for name, value in options.items()), *flags]
+
+
+def figures(result: dict[str, Any]) -> dict[str, float]:
+    """What the client has saved, by the names of bench.load. Raises ServerError where something is missing."""
+    try:
+        failed = float(result["failed"])
+        found = {"requests": result["completed"] + failed, "failures": failed, "seconds": result["duration"]}
+        found |= {
+            f"{name}_ms_p{percent}": result[f"p{percent}_{name}_ms"]
+            for name in ("ttft", "tpot", "itl")
+            for percent in PERCENTILES
+        }
+        found["output_tokens_per_s"] = result["output_throughput"]
+        found["total_tokens_per_s"] = result["total_token_throughput"]
+    except KeyError as error:
+        raise ServerError(f"the client's results do not hold {error}") from error
+    return found
+
+
+def measure(vllm: Path, tokenizer: Path, system: System, workload: Headline, seed: int) -> dict[str, float]:
+    """One workload on one system. Raises ServerError where the client fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.json")
+        try:
+            done = subprocess.run(
+                command(vllm, tokenizer, system.url, workload, seed, results),
+                env=child_environment(HF_HUB_OFFLINE="1", NO_PROXY="*"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=CLIENT_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ServerError(f"the client {vllm}: {error}") from error
+        if done.returncode or not results.exists():
+            last = "\n".join(done.stdout.splitlines()[-15:])
+            raise ServerError(f"the client ended with status {done.returncode} against {system.name}:\n{last}")
+        return figures(json.loads(results.read_text()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.headline", description=__doc__.splitlines()[0])
+    add_options(parser)
+    parser.add_argument("--client", type=Path, required=True, metavar="VENV", help="environment with bin/vllm")
+    parser.add_argument("--tokenizer", type=Path, required=True, metavar="FOLDER", help="model folder")
+    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="may be repeated; default all")
+    parser.add_argument("--prompts", type=int, default=0, help="requests of each workload; default its own count")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="of the prompts; default a new one")
+    args = parser.parse_args()
+    systems, vllm = systems_of(parser, args), args.client / "bin" / "vllm"
+    if not vllm.exists():
+        parser.error(f"there is no {vllm}")
+
+    def turn(system: System, number: int) -> Round:
+        found = {}
+        for name in args.workload or WORKLOADS:
+            workload = WORKLOADS[name]._replace(prompts=args.prompts or WORKLOADS[name].prompts)
+            found[name] = {"all": measure(vllm, args.tokenizer, system, workload, args.seed + number)}
+        return found
+
+    ending_on_sigterm()
+    try:
+        rounds = take_turns(systems, args.rounds, args.ready_seconds, turn)
+    except ServerError as error:
+        print(f"bench.headline: {error}", file=sys.stderr)
+        return 1
+    return report(args, args.seed, rounds)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,122 @@
+"""What decoding costs as work grows: time and memory against batch and context, of the engine alone.
+
+    python -m bench.scaling ~/.cache/paceline/smollm2-135m-instruct --out scaling.json --picture scaling.svg
+
+Each run decodes the last tokens of contexts that are as long as said, with the KV of what comes before as a decode
+worker adopts it: filled, here with random numbers, which cost as much to read as any others. Processor time is of all
+threads together and says what a token costs even where other work takes the cores. Memory is of the whole process:
+weights, the KV of exactly these contexts, and all else. Where KV would take more than --kv-gib, there is no run. The
+best of all rounds is shown, because other work on a machine only ever slows a run; the file holds every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from paceline.core import env
+
+env.share_cores()
+
+import torch  # noqa: E402
+
+from bench.load import table  # noqa: E402
+from bench.loop import Run, machine, run  # noqa: E402
+from bench.picture import curves  # noqa: E402
+from paceline.engine.loading import Loaded, load  # noqa: E402
+from paceline.kernels import select_kernels  # noqa: E402
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (128, 512, 2048, 8192)
+CPU = torch.device("cpu")
+STEPS_IN_FLIGHT = 2
+TITLES = ("tokens/s", "processor ms a token", "MiB resident")
+
+Runs = dict[tuple[int, int], list[Run]]
+"""By context and batch."""
+
+
+def points(loaded: Loaded, contexts: list[int], batches: list[int], most_bytes: float) -> list[tuple[int, int]]:
+    """Contexts and batches whose KV takes no more than so many bytes."""
+
+    def kv_bytes(context: int) -> int:
+        return loaded.layout.slots_for(context) * loaded.layout.slot_bytes
+
+    return [(context, batch) for context in contexts for batch in batches if batch * kv_bytes(context) <= most_bytes]
+
+
+def measure(loaded: Loaded, context: int, batch: int, tokens: int) -> Run:
+    """One run, whose contexts have `context` tokens when it ends; the last `tokens` of them are decoded."""
+    source, vocab = random.Random(0), loaded.model.config.vocab_size
+    prompts = [source.choices(range(vocab), k=context - tokens) for _ in range(batch)]
+    return run(loaded, STEPS_IN_FLIGHT, prompts, tokens, CPU, max_len=context, adopted=True)
+
+
+def best(runs: list[Run]) -> tuple[float, float, float]:
+    """Of all rounds: tokens a second, milliseconds of processor time a token, MiB."""
+    return (
+        max(one.tokens_per_second for one in runs),
+        min(one.cpu_ms for one in runs),
+        min(one.resident_bytes for one in runs) / 2**20,
+    )
+
+
+def show(runs: Runs) -> str:
+    """A line for each context and batch."""
+    lines = [[f"{place[0]}, {place[1]}", *map("{:.1f}".format, best(own))] for place, own in runs.items()]
+    return table(["context, batch", *TITLES], lines)
+
+
+def draw(runs: Runs, path: Path) -> None:
+    panels: dict[str, dict[str, dict[int, float]]] = {title: defaultdict(dict) for title in TITLES}
+    for (context, batch), own in runs.items():
+        for lines, value in zip(panels.values(), best(own)):
+            lines[f"{context} tokens of context"][batch] = value
+    curves(panels, "batch: requests that decode at once", path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.scaling", description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--batch", type=int, action="append", help=f"may be repeated; default {BATCHES}")
+    parser.add_argument("--context", type=int, action="append", help=f"may be repeated; default {CONTEXTS}")
+    parser.add_argument("--tokens", type=int, default=16, help="decoded by each request [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kv-gib", type=float, default=7.0, help="most memory for KV [%(default)g]")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures of all rounds")
+    parser.add_argument("--picture", type=Path, help="file for a picture")
+    args = parser.parse_args()
+    loaded = load(args.model, getattr(torch, args.dtype), CPU, select_kernels(CPU, "auto"), None)
+    contexts, batches = args.context or list(CONTEXTS), args.batch or list(BATCHES)
+    if args.tokens < 2 or not all(args.tokens < context <= loaded.max_position for context in contexts):
+        parser.error(f"contexts must be longer than --tokens, which are 2 or more, and at most {loaded.max_position}")
+    runs: Runs = {place: [] for place in points(loaded, contexts, batches, args.kv_gib * 2**30)}
+    for number in range(args.rounds):
+        for (context, batch), own in runs.items():
+            own.append(measure(loaded, context, batch, args.tokens))
+            progress = f"round {number + 1}: context {context}, batch {batch}: {own[-1].cpu_ms:.1f} ms a token"
+            print(progress, file=sys.stderr)
+    print(show(runs))
+    if args.out:
+        figures = [
+            {
+                "context": context,
+                "batch": batch,
+                "tokens_per_second": [one.tokens_per_second for one in own],
+                "cpu_ms_a_token": [one.cpu_ms for one in own],
+                "resident_bytes": [one.resident_bytes for one in own],
+            }
+            for (context, batch), own in runs.items()
+        ]
+        args.out.write_text(json.dumps({"machine": machine(CPU), "figures": figures}, indent=2) + "\n")
+    if args.picture:
+        draw(runs, args.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Two systems in turns (A B A B ...): rounds of figures, their medians and spread, their ratio; and how they are shown.
+
+Taking turns spreads what else the machine does over both. A ratio is A / B: for times below 1 is good for A, for tokens
+a second above 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from bench.load import Round, table
+from bench.systems import READY_SECONDS, System, running
+
+Rounds = Mapping[str, Sequence[Round]]
+"""By the name of the system; all rounds have the same shape."""
+
+
+def take_turns(
+    systems: Sequence[System], rounds: int, ready_seconds: float, measure: Callable[[System, int], Round]
+) -> Rounds:
+    """All rounds of each system. One that has a command runs during its own turns only.
+
+    Args:
+        measure: gets a system that is up and the number of the round.
+
+    Raises:
+        ServerError: a system does not run.
+    """
+    found: dict[str, list[Round]] = {system.name: [] for system in systems}
+    for number in range(rounds):
+        for system in systems:
+            print(f"round {number + 1} of {rounds}: {system.name}", file=sys.stderr, flush=True)
+            with running(system, ready_seconds):
+                found[system.name].append(measure(system, number))
+    return found
+
+
+def values_of(rounds: Sequence[Round], workload: str, group: str, figure: str) -> list[float]:
+    """One figure, round by round."""
+    return [one[workload][group][figure] for one in rounds]
+
+
+def figures_of(rounds: Rounds) -> list[tuple[str, str, str]]:
+    """Workload, group and figure of all that was measured."""
+    first = next(iter(rounds.values()))[0]
+    return [(workload, group, name) for workload, groups in first.items() for group in groups for name in groups[group]]
+
+
+def rows(rounds: Rounds) -> list[list[str]]:
+    """workload, group, figure, A, B, A / B: medians, and of several rounds the least and the most beside them."""
+    lines = []
+    for place in figures_of(rounds):
+        a, b = (values_of(own, *place) for own in rounds.values())
+        middle_a, middle_b = statistics.median(a), statistics.median(b)
+        ratio = f"{middle_a / middle_b:.2f}" if middle_b else "-"
+        lines.append([*place, _with_spread(a), _with_spread(b), ratio])
+    return lines
+
+
+def _with_spread(values: Sequence[float]) -> str:
+    middle = f"{statistics.median(values):.1f}"
+    return f"{middle} ({min(values):.1f}–{max(values):.1f})" if len(values) > 1 else middle
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", type=_named_url, metavar="NAME=URL")
+    parser.add_argument("b", type=_named_url, metavar="NAME=URL")
+    parser.add_argument(
+        "--start",
+        type=_named,
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="start this system for each of its turns and stop it afterwards; without a shell; may be repeated",
+    )
+    parser.add_argument(
+        "--ready-seconds", type=float, default=READY_SECONDS, help="for a system to start [%(default)g]"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON file for all figures of all rounds")
+    parser.add_argument("--picture", type=Path, help="file for a picture, such as compare.svg")
+
+
+def systems_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[System]:
+    """The two systems that the options name. Ends the program where they do not fit together."""
+    commands = {name: tuple(shlex.split(command)) for name, command in args.start}
+    systems = [System(name, url, commands.pop(name, ())) for name, url in (args.a, args.b)]
+    if systems[0].name == systems[1].name or args.rounds < 1:
+        parser.error("give the two systems different names, and at least one round")
+    if commands:
+        parser.error(f"--start names {', '.join(commands)}, which is neither of the systems")
+    if args.picture and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--picture needs matplotlib: pip install matplotlib")
+    return systems
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=...")
+    return name, value
+
+
+def _named_url(text: str) -> tuple[str, str]:
+    name, url = _named(text)
+    if not url.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=URL")
+    return name, url
+
+
+def report(args: argparse.Namespace, seed: int, rounds: Rounds) -> int:
+    """Prints the table and writes what the options ask for; returns 1 where requests have failed, else 0."""
+    name_a, name_b = rounds
+    print(table(["workload", "group", "figure", name_a, name_b, f"{name_a} / {name_b}"], rows(rounds)))
+    if args.out:
+        systems = {name: {"url": url, "command": dict(args.start).get(name, "")} for name, url in (args.a, args.b)}
+        args.out.write_text(json.dumps({"systems": systems, "seed": seed, "rounds": rounds}, indent=2) + "\n")
+    if args.picture:
+        from bench.picture import side_by_side  # what it needs is not installed everywhere
+
+        side_by_side(rounds, args.picture)
+    failures = [
+        p for p in figures_of(rounds) if p[2] == "failures" and any(any(values_of(r, *p)) for r in rounds.values())
+    ]
+    return 1 if failures else 0
