@@ -123,7 +123,7 @@ class NativeKernels:
         softcap: float,
     ) -> Tensor:
         queries = queries.contiguous()
-        out = torch.empty_like(queries)
+        out = queries.new_empty(queries.shape)
         numbers, factors = (queries.shape[1],), (scale, softcap)
         self._run(Kind.ATTENTION, len(queries), out, (queries,), numbers, factors, cache, batch, group)
         return out
@@ -139,7 +139,7 @@ class NativeKernels:
 
     def _elementwise(self, kind: Kind, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.contiguous(), b.contiguous()
-        out = torch.empty_like(a)
+        out = a.new_empty(a.shape)
         self._run(kind, a.shape[0], out, (a, b), (a.shape[1:].numel(),))
         return out
 
