@@ -1,8 +1,8 @@
 """Starts a stack again and again; measures how long it takes and what memory it has then.
 
-    python -m bench.start smollm2-135m-instruct --rounds 5 --json /tmp/start.json --kv-memory 512MiB
+    python -m bench.start --rounds 5 --json /tmp/start.json -- --kv-memory 512MiB
 
-Options that are not this program's own go to `paceline serve`. Seconds count from the command: to "Ready.", and to the
+What stands behind -- goes to `paceline serve`. Seconds count from the command: to "Ready.", and to the
 first token of a first request that is sent then. Memory is read behind that request: the proportional share (PSS) of
 each process without shared memory, and the shared memory of the whole stack once, as large as its file is on the disk.
 """
@@ -111,20 +111,21 @@ def summary(starts: Sequence[Start]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default="smollm2-135m-instruct")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="file for all figures")
-    options, flags = parser.parse_known_args()
+    parser.add_argument("flags", nargs="*", help="options of `paceline serve`")
+    options = parser.parse_args()
     starts = []
     for number in range(options.rounds):
-        starts.append(measure(options.model, flags))
+        starts.append(measure(options.model, options.flags))
         print(f"start {number + 1}: first token after {starts[-1].first_token:.2f} s", file=sys.stderr)
     figures = summary(starts)
     rows = [[f"seconds to {what}", f"{figures[f'{key}_s']:.2f}"] for what, key in _TIMES]
     rows += [[f"MiB of {name}", f"{size:.0f}"] for name, size in figures["memory_mib"].items()]
     print(table(["figure", "median"], rows))
     if options.json:
-        options.json.write_text(json.dumps({"flags": flags, "figures": figures}, indent=2))
+        options.json.write_text(json.dumps({"flags": options.flags, "figures": figures}, indent=2))
 
 
 _TIMES = (("ready", "ready"), ("the first token", "first_token"))

@@ -96,6 +96,9 @@ class WorkerConfig(ServiceConfig):
 
     model: str = option("", "Hugging Face folder of the model", "model")
     dtype: str = option("auto", "bfloat16, float32, or auto for that of the checkpoint", "model")
+    packed_dir: str = option(
+        "", "folder where the workers of a host share packed weights; empty keeps a copy in each", "model"
+    )
     max_model_len: int = option(
         0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model", at_least=0
     )

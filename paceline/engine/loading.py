@@ -61,10 +61,19 @@ class Loaded:
 
 
 def load(
-    folder: Path, dtype: torch.dtype, device: torch.device, kernels: Kernels, speculative: SpeculativeConfig | None
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    speculative: SpeculativeConfig | None,
+    packed_dir: Path | None = None,
 ) -> Loaded:
-    """Loads a model, and a draft model where `speculative` names one. Raises ConfigError or ModelError."""
-    model = load_model(folder, dtype, kernels, device)
+    """Loads a model, and a draft model where `speculative` names one. Raises ConfigError or ModelError.
+
+    Args:
+        packed_dir: where the workers of a host share packed weights, if they do.
+    """
+    model = load_model(folder, dtype, kernels, device, packed_dir)
     shapes, identity = model.group_shapes, model_identity(folder, str(dtype))
     draft_model = None
     if speculative is None:
@@ -73,7 +82,7 @@ def load(
         raise ConfigError(f"--speculative-config: num_layers must be below the model's {model.config.num_layers}")
     if speculative.method == "draft_model":
         draft_folder = Path(speculative.model)
-        draft_model = load_model(draft_folder, dtype, kernels, device)
+        draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir)
         if draft_model.config.vocab_size != model.config.vocab_size:
             raise ConfigError(
                 f"the draft model knows {draft_model.config.vocab_size} tokens and the model "

@@ -82,6 +82,8 @@ class Kernels(Protocol):
     """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
 
     name: str
+    packing: str
+    """What the form of packed matrices follows from, as part of a file's name; empty where they stay as they are."""
 
     def compile(self, forward: Forward) -> Forward:
         """The same pass, perhaps without the cost of calling its operations one by one.

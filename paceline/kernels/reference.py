@@ -14,6 +14,7 @@ class ReferenceKernels:
     as the vendor's matrix product, whose summation order may change with the number of rows."""
 
     name = "reference"
+    packing = ""
 
     def compile(self, forward: Forward) -> Forward:
         return forward

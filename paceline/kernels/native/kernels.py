@@ -20,6 +20,7 @@ from paceline.kernels.native.library import (
     Op,
     Step,
     instruction_sets,
+    library_digest,
     load_library,
     make_step,
 )
@@ -48,6 +49,7 @@ class NativeKernels:
         if self.instruction_set not in known:
             raise ConfigError(f"{instruction_set!r} does not run here; choose one of: {', '.join(['auto', *known])}")
         self._library = load_library()
+        self.packing = f"native-{library_digest()}"
         self._team = self._library.paceline_team_start(threads, self.instruction_set.encode())
         self.recorder: Recorder | None = None
         self.one_at_a_time = threading.Lock()

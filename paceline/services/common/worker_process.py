@@ -170,7 +170,8 @@ def _load(config: WorkerConfig) -> Loaded:
         raise ConfigError("no model; name the folder of one")
     folder, device, dtype = Path(config.model), torch.device(config.device), _dtype(config)
     speculative = parse_speculative_config(config.speculative_config)
-    return load(folder, dtype, device, select_kernels(device, config.kernels), speculative)
+    packed_dir = Path(config.packed_dir) if config.packed_dir else None
+    return load(folder, dtype, device, select_kernels(device, config.kernels), speculative, packed_dir)
 
 
 def _dtype(config: WorkerConfig) -> torch.dtype:
