@@ -123,7 +123,10 @@ class KVTransferConfig(ServiceConfig):
 
     port: int = option(7300, "port to listen on; 0 takes a free one", "network", at_least=0, at_most=65535)
     kv_memory: str = option(
-        "auto", "KV memory of this host, e.g. 512MiB or 4GiB; auto takes a share of what is free", "memory"
+        "auto",
+        "KV memory of this host, e.g. 512MiB or 4GiB; auto takes what 24,576 tokens or the longest context need, "
+        "at most 2 GiB and a quarter of what is free",
+        "memory",
     )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     host_id: str = option("", "unique name of this host; empty makes one", "cluster")

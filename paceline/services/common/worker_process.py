@@ -82,7 +82,7 @@ class WorkerProcess:
         async with contextlib.AsyncExitStack() as undo:
             kv = KVClient(config.kvtransfer_address, config.worker_id, role)
             undo.push_async_callback(kv.close)
-            arena = await kv.attach(loaded.layout)
+            arena = await kv.attach(loaded.layout, config.max_model_len or loaded.max_position)
             pool = torch.frombuffer(map_arena(arena.path, arena.size), dtype=_dtype(config))
             max_model_len = _max_model_len(config, loaded, arena)
             steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
