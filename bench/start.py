@@ -32,6 +32,7 @@ from bench.load import table
 STOP_SECONDS = 60.0
 MIB = 1 << 20
 SHARED = "shared memory"
+_TIMES = (("seconds to ready", "ready_s"), ("seconds to the first token", "first_token_s"), ("CPU seconds", "cpu_s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Start:
     """Seconds from the command to "Ready."."""
     first_token: float
     """Seconds from the command to the first token of a request that was sent when the stack was ready."""
+    cpu: float
+    """CPU seconds of all processes until then; what else the machine does hardly changes them."""
     memory: dict[str, float]
     """MiB by process, and SHARED."""
 
@@ -55,7 +58,8 @@ def measure(model: str, flags: Sequence[str]) -> Start:
         ready = time.perf_counter() - began
         _ask(f"http://127.0.0.1:{port}")
         first_token = time.perf_counter() - began
-        return Start(ready, first_token, _memory(stack.pid, names))
+        family = [psutil.Process(stack.pid), *psutil.Process(stack.pid).children(recursive=True)]
+        return Start(ready, first_token, sum(map(_cpu_seconds, family)), _memory(family, names))
 
 
 @contextlib.contextmanager
@@ -86,10 +90,16 @@ def _ask(url: str) -> None:
         reply.readline()
 
 
-def _memory(root: int, names: dict[int, str]) -> dict[str, float]:
+def _cpu_seconds(process: psutil.Process) -> float:
+    """Its own, and those of its children that have ended."""
+    times = process.cpu_times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _memory(family: Sequence[psutil.Process], names: dict[int, str]) -> dict[str, float]:
     used: dict[str, float] = {}
     arenas: set[str] = set()
-    for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
+    for process in family:
         with open(f"/proc/{process.pid}/smaps_rollup") as file:
             pss = {line.split()[0]: int(line.split()[1]) for line in file if line.startswith("Pss")}
         name = names.get(process.pid, process.name())
@@ -105,6 +115,7 @@ def summary(starts: Sequence[Start]) -> dict[str, Any]:
     return {
         "ready_s": statistics.median(start.ready for start in starts),
         "first_token_s": statistics.median(start.first_token for start in starts),
+        "cpu_s": statistics.median(start.cpu for start in starts),
         "memory_mib": memory | {"all": statistics.median(sum(start.memory.values()) for start in starts)},
     }
 
@@ -121,14 +132,11 @@ def main() -> None:
         starts.append(measure(options.model, options.flags))
         print(f"start {number + 1}: first token after {starts[-1].first_token:.2f} s", file=sys.stderr)
     figures = summary(starts)
-    rows = [[f"seconds to {what}", f"{figures[f'{key}_s']:.2f}"] for what, key in _TIMES]
+    rows = [[what, f"{figures[key]:.2f}"] for what, key in _TIMES]
     rows += [[f"MiB of {name}", f"{size:.0f}"] for name, size in figures["memory_mib"].items()]
     print(table(["figure", "median"], rows))
     if options.json:
         options.json.write_text(json.dumps({"flags": options.flags, "figures": figures}, indent=2))
-
-
-_TIMES = (("ready", "ready"), ("the first token", "first_token"))
 
 
 if __name__ == "__main__":
