@@ -97,6 +97,9 @@ class WorkerConfig(ServiceConfig):
 
     model: str = option("", "Hugging Face folder of the model", "model")
     dtype: str = option("auto", "bfloat16, float32, or auto for that of the checkpoint", "model")
+    packed_dir: str = option(
+        "", "folder where the workers of a host share packed weights; empty keeps a copy in each", "model"
+    )
     max_model_len: int = option(
         0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model", at_least=0
     )
@@ -130,7 +133,10 @@ class KVTransferConfig(ServiceConfig):
 
     port: int = option(7300, "port to listen on; 0 takes a free one", "network", at_least=0, at_most=65535)
     kv_memory: str = option(
-        "auto", "KV memory of this host, e.g. 512MiB or 4GiB; auto takes a share of what is free", "memory"
+        "auto",
+        "KV memory of this host, e.g. 512MiB or 4GiB; auto takes what 24,576 tokens or the longest context need, "
+        "at most 2 GiB and a quarter of what is free",
+        "memory",
     )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     host_id: str = option("", "unique name of this host; empty makes one", "cluster")

@@ -61,18 +61,27 @@ class Loaded:
 
 
 def load(
-    folder: Path, dtype: torch.dtype, device: torch.device, kernels: Kernels, speculative: SpeculativeConfig | None
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    speculative: SpeculativeConfig | None,
+    packed_dir: Path | None = None,
 ) -> Loaded:
-    """Loads a model, and a draft model where `speculative` names one. Raises ConfigError or ModelError."""
+    """Loads a model, and a draft model where `speculative` names one. Raises ConfigError or ModelError.
+
+    Args:
+        packed_dir: where the workers of a host share packed weights, if they do.
+    """
     check_speculative(speculative, folder)
-    model = load_model(folder, dtype, kernels, device)
+    model = load_model(folder, dtype, kernels, device, packed_dir)
     shapes, identity = model.group_shapes, model_identity(folder, str(dtype))
     draft_model = None
     if speculative is None:
         return Loaded(model, None, make_layout(shapes, dtype.itemsize, identity), None, Grammars(folder))
     if speculative.method == "draft_model":
         draft_folder = Path(speculative.model)
-        draft_model = load_model(draft_folder, dtype, kernels, device)
+        draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir)
         first = model.config.num_layers
         shapes += tuple(
             replace(

@@ -94,7 +94,7 @@ def _choose(logits: Tensor, row: SamplingRow, draft: Draft | None) -> int:
 
 def _best(logits: Tensor) -> int:
     """The first of the largest."""
-    # numpy compares many at a time where torch takes one after the other on a CPU.
+    # On CPU torch looks at one number after the other, NumPy at sixteen together.
     return int(logits.numpy().argmax() if logits.device.type == "cpu" else logits.argmax())
 
 

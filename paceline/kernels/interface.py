@@ -84,6 +84,8 @@ class Kernels(Protocol):
     """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
 
     name: str
+    packing: str
+    """What the form of packed matrices follows from, as part of a file's name; empty where they stay as they are."""
 
     def take_turns(self, turns: Turns) -> None:
         """From now on each operation waits for its turn, where these kernels can; others compute whole steps in one."""

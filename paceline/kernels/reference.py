@@ -15,6 +15,7 @@ class ReferenceKernels:
     as the vendor's matrix product, whose summation order may change with the number of rows."""
 
     name = "reference"
+    packing = ""
 
     def take_turns(self, turns: Turns) -> None:
         pass

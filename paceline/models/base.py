@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape
-from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
+from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache, PackedWeight
 from paceline.models.config import ModelConfig
 
 
@@ -19,6 +19,9 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor of this name, on the model's device and in its dtype. A tensor that is missing or has another
         shape is reported when all have been taken."""
+
+    def take_packed(self, name: str, *shape: int) -> PackedWeight:
+        """A matrix likewise, as the model's kernels pack it."""
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +12,51 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.kernels.interface import Kernels
+from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.models.base import CompiledModel, Model
 from paceline.models.config import read_config
 from paceline.models.folder import weight_files
+from paceline.models.identity import model_identity
+from paceline.models.packed import Pack, packed_weights
 from paceline.models.registry import MODELS
 
 _NAMED_AT_MOST = 5
 
 
-def load_model(path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device) -> Model:
+def load_model(
+    path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device, packed_dir: Path | None = None
+) -> Model:
     """Loads a Hugging Face folder with safetensors.
 
-    On CPU, tensors that already have `dtype` stay memory-mapped until the kernels have packed a copy.
+    Args:
+        packed_dir: where processes share what the kernels pack; None packs into memory of this process.
 
     Raises:
         ModelError: the folder cannot be read, or its tensors do not fit its config.json.
     """
     config = read_config(path)
-    checkpoint = Checkpoint(weight_files(path), dtype, device)
-    model = MODELS[config.architecture](config, checkpoint, kernels)
-    checkpoint.finish(may_remain=("lm_head.weight",) if config.tie_word_embeddings else ())
-    return CompiledModel(model, kernels)
+
+    def build(pack: Pack) -> Model:
+        checkpoint = Checkpoint(weight_files(path), dtype, device, pack)
+        model = MODELS[config.architecture](config, checkpoint, kernels)
+        checkpoint.finish(may_remain=("lm_head.weight",) if config.tie_word_embeddings else ())
+        return model
+
+    pack: Pack = partial(_pack, kernels)
+    if packed_dir is not None and kernels.packing:
+        pack = packed_weights(packed_dir, f"{path.name}-{model_identity(path, str(dtype))[:16]}", kernels, build)
+    return CompiledModel(build(pack), kernels)
+
+
+def _pack(kernels: Kernels, name: str, weight: Tensor) -> PackedWeight:
+    return kernels.pack(weight)
 
 
 class Checkpoint:
-    """`Weights` from safetensors files."""
+    """`Weights` from safetensors files, which are mapped into memory."""
 
-    def __init__(self, files: Iterable[Path], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, files: Iterable[Path], dtype: torch.dtype, device: torch.device, pack: Pack) -> None:
+        self._pack = pack
         self._dtype = dtype
         self._device = device
         self._file_of: dict[str, tuple[Path, Any]] = {}
@@ -66,7 +84,11 @@ class Checkpoint:
             raise ModelError(f"{file} is damaged: {error}") from error
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantised checkpoints are not supported")
-        return tensor.to(self._device, self._dtype)
+        # A vector is copied, because a view of it would keep its whole file in memory.
+        return tensor.to(self._device, self._dtype, copy=tensor.dim() == 1)
+
+    def take_packed(self, name: str, *shape: int) -> PackedWeight:
+        return self._pack(name, self.take(name, *shape))
 
     def finish(self, may_remain: tuple[str, ...] = ()) -> None:
         """Closes the files.

@@ -118,8 +118,11 @@ class AttachRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
+    context_tokens: _builtins.int
+    """Tokens of the longest context that the worker would take if there was room."""
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...
     def __init__(
@@ -128,10 +131,11 @@ class AttachRequest(_message.Message):
         worker_id: _builtins.str = ...,
         role: _builtins.str = ...,
         layout: Global___KVLayout | None = ...,
+        context_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "layout", b"layout", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -16,6 +19,17 @@ from paceline.core.errors import ConfigError
 from paceline.kernels.interface import AttentionBatch, Forward, LayerCache
 from paceline.kernels.native import NativeKernels
 
+ROOT = Path(__file__).parents[2]
+RECORD = """
+import sys
+from paceline.kernels.native import NativeKernels
+from tests.kernels.conftest import make_case
+from tests.kernels.test_replay import Counting, run
+
+kernels = NativeKernels(1)
+run(kernels.compile(Counting(kernels).forward), make_case(kernels, [(1, 5)]))
+print(*{"torch._dynamo", "sympy", "triton"} & set(sys.modules))
+"""
 HIDDEN = 60
 LENGTHS = [[(1, 5)], [(3, 20), (90, 130)], [(1, 40), (1, 2), (1, 7)]]
 
@@ -124,6 +138,13 @@ def test_what_is_computed_outside_of_the_kernels_is_refused(
 
     with pytest.raises(ConfigError, match="outside of its kernels"):
         run(kernels.compile(forward), paged_case(kernels, [(1, 5)]))
+
+
+def test_recording_imports_no_compiler() -> None:
+    """A first token would wait for it, and every worker would keep it in memory."""
+    done = subprocess.run([sys.executable, "-c", RECORD], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
 
 
 def test_an_error_leaves_the_replay_usable(kernels: NativeKernels, paged_case: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.kernels import select_kernels
+from paceline.kernels.reference import ReferenceKernels
 from paceline.models.base import Model
 from paceline.models.loader import Checkpoint, load_model
 
@@ -101,9 +102,9 @@ def test_a_folder_without_weights_says_so(tmp_path: Path, save_llama: Any) -> No
         load(tmp_path)
 
 
-def test_tensors_of_the_right_dtype_stay_memory_mapped(tmp_path: Path) -> None:
+def test_matrices_of_the_right_dtype_stay_memory_mapped(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    save_file({"large": torch.ones(1 << 20)}, file)
+    save_file({"matrix": torch.ones(1 << 10, 1 << 10), "vector": torch.ones(1 << 20)}, file)
 
     def mapped_at(tensor: Tensor) -> str:
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -112,8 +113,13 @@ def test_tensors_of_the_right_dtype_stay_memory_mapped(tmp_path: Path) -> None:
                 return line
         return ""
 
-    kept = Checkpoint([file], torch.float32, CPU).take("large", 1 << 20)
-    cast = Checkpoint([file], torch.bfloat16, CPU).take("large", 1 << 20)
+    def checkpoint(dtype: torch.dtype) -> Checkpoint:
+        return Checkpoint([file], dtype, CPU, lambda name, weight: ReferenceKernels().pack(weight))
+
+    kept = checkpoint(torch.float32).take_packed("matrix", 1 << 10, 1 << 10).data
+    copied = checkpoint(torch.float32).take("vector", 1 << 20)
+    cast = checkpoint(torch.bfloat16).take("matrix", 1 << 10, 1 << 10)
     assert str(file) in mapped_at(kept)
     assert str(file) not in mapped_at(cast)
+    assert str(file) not in mapped_at(copied)
     assert cast.dtype == torch.bfloat16

@@ -22,6 +22,7 @@ from paceline.kernels.native.library import (
     Op,
     Step,
     instruction_sets,
+    library_digest,
     load_library,
     make_step,
 )
@@ -50,6 +51,7 @@ class NativeKernels:
         if self.instruction_set not in known:
             raise ConfigError(f"{instruction_set!r} does not run here; choose one of: {', '.join(['auto', *known])}")
         self._library = load_library()
+        self.packing = f"native-{library_digest()}"
         self._team = self._library.paceline_team_start(threads, self.instruction_set.encode())
         if self._team is None:
             raise MemoryError("there is no memory for a team of threads")
@@ -142,7 +144,7 @@ class NativeKernels:
         softcap: float,
     ) -> Tensor:
         queries = queries.contiguous()
-        out = torch.empty_like(queries)
+        out = queries.new_empty(queries.shape)
         tokens, heads, _ = queries.shape
         op = Op(Kind.ATTENTION, rows=tokens, n0=heads, f0=scale, f1=softcap, cache=_cache(cache, queries, group))
         self._run(op, (out, queries), batch, group)
@@ -160,7 +162,7 @@ class NativeKernels:
     def _elementwise(self, kind: Kind, a: Tensor, b: Tensor) -> Tensor:
         _need("the second operand", b, a.dtype, *a.shape)
         a, b = a.contiguous(), b.contiguous()
-        out = torch.empty_like(a)
+        out = a.new_empty(a.shape)
         self._run(Op(kind, rows=a.shape[0], n0=a.shape[1:].numel()), (out, a, b))
         return out
 

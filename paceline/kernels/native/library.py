@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
@@ -13,6 +14,8 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import GroupTables
+
+_FOLDER = Path(__file__).parent
 
 HOW_TO_BUILD = (
     "the native CPU kernels are not compiled, or from another source; install a C++ compiler (g++ 11 or newer) and "
@@ -107,11 +110,9 @@ def make_step(
 
 
 @cache
-def load_library(folder: Path = Path(__file__).parent) -> ctypes.CDLL:
+def load_library(folder: Path = _FOLDER) -> ctypes.CDLL:
     """The library. Raises ConfigError where it was not compiled, or from another source, or does not load here."""
-    file = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_library{suffix}").exists()), None)
-    if file is None:
-        raise ConfigError(HOW_TO_BUILD)
+    file = _library_file(folder)
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
@@ -120,6 +121,19 @@ def load_library(folder: Path = Path(__file__).parent) -> ctypes.CDLL:
         raise ConfigError(HOW_TO_BUILD)
     _declare(library)
     return library
+
+
+@cache
+def library_digest(folder: Path = _FOLDER) -> str:
+    """Changes with the library. Raises ConfigError where it was not compiled."""
+    return hashlib.sha256(_library_file(folder).read_bytes()).hexdigest()[:12]
+
+
+def _library_file(folder: Path) -> Path:
+    file = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_library{suffix}").exists()), None)
+    if file is None:
+        raise ConfigError(HOW_TO_BUILD)
+    return file
 
 
 def instruction_sets() -> list[str]:

@@ -47,6 +47,11 @@ class Recorder:
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses to compute with what stands for a buffer: a replay would not do it again."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # To hide from torch.compile, torch would import it, and triton and sympy: over a second and 100 MiB.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)

@@ -73,9 +73,16 @@ class KVClient:
         self._held: dict[tuple[str, int], Key] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def attach(self, layout: KVLayout) -> Arena:
-        """Joins the arena; waits a while for the service to come up. Raises PacelineError."""
-        request = pb.AttachRequest(worker_id=self._worker_id, role=self._role, layout=_layout_to_pb(layout))
+    async def attach(self, layout: KVLayout, context_tokens: int) -> Arena:
+        """Joins the arena; waits a while for the service to come up. Raises PacelineError.
+
+        Args:
+            context_tokens: of the longest context that this worker would take; an arena of automatic size has room for
+                one.
+        """
+        request = pb.AttachRequest(
+            worker_id=self._worker_id, role=self._role, layout=_layout_to_pb(layout), context_tokens=context_tokens
+        )
         call = self._stub.Attach(request, wait_for_ready=True)
         try:
             async with asyncio.timeout(ATTACH_SECONDS):

@@ -85,7 +85,7 @@ class WorkerProcess:
         async with contextlib.AsyncExitStack() as undo:
             kv = KVClient(config.kvtransfer_address, config.worker_id, role)
             undo.push_async_callback(kv.close)
-            arena = await kv.attach(loaded.layout)
+            arena = await kv.attach(loaded.layout, config.max_model_len or loaded.max_position)
             memory = memoryview(map_arena(arena.path, arena.size))
             pool = torch.frombuffer(memory[: arena.size], dtype=_dtype(config))
             turns = _turns(config, role, memory[arena.size :], kv.session)
@@ -180,7 +180,8 @@ def _load(config: WorkerConfig, kernels: Kernels) -> Loaded:
     if not config.model:
         raise ConfigError("no model; name the folder of one")
     speculative = parse_speculative_config(config.speculative_config)
-    return load(Path(config.model), _dtype(config), torch.device(config.device), kernels, speculative)
+    packed_dir = Path(config.packed_dir) if config.packed_dir else None
+    return load(Path(config.model), _dtype(config), torch.device(config.device), kernels, speculative, packed_dir)
 
 
 def _turns(config: WorkerConfig, role: Role, page: memoryview, session: int) -> Turns | None:

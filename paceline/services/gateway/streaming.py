@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 SEND_SECONDS = 60.0
 """A client that takes nothing for so long is given up, because its request holds a place on a worker."""
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _DONE = b"data: [DONE]\n\n"
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 """JSON allows these characters, and clients that read line by line break at them."""
@@ -113,8 +114,8 @@ class _ClientStalledError(Exception):
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text.translate(_LINE_BREAKS)}\n\n".encode()
+    text = _ENCODER.encode(data)
+    return f"data: {text if text.isascii() else text.translate(_LINE_BREAKS)}\n\n".encode()
 
 
 async def _disconnect(receive: Receive) -> None:

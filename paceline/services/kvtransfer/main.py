@@ -19,6 +19,7 @@ from paceline.services.kvtransfer.events import BlockEventPublisher
 from paceline.services.kvtransfer.service import KVTransferService
 
 _AUTO_MOST = 2 * GIB
+_AUTO_TOKENS = 24 * 1024
 _WATCH_SECONDS = 0.5
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,10 @@ async def run(config: KVTransferConfig) -> None:
     stop = stop_on_signals()
     host_id = config.host_id or unique_name("host")
     arena_dir = Path(config.arena_dir)
-    service = KVTransferService(host_id, _kv_memory(config), arena_dir, config.lease_seconds)
+    enough_tokens = _AUTO_TOKENS if config.kv_memory == "auto" else 0
+    service = KVTransferService(
+        host_id, _kv_memory(config), arena_dir, config.lease_seconds, enough_tokens=enough_tokens
+    )
     server = RpcServer(config.host, config.port, host_id)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     address = reachable_address(config, await server.start())
@@ -60,7 +64,7 @@ async def run(config: KVTransferConfig) -> None:
 
 
 def _kv_memory(config: KVTransferConfig) -> int:
-    """Bytes of the arena; "auto" leaves most of the machine to weights and to others."""
+    """Most bytes of the arena; "auto" leaves most of the machine to weights and to others."""
     if config.kv_memory != "auto":
         return parse_bytes(config.kv_memory)
     try:

@@ -74,6 +74,8 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     Args:
         host_id: unique name of the host; workers with the same one share blocks.
         kv_memory_bytes: size of the arena.
+        enough_tokens: of these, or of one of the longest contexts, the arena need not hold more; 0 makes it as large as
+            it may be.
         arena_dir: a tmpfs that all workers of the host see.
         lease_seconds: a hold that is not renewed for this long ends.
         clock: monotonic seconds, by default those in which this process ran.
@@ -86,9 +88,11 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         arena_dir: Path,
         lease_seconds: float,
         clock: Callable[[], float] | None = None,
+        enough_tokens: int = 0,
     ) -> None:
         self._host_id = host_id
         self._kv_memory_bytes = kv_memory_bytes
+        self._enough_tokens = enough_tokens
         self._arena_dir = arena_dir
         self._lease_seconds = lease_seconds
         self._clock = clock or AwakeClock()
@@ -217,7 +221,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             self._unshape()
             shaped = None
         if shaped is None:
-            shaped = self._shape(layout)
+            shaped = self._shape(layout, request.context_tokens)
         elif shaped.layout != layout:
             raise ConfigError(
                 f"worker {request.worker_id} cannot share this host's KV blocks: {difference(shaped.layout, layout)}; "
@@ -235,8 +239,10 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self._unproved = True
         log.info("worker %s left", worker_id)
 
-    def _shape(self, layout: KVLayout) -> _Shaped:
+    def _shape(self, layout: KVLayout, context_tokens: int) -> _Shaped:
         slots = min(_MAX_SLOTS, self._kv_memory_bytes // layout.slot_bytes)
+        if self._enough_tokens:
+            slots = min(slots, layout.slots_for(max(self._enough_tokens, context_tokens)))
         if slots == 0:
             raise ConfigError(
                 f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "

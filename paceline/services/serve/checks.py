@@ -56,7 +56,7 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> No
     if available is None:
         return
     workers = config.prefill + config.decode
-    weights = _weight_bytes(folder, config.dtype, workers) if config.device == "cpu" else 0
+    weights = _weight_bytes(folder, config, workers) if config.device == "cpu" else 0
     kv_bytes = LEAST_KV_BYTES if config.kv_memory == "auto" else parse_bytes(config.kv_memory)
     needed = weights + workers * PROCESS_BYTES + kv_bytes
     if needed > available:
@@ -68,13 +68,14 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> No
         )
 
 
-def _weight_bytes(folder: Path, dtype: str, workers: int) -> int:
-    """Workers share the mapped file; weights that have to be converted are a copy in each."""
+def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
+    """Workers share the mapped file, or that of packed weights; what plain torch has to convert is a copy in each."""
     stored_bytes = sum(file.stat().st_size for file in weight_files(folder))
     stored = read_config(folder).dtype
-    if dtype in ("auto", stored):
+    if config.dtype in ("auto", stored):
         return stored_bytes
-    return workers * stored_bytes * _ITEMSIZES[dtype] // _ITEMSIZES[stored]
+    copies = workers if config.kernels == "reference" else 1
+    return copies * stored_bytes * _ITEMSIZES[config.dtype] // _ITEMSIZES[stored]
 
 
 def _gib(size: int) -> str:

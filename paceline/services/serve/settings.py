@@ -26,6 +26,7 @@ def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str) -
     options = dataclasses.asdict(config)
     shared = {name: value for name, value in options.items() if name not in (*_GATEWAY, *_SERVE)}
     shared |= {"model": str(model), "served_model_name": served_name(config), "redis": redis, "cluster": cluster}
+    shared["packed_dir"] = str(Path(config.cache_dir).expanduser().absolute() / "packed")
     gateway = {name: options[name] for name in _GATEWAY}
     return f"{_lines(shared)}\n[gateway]\n{_lines(gateway)}\n[kvtransfer]\nport = 0\n"
 

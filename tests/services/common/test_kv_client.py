@@ -85,7 +85,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
     address = f"127.0.0.1:{await server.start()}"
     clients = [KVClient(address, role, role) for role in ("decode", "prefill")]
     for client in clients:
-        await client.attach(LAYOUT)
+        await client.attach(LAYOUT, context_tokens=64)
     yield Host(unreliable, *clients)
     for client in clients:
         await client.close()

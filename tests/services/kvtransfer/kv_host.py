@@ -54,10 +54,17 @@ class Worker:
 class Host:
     """The service, its address and its time."""
 
-    def __init__(self, folder: Path, kv_memory: int = SLOTS * SLOT, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kv_memory: int = SLOTS * SLOT,
+        clock: Callable[[], float] | None = None,
+        enough_tokens: int = 0,
+    ) -> None:
         self.now = 1000.0
         self.folder = folder
-        self.service = KVTransferService("host-1", kv_memory, folder, LEASE, clock or (lambda: self.now))
+        clock = clock or (lambda: self.now)
+        self.service = KVTransferService("host-1", kv_memory, folder, LEASE, clock, enough_tokens)
         self.server = RpcServer("127.0.0.1", 0)
         pb_grpc.add_KVTransferServicer_to_server(self.service, self.server.server)
 
@@ -72,8 +79,10 @@ class Host:
         await self.service.close()
         await self.server.close(0)
 
-    async def attach(self, worker_id: str = "w", shape: pb.KVLayout | None = None) -> Worker:
-        request = pb.AttachRequest(worker_id=worker_id, role="decode", layout=shape or layout())
+    async def attach(self, worker_id: str = "w", shape: pb.KVLayout | None = None, context_tokens: int = 0) -> Worker:
+        request = pb.AttachRequest(
+            worker_id=worker_id, role="decode", layout=shape or layout(), context_tokens=context_tokens
+        )
         stream = self.stub.Attach(request)
         async with asyncio.timeout(10):
             arena = await stream.read()

@@ -32,6 +32,21 @@ async def test_the_first_worker_shapes_the_arena(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
+    ("enough_tokens", "context_tokens", "slots"),
+    [(0, 64, SLOTS), (48, 0, 3), (48, 33, 3), (48, 65, 5), (16 * SLOTS + 1, 0, SLOTS), (48, 16 * SLOTS + 1, SLOTS)],
+)
+async def test_an_arena_may_hold_no_more_than_enough(
+    tmp_path: Path, enough_tokens: int, context_tokens: int, slots: int
+) -> None:
+    """Enough tokens or the longest context, whichever is more, as far as the memory goes."""
+    host = Host(tmp_path, enough_tokens=enough_tokens)
+    await host.start()
+    worker = await host.attach(context_tokens=context_tokens)
+    assert worker.arena.slots == slots
+    await host.close()
+
+
+@pytest.mark.parametrize(
     ("other", "difference"),
     [
         (layout(slot_bytes=2 * SLOT), "its slot_bytes is 8192, that of the arena is 4096"),

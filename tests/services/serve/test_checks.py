@@ -117,11 +117,12 @@ def test_an_address_that_is_not_ours_is_refused(host: str, port: int) -> None:
 @pytest.mark.parametrize(
     ("options", "needed"),
     [
-        # Weights that stay as they are stored are one mapped file for all workers.
+        # Weights are one mapped file for all workers: that of the model, or that of its packed weights.
         ({}, 1 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         ({"dtype": "bfloat16", "prefill": 2}, 1 * MIB + 3 * PROCESS_BYTES + LEAST_KV_BYTES),
-        # Converted weights are a copy in each worker.
-        ({"dtype": "float32"}, 2 * 2 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
+        ({"dtype": "float32"}, 2 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
+        # What plain torch converts is a copy in each worker.
+        ({"dtype": "float32", "kernels": "reference"}, 2 * 2 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         ({"prefill": 0, "kv_memory": "1GiB"}, 1 * MIB + PROCESS_BYTES + 1024 * MIB),
         ({"prefill": 0, "device": "cuda"}, PROCESS_BYTES + LEAST_KV_BYTES),
     ],

@@ -19,6 +19,7 @@ CONFIG = ServeConfig(
     port=9000,
     api_key='a"b\\c',
     prefill=3,
+    cache_dir="/cache",
 )
 
 
@@ -45,6 +46,7 @@ def test_workers_listen_on_a_free_port_of_this_machine_only(file: Path, role: st
     config = read(WorkerConfig, role, file)
     assert (config.host, config.port) == ("127.0.0.1", 0)
     assert (config.model, config.max_seqs, config.max_model_len) == ("/cache/ä 🚲", 7, 100)
+    assert config.packed_dir == "/cache/packed"
 
 
 def test_kvtransfer(file: Path) -> None:

@@ -1,0 +1,169 @@
+"""The gateway alone, behind it a worker that computes nothing: tokens that it streams for a second of its CPU time.
+
+    python -m bench.gateway ~/.cache/paceline/smollm2-135m-instruct --streams 8 --streams 64 --json /tmp/gateway.json
+
+The worker speaks the decode workers' protocol and sends a token of every stream a step, each in a message of its own,
+as a decode worker does. With --step-seconds 0 the next step follows at once. The client reads every stream to its end;
+a stream with too few tokens fails. Only the gateway's own process counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc.aio
+import psutil
+
+from bench.load import Server, percentile, table
+from bench.workloads import Request, Workload
+from paceline.core.model_folder import model_digest
+from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.registry import Member, Registrar
+from paceline.services.common.rpc import RpcServer
+from paceline.services.serve.redis_server import redis_command, wait_for_redis
+
+FIRST_ID, IDS = 1000, 20_000
+"""Tokens that are sent, in turn: common words."""
+START_SECONDS = 30.0
+
+Context = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
+
+
+class Reciter(worker_pb2_grpc.DecodeServicer):
+    """A decode worker that says numbers in order."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
+        self._step = asyncio.Condition()
+
+    async def steps(self) -> None:
+        """Begins a step for all streams, again and again."""
+        while True:
+            await asyncio.sleep(self._step_seconds)
+            async with self._step:
+                self._step.notify_all()
+
+    async def Generate(  # type: ignore[override]
+        self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Context
+    ) -> None:
+        work = (await anext(commands)).admit
+        await context.write(worker_pb2.DecodeEvent(admitted=worker_pb2.Admitted(key=work.key)))
+        await anext(commands)
+        for number in range(work.sampling.max_tokens):
+            async with self._step:
+                await self._step.wait()
+            token = common_pb2.Token(id=FIRST_ID + number % IDS)
+            await context.write(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=[token])))
+        finished = worker_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH)
+        await context.write(worker_pb2.DecodeEvent(finished=finished))
+
+
+@contextlib.asynccontextmanager
+async def stack(model: Path, step_seconds: float) -> AsyncIterator[tuple[str, psutil.Process]]:
+    """The URL of a gateway with a reciter behind it, and the gateway's process."""
+    async with contextlib.AsyncExitStack() as undo:
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
+        redis = f"unix://{folder / 'redis.sock'}"
+        await _start(undo, *redis_command(folder / "redis.sock"))
+        await wait_for_redis(redis, START_SECONDS)
+        reciter, rpc = Reciter(step_seconds), RpcServer("127.0.0.1", 0, "reciter")
+        worker_pb2_grpc.add_DecodeServicer_to_server(reciter, rpc.server)
+        port = await rpc.start()
+        undo.push_async_callback(rpc.close, 0)
+        await rpc.set_ready(True)
+        limits = {"max_model_len": 8192, "max_seqs": 1024}
+        member = Member("reciter", "decode", 1, f"127.0.0.1:{port}", "h", model=model_digest(model), **limits)
+        registrar = Registrar(redis, "bench", lambda: member)
+        await registrar.start()
+        undo.push_async_callback(registrar.stop)
+        steps = asyncio.create_task(reciter.steps())
+        undo.callback(steps.cancel)
+        readable, writable = os.pipe()
+        flags = (f"--redis={redis}", "--cluster=bench", "--port=0", f"--ready-fd={writable}", "--log-level=warning")
+        gateway = await _start(undo, sys.executable, "-m", "paceline", "gateway", str(model), *flags, keep=writable)
+        os.close(writable)
+        address = (await asyncio.to_thread(os.read, readable, 100)).decode().strip()
+        os.close(readable)
+        if not address:
+            raise RuntimeError("the gateway did not start")
+        await asyncio.sleep(1.0)  # for the worker to be seen
+        yield f"http://{address}", psutil.Process(gateway.pid)
+
+
+async def _start(undo: contextlib.AsyncExitStack, *command: str, keep: int = -1) -> asyncio.subprocess.Process:
+    pass_fds = [keep] if keep >= 0 else []
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, pass_fds=pass_fds)
+
+    async def stop() -> None:
+        process.terminate()
+        await process.wait()
+
+    undo.push_async_callback(stop)
+    return process
+
+
+async def measure(url: str, gateway: psutil.Process, streams: int, tokens: int) -> dict[str, float]:
+    """One round: that many streams at the same time, each of so many tokens."""
+    requests = tuple(Request((FIRST_ID, FIRST_ID + 1), tokens) for _ in range(streams))
+    async with Server(url) as server:
+        await server.run(Workload("warm-up", requests[:1], 1))
+        before, began = _cpu_seconds(gateway), time.perf_counter()
+        outcomes = await server.run(Workload("streams", requests, streams))
+        used, seconds = _cpu_seconds(gateway) - before, time.perf_counter() - began
+    if failed := [outcome.error for outcome in outcomes if outcome.error]:
+        raise RuntimeError(f"{len(failed)} streams failed; the first: {failed[0]}")
+    gaps = [later - earlier for outcome in outcomes for earlier, later in zip(outcome.chunks, outcome.chunks[1:])]
+    return {
+        "tokens_per_cpu_s": streams * tokens / used,
+        "cpu_us_per_token": 1e6 * used / (streams * tokens),
+        "tokens_per_s": streams * tokens / seconds,
+        "chunks_per_token": sum(len(outcome.chunks) for outcome in outcomes) / (streams * tokens),
+        "itl_ms_p99": 1000 * percentile(gaps, 99),
+    }
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def run(options: argparse.Namespace) -> dict[int, dict[str, float]]:
+    rounds: dict[int, list[dict[str, float]]] = {streams: [] for streams in options.streams or (8, 64)}
+    async with stack(options.model, options.step_seconds) as (url, gateway):
+        for _ in range(options.rounds):
+            for streams, figures in rounds.items():
+                figures.append(await measure(url, gateway, streams, options.tokens))
+    return {
+        streams: {name: statistics.median(one[name] for one in figures) for name in figures[0]}
+        for streams, figures in rounds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gateway", description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="Hugging Face folder; only its tokenizer is read")
+    parser.add_argument("--streams", type=int, action="append", help="at the same time; may be repeated")
+    parser.add_argument("--tokens", type=int, default=512, help="of a stream [%(default)s]")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="between two tokens of a stream [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    options = parser.parse_args()
+    figures = asyncio.run(run(options))
+    columns = list(next(iter(figures.values())))
+    print(table(["streams", *columns], [[str(n), *(f"{row[c]:.1f}" for c in columns)] for n, row in figures.items()]))
+    if options.json:
+        options.json.write_text(json.dumps({"step_seconds": options.step_seconds, "streams": figures}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

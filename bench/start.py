@@ -1,0 +1,143 @@
+"""Starts a stack again and again; measures how long it takes and what memory it has then.
+
+    python -m bench.start --rounds 5 --json /tmp/start.json -- --kv-memory 512MiB
+
+What stands behind -- goes to `paceline serve`. Seconds count from the command: to "Ready.", and to the
+first token of a first request that is sent then. Memory is read behind that request: the proportional share (PSS) of
+each process without shared memory, and the shared memory of the whole stack once, as large as its file is on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.load import table
+
+STOP_SECONDS = 60.0
+MIB = 1 << 20
+SHARED = "shared memory"
+_TIMES = (("seconds to ready", "ready_s"), ("seconds to the first token", "first_token_s"), ("CPU seconds", "cpu_s"))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start."""
+
+    ready: float
+    """Seconds from the command to "Ready."."""
+    first_token: float
+    """Seconds from the command to the first token of a request that was sent when the stack was ready."""
+    cpu: float
+    """CPU seconds of all processes until then; what else the machine does hardly changes them."""
+    memory: dict[str, float]
+    """MiB by process, and SHARED."""
+
+
+def measure(model: str, flags: Sequence[str]) -> Start:
+    """Starts a stack, asks it once, and stops it. Raises RuntimeError where it does not start."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    began = time.perf_counter()
+    with _stack([sys.executable, "-m", "paceline", "serve", model, f"--port={port}", *flags]) as (stack, names):
+        ready = time.perf_counter() - began
+        _ask(f"http://127.0.0.1:{port}")
+        first_token = time.perf_counter() - began
+        family = [psutil.Process(stack.pid), *psutil.Process(stack.pid).children(recursive=True)]
+        return Start(ready, first_token, sum(map(_cpu_seconds, family)), _memory(family, names))
+
+
+@contextlib.contextmanager
+def _stack(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], dict[int, str]]]:
+    """A stack that is ready, and the names of its processes by their ids."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        names = {process.pid: "serve"}
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("Ready."):
+                break
+            if len(words := line.split()) > 2 and words[1] == "pid":
+                names[int(words[2])] = words[0]
+        else:
+            raise RuntimeError(f"the stack did not start: {' '.join(command)}")
+        yield process, names
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(STOP_SECONDS)
+
+
+def _ask(url: str) -> None:
+    """Returns with the first token of an answer. It ends before the next start: the stack drains."""
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 8, "stream": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as reply:
+        reply.readline()
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    """Its own, and those of its children that have ended."""
+    times = process.cpu_times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _memory(family: Sequence[psutil.Process], names: dict[int, str]) -> dict[str, float]:
+    used: dict[str, float] = {}
+    arenas: set[str] = set()
+    for process in family:
+        with open(f"/proc/{process.pid}/smaps_rollup") as file:
+            pss = {line.split()[0]: int(line.split()[1]) for line in file if line.startswith("Pss")}
+        name = names.get(process.pid, process.name())
+        used[name] = used.get(name, 0.0) + (pss["Pss:"] - pss["Pss_Shmem:"]) / 1024
+        arenas |= {each.path for each in process.memory_maps() if each.path.startswith("/dev/shm/")}
+    used[SHARED] = sum(os.stat(path).st_blocks * 512 for path in arenas) / MIB
+    return used
+
+
+def summary(starts: Sequence[Start]) -> dict[str, Any]:
+    """Medians, figure by figure."""
+    memory = {name: statistics.median(start.memory[name] for start in starts) for name in starts[0].memory}
+    return {
+        "ready_s": statistics.median(start.ready for start in starts),
+        "first_token_s": statistics.median(start.first_token for start in starts),
+        "cpu_s": statistics.median(start.cpu for start in starts),
+        "memory_mib": memory | {"all": statistics.median(sum(start.memory.values()) for start in starts)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("flags", nargs="*", help="options of `paceline serve`")
+    options = parser.parse_args()
+    starts = []
+    for number in range(options.rounds):
+        starts.append(measure(options.model, options.flags))
+        print(f"start {number + 1}: first token after {starts[-1].first_token:.2f} s", file=sys.stderr)
+    figures = summary(starts)
+    rows = [[what, f"{figures[key]:.2f}"] for what, key in _TIMES]
+    rows += [[f"MiB of {name}", f"{size:.0f}"] for name, size in figures["memory_mib"].items()]
+    print(table(["figure", "median"], rows))
+    if options.json:
+        options.json.write_text(json.dumps({"flags": options.flags, "figures": figures}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

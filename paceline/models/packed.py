@@ -1,0 +1,136 @@
+"""Packed weights in a file: packed once, and mapped by all workers of a host, which then share the memory.
+
+The file holds the matrices, each at a multiple of a cache line, then their index in JSON, then the index's length in
+eight bytes. It appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.models.file_lock import file_lock
+
+Pack = Callable[[str, Tensor], PackedWeight]
+"""Packs the tensor of this name."""
+
+_ALIGNMENT = 64
+_LENGTH_BYTES = 8
+_UNUSED_SECONDS = 7 * 86400.0
+
+log = logging.getLogger(__name__)
+
+
+def packed_weights(folder: Path, model: str, kernels: Kernels, visit: Callable[[Pack], object]) -> Pack:
+    """What gives a model its matrices out of `folder`; they are packed into a file there unless it exists.
+
+    Where the file cannot be kept, it packs into memory of this process, and says so in the log.
+
+    Args:
+        model: names the model's content and its dtype.
+        visit: calls a `Pack` with every matrix of the model.
+
+    Raises:
+        ModelError: the file is damaged, or what `visit` raises.
+    """
+    file = folder / f"{model}-{kernels.packing}.packed"
+    try:
+        if not file.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            with file_lock(folder / f".{model}.lock", "packed weights", log.info):
+                if not file.is_file():
+                    _remove_unused(folder, model)
+                    _write(file, kernels, visit)
+        file.touch()  # it is in use
+    except OSError as error:
+        log.warning("this worker keeps packed weights of its own, because %s cannot be kept: %s", file, error)
+        return lambda name, weight: kernels.pack(weight)
+    return _PackedFile(file, kernels).pack
+
+
+def _remove_unused(folder: Path, model: str) -> None:
+    """Files of libraries that were replaced since. A worker that still maps one goes on."""
+    for file in folder.glob(f"{glob.escape(model)}-*.packed"):
+        if time.time() - file.stat().st_mtime > _UNUSED_SECONDS:
+            file.unlink(missing_ok=True)
+
+
+def _write(file: Path, kernels: Kernels, visit: Callable[[Pack], object]) -> None:
+    with _replacing(file) as output:
+        index: dict[str, tuple[int, int]] = {}
+
+        def pack(name: str, weight: Tensor) -> PackedWeight:
+            packed = kernels.pack(weight)
+            if packed.data.is_meta:  # one that is missing; whoever visits will say so
+                return packed
+            output.write(bytes(-output.tell() % _ALIGNMENT))
+            start = output.tell()
+            output.write(packed.data.view(torch.uint8).numpy().tobytes())
+            index[name] = start, output.tell()
+            # No more than one matrix at a time is held in memory.
+            return replace(packed, data=packed.data.to("meta"))
+
+        visit(pack)
+        text = json.dumps(index).encode()
+        output.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
+
+
+@contextlib.contextmanager
+def _replacing(file: Path) -> Iterator[IO[bytes]]:
+    """A new file, which takes its name when it is complete and on the disk."""
+    scratch = file.with_suffix(".tmp")
+    try:
+        with scratch.open("wb") as output:
+            yield output
+            output.flush()
+            os.fsync(output.fileno())
+        scratch.rename(file)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+class _PackedFile:
+    """Matrices in a file that was written before."""
+
+    def __init__(self, file: Path, kernels: Kernels) -> None:
+        self._file = file
+        self._kernels = kernels
+        try:
+            # A private map: nothing of it is ever written, so its pages are those of the file.
+            self._bytes = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+            self._index = self._read_index()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise self._damaged() from error
+
+    def pack(self, name: str, weight: Tensor) -> PackedWeight:
+        packed = self._kernels.pack(weight.to("meta"))
+        if weight.is_meta:
+            return packed
+        if name not in self._index:
+            raise self._damaged()
+        start, end = self._index[name]
+        return replace(packed, data=self._bytes[start:end].view(weight.dtype))
+
+    def _read_index(self) -> dict[str, tuple[int, int]]:
+        end = len(self._bytes) - _LENGTH_BYTES
+        length = int.from_bytes(self._bytes[max(end, 0) :].numpy().tobytes(), "little")
+        if not 0 < length <= end:
+            raise ValueError("the index lies outside of the file")
+        index: dict[str, tuple[int, int]] = json.loads(self._bytes[end - length : end].numpy().tobytes())
+        return index
+
+    def _damaged(self) -> ModelError:
+        return ModelError(f"{self._file} is damaged; remove it, and it is made anew")

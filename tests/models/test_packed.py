@@ -1,0 +1,155 @@
+"""Weights that are packed once and shared by all processes of a host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.core.errors import ModelError
+from paceline.kernels.interface import PackedWeight
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.reference import ReferenceKernels
+from paceline.models.base import Model
+from paceline.models.loader import load_model
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+TOKENS = 9
+
+
+class Counting(NativeKernels):
+    """Kernels that count the matrices that they had to pack."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.packed = 0
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        self.packed += not weight.is_meta
+        return super().pack(weight)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def logits(model: Model, paged_contexts: Any, dtype: torch.dtype) -> torch.Tensor:
+    logits: torch.Tensor = paged_contexts(model, 1, TOKENS, dtype).step({0: [*range(3, 3 + TOKENS)]})[0]
+    return logits
+
+
+def packed_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.packed"))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_the_first_packs_and_all_compute_the_same(
+    tmp_path: Path, save_llama: Any, paged_contexts: Any, dtype: torch.dtype, tied: bool
+) -> None:
+    save_llama(tie_word_embeddings=tied)
+    kernels = [Counting() for _ in range(3)]
+    folders = (None, tmp_path / "packed", tmp_path / "packed")
+    models = [load_model(tmp_path, dtype, own, CPU, folder) for own, folder in zip(kernels, folders)]
+    assert [own.packed for own in kernels] == [kernels[0].packed, kernels[0].packed, 0]
+    private, first, second = (logits(model, paged_contexts, dtype) for model in models)
+    assert torch.equal(private, first)
+    assert torch.equal(private, second)
+    assert len(packed_files(tmp_path / "packed")) == 1
+
+
+def test_other_weights_have_another_file(tmp_path: Path, save_llama: Any, paged_contexts: Any) -> None:
+    save_llama()
+    packed = tmp_path / "packed"
+    load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor + 0.5 for name, tensor in load_file(file).items()}, file)
+    shared, private = (load_model(tmp_path, torch.float32, Counting(), CPU, folder) for folder in (packed, None))
+    assert torch.equal(*(logits(model, paged_contexts, torch.float32) for model in (shared, private)))
+    load_model(tmp_path, torch.bfloat16, Counting(), CPU, packed)
+    assert len(packed_files(packed)) == 3
+
+
+def test_matrices_are_mapped_from_the_file(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    packed = tmp_path / "packed"
+    model = load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+    maps = Path("/proc/self/maps").read_text()
+    assert str(packed_files(packed)[0]) in maps
+    assert str(tmp_path / "model.safetensors") not in maps
+    del model
+
+
+def test_processes_that_start_together_pack_once(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    code = (
+        "import sys, torch; from pathlib import Path; from tests.models.test_packed import Counting\n"
+        "from paceline.models.loader import load_model\n"
+        "kernels, folder = Counting(), Path(sys.argv[1])\n"
+        "load_model(folder, torch.float32, kernels, torch.device('cpu'), folder / 'packed')\n"
+        "print(kernels.packed > 0)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+    assert sorted(process.communicate(timeout=120)[0].strip() for process in started) == ["False", "True"]
+
+
+def test_a_folder_that_cannot_be_written_leaves_each_its_own(
+    tmp_path: Path, save_llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_llama()
+    (tmp_path / "file").touch()
+    kernels = Counting()
+    load_model(tmp_path, torch.float32, kernels, CPU, tmp_path / "file" / "packed")
+    assert kernels.packed > 0
+    assert "packed weights of its own" in caplog.text
+
+
+def test_a_damaged_file_is_named(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    packed = tmp_path / "packed"
+    load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+    (file,) = packed_files(packed)
+    for content in (file.read_bytes()[:-100], b"", b"x" * 100, b"{}" + (2).to_bytes(8, "little")):
+        file.write_bytes(content)
+        with pytest.raises(ModelError, match=f"{file.name} is damaged; remove it"):
+            load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+
+
+def test_a_model_that_does_not_fit_leaves_no_file(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match="missing tensors"):
+        load_model(tmp_path, torch.float32, Counting(), CPU, tmp_path / "packed")
+    assert [path.name for path in (tmp_path / "packed").iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_files_of_libraries_long_gone_are_removed(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    packed = tmp_path / "packed"
+    kernels = [Counting() for _ in range(3)]
+    for number, own in enumerate(kernels):
+        own.packing = f"native-{number}"
+    for own in kernels[:2]:
+        load_model(tmp_path, torch.float32, own, CPU, packed)
+    month = time.time() - 30 * 86400
+    os.utime(packed_files(packed)[0], (month, month))
+    load_model(tmp_path, torch.float32, kernels[2], CPU, packed)
+    assert [file.stem.rpartition("-")[2] for file in packed_files(packed)] == ["1", "2"]
+
+
+def test_kernels_that_do_not_pack_share_the_checkpoint_itself(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    load_model(tmp_path, torch.float32, ReferenceKernels(), CPU, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
