@@ -163,9 +163,14 @@ struct Attention {
     void attend(const Rows& rows, int64_t piece, const Space& space, Worker& worker) const {
         const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
         const Span span = seen(base, rows.first_position, end - 1);
+        typename Paged<T>::Places places[2];
+        paged.locate(rows, base + span.from, first_key(rows), end, places[span.from / kDepth % 2]);
         for (int64_t i = span.from; i < span.to; i += kDepth) {
-            paged.pack_keys(rows, base + i, first_key(rows), end, space.keys + i * depth);
-            paged.pack_values(rows, base + i, first_key(rows), end, space.values + i * kLanes);
+            auto &these = places[i / kDepth % 2], &others = places[(i / kDepth + 1) % 2];
+            paged.locate(rows, base + i + kDepth, first_key(rows), end, others);
+            paged.fetch(others);
+            paged.pack_keys(these, space.keys + i * depth);
+            paged.pack_values(these, space.values + i * kLanes);
         }
         for (int64_t row = 0; row < row_count; row += kRowBlock)
             attend_rows(rows, base, row, least(kRowBlock, row_count - row), space, worker);
