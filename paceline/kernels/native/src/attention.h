@@ -99,7 +99,7 @@ struct Attention {
         for (int i = 0; i < Vectors; ++i) {
             score[i] = load(scores + i * kLanes) * (op.f0 * kLog2E);
             if (op.f1 != 0.0f)
-                score[i] = op.f1 * kLog2E - op.f1 * kLog2E * 2.0f / (1.0f + exp2(score[i] * (2.0f / op.f1)));
+                score[i] = op.f1 * kLog2E - op.f1 * kLog2E * 2.0f * reciprocal(1.0f + exp2(score[i] * (2.0f / op.f1)));
         }
         if (first > 0 || count < Vectors * kLanes)
 #pragma GCC unroll 8

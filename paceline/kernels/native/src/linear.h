@@ -22,7 +22,10 @@ static const T* pad_rows(const Op& op, Team& team, int64_t rows, int64_t* stride
 
 template <class T>
 static inline void finish(const float* sums, const T* bias, T* out, int64_t count) {
-    for (int64_t i = 0; i < count; i += kLanes) {
+    int64_t i = 0;
+    if (!bias)
+        for (; i + kLanes <= count; i += kLanes) store(out + i, load(sums + i));
+    for (; i < count; i += kLanes) {
         f32x16 value = load(sums + i);
         if (bias) value += load_some(bias + i, count - i);
         store_some(out + i, value, count - i);
