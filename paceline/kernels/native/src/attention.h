@@ -94,12 +94,13 @@ struct Attention {
     template <int Vectors>
     void weigh(const float* scores, T* weights, int64_t first, int64_t count, float* max_, float* sum_) const {
         const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const float cap = op.f1 * kLog2E;
         f32x16 score[Vectors], largest = splat(kNothing), sum = {};
 #pragma GCC unroll 8
         for (int i = 0; i < Vectors; ++i) {
             score[i] = load(scores + i * kLanes) * (op.f0 * kLog2E);
             if (op.f1 != 0.0f)
-                score[i] = op.f1 * kLog2E - op.f1 * kLog2E * 2.0f * reciprocal(1.0f + exp2(score[i] * (2.0f / op.f1)));
+                score[i] = cap - 2.0f * cap * reciprocal(1.0f + exp2(score[i] * (2.0f / op.f1)));
         }
         if (first > 0 || count < Vectors * kLanes)
 #pragma GCC unroll 8
