@@ -29,6 +29,7 @@ PASSES = {
     "one token behind 256": (1, 1, 256),
     "a token for each of 8 behind 256": (8, 1, 256),
     "a prompt of 512": (1, 512, 512),
+    "a prompt of 2048": (1, 2048, 2048),
 }
 """requests, tokens of each, their context"""
 

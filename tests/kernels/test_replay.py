@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import AttentionBatch, Forward, LayerCache
 from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.library import instruction_sets
 
 ROOT = Path(__file__).parents[2]
 RECORD = """
@@ -194,3 +195,41 @@ def test_tokens_of_another_type_are_refused(kernels: NativeKernels, paged_case: 
     inputs[which] = inputs[which].int()
     with pytest.raises(ValueError, match="must be int64"):
         replay(*inputs, [case.cache], case.batch)
+
+
+class CountingOperations(NativeKernels):
+    operations = 0
+
+    def execute(self, ops: Any, count: int, step: Any) -> None:
+        self.operations = count
+        super().execute(ops, count, step)
+
+
+@pytest.mark.parametrize("instruction_set", instruction_sets())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["silu_and_mul", "gelu_tanh_and_mul"])
+@pytest.mark.parametrize(("how", "operations"), [("", 2), ("bias", 4), ("gate is used again", 5), ("other input", 5)])
+def test_a_gated_layer_is_one_operation_with_the_same_bits(
+    paged_case: Callable[..., Any], instruction_set: str, dtype: torch.dtype, activation: str, how: str, operations: int
+) -> None:
+    kernels = CountingOperations(2, instruction_set)
+    generator = torch.Generator().manual_seed(0)
+    embedding, gate_weight, up_weight = (
+        kernels.pack(torch.randn(shape, generator=generator).to(dtype)) for shape in ((99, 70), (50, 70), (50, 70))
+    )
+    bias = torch.randn(50, generator=generator).to(dtype) if how == "bias" else None
+
+    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: int | None = None) -> Tensor:
+        x = kernels.embed(token_ids, embedding)
+        gate = kernels.linear(x, gate_weight, bias)
+        up = kernels.linear(kernels.add(x, x) if how == "other input" else x, up_weight)
+        y = getattr(kernels, activation)(gate, up)
+        return kernels.add(y, gate) if how == "gate is used again" else y
+
+    case, replay = paged_case(kernels, [(2, 30)]), kernels.compile(forward)
+    for tokens in (1, 7, 40, 99):
+        ids = torch.arange(tokens)
+        inputs = (ids, ids, [case.cache], case.batch)
+        replayed = replay(*inputs)
+        assert kernels.operations == operations
+        assert torch.equal(replayed, forward(*inputs))

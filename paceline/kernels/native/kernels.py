@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class NativeKernels:
         x = _with_dense_rows(x)
         out = x.new_empty(x.shape[0], weight.size_out)
         op = Op(Kind.LINEAR, rows=x.shape[0], n0=weight.size_in, n1=weight.size_out, n2=x.stride(0))
-        self._run(op, (out, x, weight.data, bias))
+        self._run(op, out, (x, weight.data, bias))
         return out
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
@@ -97,7 +98,7 @@ class NativeKernels:
         out = token_ids.new_empty(len(token_ids), weight.size_in, dtype=weight.data.dtype)
         factor = float(torch.tensor(scale, dtype=out.dtype))
         op = Op(Kind.EMBED, rows=len(token_ids), n0=weight.size_in, n1=weight.size_out, f0=factor)
-        self._run(op, (out, token_ids, weight.data))
+        self._run(op, out, (token_ids, weight.data))
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
@@ -106,7 +107,7 @@ class NativeKernels:
         rows = _with_dense_rows(x.reshape(-1, size))
         out = rows.new_empty(rows.shape)
         op = Op(Kind.RMS_NORM, rows=len(rows), n0=size, n1=rows.stride(0), n2=unit_offset, f0=eps)
-        self._run(op, (out, rows, weight))
+        self._run(op, out, (rows, weight))
         return out.view(x.shape)
 
     def rotation(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ class NativeKernels:
         _need("the frequencies", frequencies, torch.float32, half)
         cos, sin = (positions.new_empty(tokens, 2 * half, dtype=torch.float32) for _ in range(2))
         op = Op(Kind.ROTATION, rows=tokens, n0=half)
-        self._run(op, (cos, _ints("positions", positions), frequencies, sin))
+        self._run(op, cos, (_ints("positions", positions), frequencies, sin))
         return cos, sin
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -125,14 +126,14 @@ class NativeKernels:
             x = x.contiguous()
         out = x.new_empty(x.shape)
         op = Op(Kind.ROTATE, rows=tokens, n0=heads, n1=head_dim, n2=x.stride(0))
-        self._run(op, (out, x, cos.contiguous(), sin.contiguous()))
+        self._run(op, out, (x, cos.contiguous(), sin.contiguous()))
         return out
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
         _need("values", values, keys.dtype, *keys.shape)
         op = Op(Kind.STORE_KV, rows=len(keys), cache=_cache(cache, keys, group))
         keys = keys.contiguous()
-        self._run(op, (keys, keys, values.contiguous()), AttentionBatch((0,), (), (group,)), group)
+        self._run(op, keys, (keys, values.contiguous()), AttentionBatch((0,), (), (group,)), group)
 
     def attention(
         self,
@@ -147,7 +148,7 @@ class NativeKernels:
         out = queries.new_empty(queries.shape)
         tokens, heads, _ = queries.shape
         op = Op(Kind.ATTENTION, rows=tokens, n0=heads, f0=scale, f1=softcap, cache=_cache(cache, queries, group))
-        self._run(op, (out, queries), batch, group)
+        self._run(op, out, (queries,), batch, group)
         return out
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -163,15 +164,20 @@ class NativeKernels:
         _need("the second operand", b, a.dtype, *a.shape)
         a, b = a.contiguous(), b.contiguous()
         out = a.new_empty(a.shape)
-        self._run(Op(kind, rows=a.shape[0], n0=a.shape[1:].numel()), (out, a, b))
+        self._run(Op(kind, rows=a.shape[0], n0=a.shape[1:].numel()), out, (a, b))
         return out
 
     def _run(
-        self, op: Op, operands: Operands, batch: AttentionBatch | None = None, group: GroupTables | None = None
+        self,
+        op: Op,
+        out: Tensor,
+        inputs: Sequence[Tensor | None],
+        batch: AttentionBatch | None = None,
+        group: GroupTables | None = None,
     ) -> None:
         """Computes an operation, or notes it: operands are checked when a pass is recorded, not when it is replayed."""
-        out = operands[0]
         _check(out)
+        operands = (out, *inputs, *(None,) * (len(POINTERS) - 1 - len(inputs)))
         op.type = TYPES[out.dtype]
         if self.recorder is not None and out.is_meta:
             self.recorder.add(op, operands, group)

@@ -36,6 +36,8 @@ class Kind(IntEnum):
     SILU_AND_MUL = 7
     GELU_TANH_AND_MUL = 8
     ADD = 9
+    LINEAR_SILU_AND_MUL = 10
+    LINEAR_GELU_TANH_AND_MUL = 11
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}

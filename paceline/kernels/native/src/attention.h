@@ -94,12 +94,13 @@ struct Attention {
     template <int Vectors>
     void weigh(const float* scores, T* weights, int64_t first, int64_t count, float* max_, float* sum_) const {
         const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const float cap = op.f1 * kLog2E;
         f32x16 score[Vectors], largest = splat(kNothing), sum = {};
 #pragma GCC unroll 8
         for (int i = 0; i < Vectors; ++i) {
             score[i] = load(scores + i * kLanes) * (op.f0 * kLog2E);
             if (op.f1 != 0.0f)
-                score[i] = op.f1 * kLog2E - op.f1 * kLog2E * 2.0f / (1.0f + exp2(score[i] * (2.0f / op.f1)));
+                score[i] = cap - 2.0f * cap * reciprocal(1.0f + exp2(score[i] * (2.0f / op.f1)));
         }
         if (first > 0 || count < Vectors * kLanes)
 #pragma GCC unroll 8
@@ -163,9 +164,14 @@ struct Attention {
     void attend(const Rows& rows, int64_t piece, const Space& space, Worker& worker) const {
         const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
         const Span span = seen(base, rows.first_position, end - 1);
+        typename Paged<T>::Places places[2];
+        paged.locate(rows, base + span.from, first_key(rows), end, places[span.from / kDepth % 2]);
         for (int64_t i = span.from; i < span.to; i += kDepth) {
-            paged.pack_keys(rows, base + i, first_key(rows), end, space.keys + i * depth);
-            paged.pack_values(rows, base + i, first_key(rows), end, space.values + i * kLanes);
+            auto &these = places[i / kDepth % 2], &others = places[(i / kDepth + 1) % 2];
+            paged.locate(rows, base + i + kDepth, first_key(rows), end, others);
+            paged.fetch(others);
+            paged.pack_keys(these, space.keys + i * depth);
+            paged.pack_values(these, space.values + i * kLanes);
         }
         for (int64_t row = 0; row < row_count; row += kRowBlock)
             attend_rows(rows, base, row, least(kRowBlock, row_count - row), space, worker);

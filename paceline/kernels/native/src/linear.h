@@ -1,6 +1,8 @@
 // Linear layers and the embedding, over packed weights.
 
-constexpr int64_t kChunkBytes = 1 << 20;  // of x that stay in a core's cache while all weights pass by
+constexpr int64_t kChunkBytes = 1 << 20;  // of x that stay in a core's second cache while all weights pass by
+constexpr int64_t kPartDepth = 320;       // along `in`, so many of a block of weights stay in its first cache
+constexpr int64_t kTaskOut = 64;          // outputs of one task where there are many
 
 // x with rows of padded length: where `in` is no multiple of kDepth, a copy with zeros behind each row.
 template <class T>
@@ -20,36 +22,128 @@ static const T* pad_rows(const Op& op, Team& team, int64_t rows, int64_t* stride
 
 template <class T>
 static inline void finish(const float* sums, const T* bias, T* out, int64_t count) {
-    for (int64_t i = 0; i < count; i += kLanes) {
+    int64_t i = 0;
+    if (!bias)
+        for (; i + kLanes <= count; i += kLanes) store(out + i, load(sums + i));
+    for (; i < count; i += kLanes) {
         f32x16 value = load(sums + i);
         if (bias) value += load_some(bias + i, count - i);
         store_some(out + i, value, count - i);
     }
 }
 
+// Weights of kOutBlock outputs, and those of the task that a thread will probably take next.
 template <class T>
-static void linear(const Op& op, const Step& step, Team& team) {
-    const int64_t rows = op.rows * step.tokens, in = padded<T>(op.n0), outputs = op.n1;
+struct Panel {
+    const T* weights;
+    const char* next;  // null where there is none
+    int64_t groups;    // of kLanes outputs
+};
+
+// Rows of padded length, and how they are cut into tasks.
+template <class T>
+struct Input {
+    const T* x;
+    int64_t stride, in, rows;
+    int64_t chunk = rows_of_chunk(), chunks = (rows + chunk - 1) / chunk;
+
+    int64_t rows_of_chunk() const {
+        const int64_t most_rows = most(kRowBlock, kChunkBytes / int64_t(in * sizeof(T)) / kRowBlock * kRowBlock);
+        const int64_t count = (rows + most_rows - 1) / most_rows;
+        return round_up((rows + count - 1) / count, kRowBlock);
+    }
+
+    // Calls finish(row, sums) for the rows of a chunk; sums: fp32 [count][kOutBlock] of its products with the panels.
+    template <class Finish>
+    void multiply_chunk(Worker& worker, int64_t index, Panel<T>* panels, int64_t count, const Finish& finish) const {
+        alignas(64) float sums[kRowBlock * kTaskOut];
+        const int64_t begin = index * chunk, end = least(rows, begin + chunk);
+        const int64_t row_blocks = (end - begin + kRowBlock - 1) / kRowBlock;
+        // One row block reads its weights once, as they lie, as fast as memory gives them. More of them take a part of
+        // the depth at a time, for all panels, and have the time to fetch what comes next.
+        const int64_t parts = row_blocks > 1 ? (in + kPartDepth - 1) / kPartDepth : 1;
+        const int64_t part = round_up((in + parts - 1) / parts, kDepth);
+        const int64_t lines = (kOutBlock * kDepth * int64_t(sizeof(T)) / 64 + row_blocks - 1) / row_blocks;
+        for (int64_t row = begin; row < end; row += kRowBlock) {
+            const int64_t height = least(kRowBlock, end - row);
+            for (int64_t k = 0; k < in; k += part)
+                for (int64_t i = 0; i < count; ++i) {
+                    Panel<T>& panel = panels[i];
+                    const int64_t depth = least(part, in - k);
+                    const Extra extra{k > 0, row_blocks > 1 && panel.next ? lines : 0, panel.next};
+                    multiply(worker, x + row * stride + k, stride, panel.weights + k * kLanes, in * kLanes, depth,
+                             height, panel.groups, sums + i * kOutBlock, kTaskOut, extra);
+                    if (panel.next) panel.next += lines * 64 * (depth / kDepth);
+                }
+            for (int64_t i = 0; i < height; ++i) finish(row + i, sums + i * kTaskOut);
+        }
+    }
+
+    // Outputs [first, first + kOutBlock) of weights [outputs, in].
+    Panel<T> panel(const void* packed, int64_t outputs, int64_t first, int64_t next) const {
+        const T* weights = static_cast<const T*>(packed);
+        const char* ahead = next < outputs ? reinterpret_cast<const char*>(weights + next * in) : nullptr;
+        return {weights + first * in, ahead, outputs - first > kLanes ? 2 : 1};
+    }
+};
+
+template <class T>
+static Input<T> input_of(const Op& op, const Step& step, Team& team) {
+    const int64_t rows = op.rows * step.tokens;
     int64_t stride;
     const T* x = pad_rows<T>(op, team, rows, &stride);
-    const T* weights = static_cast<const T*>(op.b);
+    return {x, stride, padded<T>(op.n0), rows};
+}
+
+template <class T>
+static void linear(const Op& op, const Step& step, Team& team) {
+    if (op.rows * step.tokens == 0) return;
+    const Input<T> input = input_of<T>(op, step, team);
     const T* bias = static_cast<const T*>(op.c);
     T* out = static_cast<T*>(op.out);
-    const int64_t chunk = least(rows, most(kRowBlock, kChunkBytes / int64_t(in * sizeof(T)) / kRowBlock * kRowBlock));
-    const int64_t blocks = (outputs + kOutBlock - 1) / kOutBlock;
-    team.for_each(rows ? (rows + chunk - 1) / chunk * blocks : 0, [&](int64_t task, Worker& worker) {
-        const int64_t first_row = task / blocks * chunk, first_out = task % blocks * kOutBlock;
-        const int64_t width = least(kOutBlock, outputs - first_out);
-        alignas(64) float sums[kRowBlock * kOutBlock];
-        for (int64_t row = first_row; row < least(rows, first_row + chunk); row += kRowBlock) {
-            const int64_t height = least(kRowBlock, rows - row);
-            multiply(worker, x + row * stride, stride, weights + first_out * in, in * kLanes, in, height,
-                     width > kLanes ? 2 : 1, sums, kOutBlock);
-            for (int64_t i = 0; i < height; ++i)
-                finish(sums + i * kOutBlock, bias ? bias + first_out : nullptr, out + (row + i) * outputs + first_out,
-                       width);
-        }
+    const int64_t outputs = op.n1;
+    const int64_t width = outputs >= 4 * team.threads() * kTaskOut ? kTaskOut : kOutBlock;
+    const int64_t blocks = (outputs + width - 1) / width, next = team.threads() * width;
+    team.for_each(input.chunks * blocks, [&](int64_t task, Worker& worker) {
+        const int64_t first = task % blocks * width, count = least(width, outputs - first);
+        Panel<T> panels[kTaskOut / kOutBlock];
+        int64_t panel = 0;
+        for (int64_t i = first; i < first + count; i += kOutBlock)
+            panels[panel++] = input.panel(op.b, outputs, i, i + next);
+        input.multiply_chunk(worker, task / blocks, panels, panel, [&](int64_t row, const float* sums) {
+            finish(sums, bias ? bias + first : nullptr, out + row * outputs + first, count);
+        });
     });
+}
+
+// Two linear layers, each rounded as it would be alone, and what joins them: activation(gate, up).
+template <class T, class Activation>
+static void gated_linear(const Op& op, const Step& step, Team& team, const Activation& activation) {
+    if (op.rows * step.tokens == 0) return;
+    const Input<T> input = input_of<T>(op, step, team);
+    const int64_t outputs = op.n1, blocks = (outputs + kOutBlock - 1) / kOutBlock, next = team.threads() * kOutBlock;
+    team.for_each(input.chunks * blocks, [&](int64_t task, Worker& worker) {
+        const int64_t first = task % blocks * kOutBlock, count = least(kOutBlock, outputs - first);
+        Panel<T> panels[] = {input.panel(op.b, outputs, first, first + next),
+                             input.panel(op.c, outputs, first, first + next)};
+        input.multiply_chunk(worker, task / blocks, panels, 2, [&](int64_t row, const float* sums) {
+            T* out = static_cast<T*>(op.out) + row * outputs + first;
+            for (int64_t i = 0; i < count; i += kLanes) {
+                const f32x16 gate = round_to(out, load(sums + i)), up = round_to(out, load(sums + kOutBlock + i));
+                store_some(out + i, activation(gate, up), count - i);
+            }
+        });
+    });
+}
+
+template <class T>
+static void linear_silu_and_mul(const Op& op, const Step& step, Team& team) {
+    gated_linear<T>(op, step, team, silu_and_mul_lanes<T>);
+}
+
+template <class T>
+static void linear_gelu_tanh_and_mul(const Op& op, const Step& step, Team& team) {
+    gated_linear<T>(op, step, team, gelu_tanh_and_mul_lanes<T>);
 }
 
 template <class T>

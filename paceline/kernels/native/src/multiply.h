@@ -20,11 +20,23 @@ static inline f32x16 multiply_add(const bf16* x, const bf16* w, f32x16 sum) {
     return dot_pairs(read<u32x16>(w), read<uint32_t>(x) + u32x16{}, sum);
 }
 
+// What else a product does: it can go on from the sums that are in `out`, and fetch memory that will be needed later,
+// so many cache lines for each kDepth of `in`. Where vectors compute, memory is fast enough by itself.
+struct Extra {
+    bool add = false;
+    int64_t lines = 0;
+    const char* ahead = nullptr;
+};
+
 template <int Rows, int Groups, class T>
 static inline void multiply_few(
-    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride) {
+    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride, bool add) {
     constexpr int64_t step = sizeof(T) == sizeof(bf16) ? 2 : 1;
     f32x16 sums[Rows][Groups] = {};
+    if (add)
+        for (int row = 0; row < Rows; ++row)
+            for (int group = 0; group < Groups; ++group)
+                sums[row][group] = load(out + row * out_stride + group * kLanes);
     for (int64_t k = 0; k < in; k += step) {
 #pragma GCC unroll 8
         for (int row = 0; row < Rows; ++row)
@@ -40,15 +52,15 @@ static inline void multiply_few(
 template <int Groups, class T>
 static inline void multiply_lanes(
     const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, float* out,
-    int64_t out_stride) {
+    int64_t out_stride, bool add) {
     int64_t row = 0;
     for (; row + kRegisterRows <= rows; row += kRegisterRows)
         multiply_few<kRegisterRows, Groups>(
-            x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride);
+            x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, add);
     x += row * x_stride, out += row * out_stride;
     switch (rows - row) {
 #define PACELINE_ROWS(N) \
-    case N: return multiply_few<N, Groups>(x, x_stride, w, w_stride, in, out, out_stride);
+    case N: return multiply_few<N, Groups>(x, x_stride, w, w_stride, in, out, out_stride, add);
         PACELINE_ROWS(1)
 #ifdef PACELINE_AVX512
         PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4) PACELINE_ROWS(5) PACELINE_ROWS(6) PACELINE_ROWS(7)
@@ -62,9 +74,9 @@ static inline void multiply_lanes(
 template <class T>
 static inline void multiply(
     Worker&, const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, int64_t groups,
-    float* out, int64_t out_stride) {
-    if (groups == 1) return multiply_lanes<1>(x, x_stride, w, w_stride, in, rows, out, out_stride);
-    multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride);
+    float* out, int64_t out_stride, Extra extra = {}) {
+    if (groups == 1) return multiply_lanes<1>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra.add);
+    multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra.add);
 }
 
 #ifdef PACELINE_AMX
@@ -92,13 +104,22 @@ static inline void configure_tiles(Worker& worker, int rows) {
 // A tile product takes 32 values along `in` at once; a row's sum does not depend on how many rows the tile has.
 template <bool TwoRowBlocks, bool TwoGroups>
 static inline void multiply_tiles(
-    const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride) {
+    const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride,
+    Extra extra) {
     const bf16* x2 = x + 16 * x_stride;
     const bf16* w2 = w + w_stride;
-    _tile_zero(0);
-    if (TwoGroups) _tile_zero(1);
-    if (TwoRowBlocks) _tile_zero(2);
-    if (TwoRowBlocks && TwoGroups) _tile_zero(3);
+    float* out2 = out + 16 * out_stride;
+    if (extra.add) {
+        _tile_loadd(0, out, out_stride * 4);
+        if (TwoGroups) _tile_loadd(1, out + kLanes, out_stride * 4);
+        if (TwoRowBlocks) _tile_loadd(2, out2, out_stride * 4);
+        if (TwoRowBlocks && TwoGroups) _tile_loadd(3, out2 + kLanes, out_stride * 4);
+    } else {
+        _tile_zero(0);
+        if (TwoGroups) _tile_zero(1);
+        if (TwoRowBlocks) _tile_zero(2);
+        if (TwoRowBlocks && TwoGroups) _tile_zero(3);
+    }
     for (int64_t k = 0; k < in; k += kDepth) {
         _tile_loadd(4, x + k, x_stride * 2);
         _tile_loadd(6, w + k * kLanes, 64);
@@ -112,20 +133,21 @@ static inline void multiply_tiles(
             _tile_dpbf16ps(2, 5, 6);
             if (TwoGroups) _tile_dpbf16ps(3, 5, 7);
         }
+        for (int64_t i = 0; i < extra.lines; ++i, extra.ahead += 64) _mm_prefetch(extra.ahead, _MM_HINT_T1);
     }
     _tile_stored(0, out, out_stride * 4);
     if (TwoGroups) _tile_stored(1, out + kLanes, out_stride * 4);
-    if (TwoRowBlocks) _tile_stored(2, out + 16 * out_stride, out_stride * 4);
-    if (TwoRowBlocks && TwoGroups) _tile_stored(3, out + 16 * out_stride + kLanes, out_stride * 4);
+    if (TwoRowBlocks) _tile_stored(2, out2, out_stride * 4);
+    if (TwoRowBlocks && TwoGroups) _tile_stored(3, out2 + kLanes, out_stride * 4);
 }
 
 static inline void multiply(
     Worker& worker, const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, int64_t rows,
-    int64_t groups, float* out, int64_t out_stride) {
+    int64_t groups, float* out, int64_t out_stride, Extra extra = {}) {
     configure_tiles(worker, static_cast<int>(rows));
     finish_writes();
     const auto tiles = rows > 16 ? (groups == 2 ? multiply_tiles<true, true> : multiply_tiles<true, false>)
                                  : (groups == 2 ? multiply_tiles<false, true> : multiply_tiles<false, false>);
-    tiles(x, x_stride, w, w_stride, in, out, out_stride);
+    tiles(x, x_stride, w, w_stride, in, out, out_stride, extra);
 }
 #endif

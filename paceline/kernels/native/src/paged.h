@@ -32,35 +32,49 @@ struct Paged {
     const int64_t depth = padded<T>(dim);                        // of a packed key
     const int64_t width = (dim + kLanes - 1) / kLanes * kLanes;  // of a row of packed values
 
-    // Where the keys or values of kDepth positions lie in their plane; null outside [first, end), where a slot may hold
+    // Where kDepth positions lie in a plane of keys or values; kNowhere outside [first, end), where a slot may hold
     // anything.
-    void locate(const void* plane, const Rows& rows, int64_t position, int64_t first, int64_t end,
-                const T* (&to)[kDepth]) const {
+    using Places = int64_t[kDepth];
+    static constexpr int64_t kNowhere = -1;
+    void locate(const Rows& rows, int64_t position, int64_t first, int64_t end, Places& places) const {
         const int32_t* table = group.tables + rows.request * group.table_width;
-        const T* head = static_cast<const T*>(plane) + rows.kv_head * cache.head_stride;
         int64_t block = position / group.block_tokens, offset = position % group.block_tokens;
         for (int64_t i = 0; i < kDepth; ++i, ++offset) {
             if (offset == group.block_tokens) ++block, offset = 0;
-            to[i] = nullptr;
+            places[i] = kNowhere;
             if (position + i < first || position + i >= end) continue;
             const int64_t slot = block < group.table_width ? table[block] : -1;
             if (slot >= 0 && slot < cache.slots)
-                to[i] = head + slot * cache.slot_stride + offset * cache.token_stride;
+                places[i] =
+                    slot * cache.slot_stride + rows.kv_head * cache.head_stride + offset * cache.token_stride;
             else
                 team.fail(kNoSuchSlot);
         }
     }
 
+    static const T* at(const void* plane, int64_t place) {
+        return place == kNowhere ? nullptr : static_cast<const T*>(plane) + place;
+    }
+
+    // Brings keys and values nearer while others are packed.
+    void fetch(const Places& places) const {
+        for (int64_t place : places)
+            for (int64_t d = 0; place != kNowhere && d < dim; d += 64 / sizeof(T)) {
+                __builtin_prefetch(at(cache.keys, place) + d);
+                __builtin_prefetch(at(cache.values, place) + d);
+            }
+    }
+
     // Packs kDepth keys, sixteen side by side: [2][depth / pair][16][pair].
-    void pack_keys(const Rows& rows, int64_t position, int64_t first, int64_t end, T* to) const {
-        const T* keys[kDepth];
-        locate(cache.keys, rows, position, first, end, keys);
+    void pack_keys(const Places& places, T* to) const {
         constexpr int64_t per_line = 64 / sizeof(T);
         for (int64_t lane = 0; lane < kDepth; lane += kLanes, to += depth * kLanes)
             for (int64_t d = 0; d < depth; d += per_line) {
                 u32x16 square[kLanes];
-                for (int64_t i = 0; i < kLanes; ++i)
-                    square[i] = keys[lane + i] ? read_line(keys[lane + i] + d, dim - d) : u32x16{};
+                for (int64_t i = 0; i < kLanes; ++i) {
+                    const T* key = at(cache.keys, places[lane + i]);
+                    square[i] = key ? read_line(key + d, dim - d) : u32x16{};
+                }
                 transpose(square);
                 const int64_t lines = least(kLanes, (depth - d) * int64_t(sizeof(T)) / 4);
                 for (int64_t i = 0; i < lines; ++i) memcpy(to + d * kLanes + i * per_line, &square[i], 64);
@@ -75,12 +89,10 @@ struct Paged {
     }
 
     // Packs kDepth values as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
-    void pack_values(const Rows& rows, int64_t position, int64_t first, int64_t end, T* to) const {
+    void pack_values(const Places& places, T* to) const {
         constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
-        const T* values[kDepth];
-        locate(cache.values, rows, position, first, end, values);
         for (int64_t i = 0; i < kDepth; i += pair) {
-            const T *a = values[i], *b = values[i + pair - 1];
+            const T *a = at(cache.values, places[i]), *b = at(cache.values, places[i + pair - 1]);
             for (int64_t d = 0; d < width; d += kLanes)
                 pack_lanes(a ? a + d : nullptr, b ? b + d : nullptr, dim - d, to + d * kPiece + i * kLanes);
         }

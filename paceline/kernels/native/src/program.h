@@ -24,6 +24,8 @@ enum Kind : int32_t {
     kSiluAndMul,  // out[rows, n0] = silu(a) * b
     kGeluTanhAndMul,
     kAdd,
+    kLinearSiluAndMul,  // out[rows, n1] = silu(a * b) * (a * c), as kLinear
+    kLinearGeluTanhAndMul,
     kKinds,
 };
 

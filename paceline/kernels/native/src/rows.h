@@ -79,25 +79,33 @@ static void elementwise(const Op& op, const Step& step, Team& team, const F& f) 
     const int64_t count = op.rows * step.tokens * op.n0;
     team.for_each((count + kTaskElements - 1) / kTaskElements, [&](int64_t task, Worker&) {
         const int64_t end = least(count, (task + 1) * kTaskElements);
-        for (int64_t i = task * kTaskElements; i < end; i += kLanes)
+        int64_t i = task * kTaskElements;
+        for (; i + kLanes <= end; i += kLanes) store(out + i, f(load(a + i), load(b + i)));
+        for (; i < end; i += kLanes)
             store_some(out + i, f(load_some(a + i, end - i), load_some(b + i, end - i)), end - i);
     });
 }
 
 template <class T>
+static inline f32x16 silu_and_mul_lanes(f32x16 gate, f32x16 up) {
+    return round_to(static_cast<const T*>(nullptr), gate * reciprocal(1.0f + exp(-gate))) * up;
+}
+
+template <class T>
+static inline f32x16 gelu_tanh_and_mul_lanes(f32x16 gate, f32x16 up) {
+    // 0.5 * (1 + tanh(u)) is the logistic function of 2u; 2 * sqrt(2 / pi) = 1.5957691.
+    const f32x16 u2 = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
+    return round_to(static_cast<const T*>(nullptr), gate * reciprocal(1.0f + exp(-u2))) * up;
+}
+
+template <class T>
 static void silu_and_mul(const Op& op, const Step& step, Team& team) {
-    elementwise<T>(op, step, team, [](f32x16 gate, f32x16 up) {
-        return round_to(static_cast<const T*>(nullptr), gate / (1.0f + exp(-gate))) * up;
-    });
+    elementwise<T>(op, step, team, silu_and_mul_lanes<T>);
 }
 
 template <class T>
 static void gelu_tanh_and_mul(const Op& op, const Step& step, Team& team) {
-    elementwise<T>(op, step, team, [](f32x16 gate, f32x16 up) {
-        // 0.5 * (1 + tanh(u)) is the logistic function of 2u; 2 * sqrt(2 / pi) = 1.5957691.
-        const f32x16 u2 = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
-        return round_to(static_cast<const T*>(nullptr), gate / (1.0f + exp(-u2))) * up;
-    });
+    elementwise<T>(op, step, team, gelu_tanh_and_mul_lanes<T>);
 }
 
 template <class T>

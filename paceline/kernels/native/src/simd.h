@@ -92,6 +92,16 @@ static inline f32x16 dot_pairs(u32x16 a, u32x16 b, f32x16 c) {
 #endif
 }
 
+// 1 / x within 2 ulp, for x of at least 1. Four times as fast as a division.
+static inline f32x16 reciprocal(f32x16 x) {
+#ifdef PACELINE_AVX512
+    const f32x16 guess = bits<f32x16>(_mm512_maskz_rcp14_ps(0xffff, bits<__m512>(x)));
+    return guess * fma(-x, guess, splat(2.0f));
+#else
+    return 1.0f / x;
+#endif
+}
+
 static inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 // Over all lanes, in a fixed order.
