@@ -8,14 +8,10 @@ from paceline.core.types import Key
 from tests.proof.world import DECODE, PREFILL, Asked, Job, World, request_id
 
 
-def next_key(world: World, index: int) -> Key:
-    asked = world.asked[index]
-    return Key(request_id(index, asked.life), asked.tries + 1, 1)
-
-
 def start(world: World, index: int, decoder: int, prefiller: int) -> None:
     """Begins an attempt: its decode worker reserves."""
-    asked, key = world.asked[index], next_key(world, index)
+    asked = world.asked[index]
+    key = Key(request_id(index, asked.life), asked.tries + 1, 1)
     world.asked[index] = asked._replace(tries=key.attempt, phase="admitting", prefiller=prefiller, filled=None)
     job = world.put(Job(DECODE, world.sessions[decoder], index, key, "reserving"))
     world.send(job, "reserve")

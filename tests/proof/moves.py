@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from tests.proof import gateway, judge, network, worker
-from tests.proof.world import DECODE, Job, Op, Violation, World
+from tests.proof.world import DECODE, Job, Violation, World
 
 
 class Move(NamedTuple):
@@ -68,13 +68,12 @@ def _of_job(world: World, job: Job) -> Iterator[Move]:
         yield Move(worker.cancel, (job.id,))
     if job.phase in _NEXT:
         yield Move(_NEXT[job.phase], (job.id,))
-    if job.phase == "waiting" and network.would_admit(world, Op("reserve", job.session, job.key)):
+    if job.phase == "waiting" and world.room_for(job.request, grown=True):
         yield Move(worker.reserve_again, (job.id,))
 
 
 _NEXT = {
     "writing": worker.compute,
-    "written": worker.first_token,
     "running": worker.generate,
     "stopping": worker.removed,
 }
@@ -86,21 +85,22 @@ def _is_lost(world: World, job: Job) -> bool:
 
 
 def _of_gateway(world: World, index: int) -> Iterator[Move]:
-    asked = world.asked[index]
-    if asked.phase == "waiting":
+    phase = world.asked[index].phase
+    if phase == "waiting":
         yield from _starts(world, index)
-    if gateway.may_call_prefill(world, index):
-        yield Move(gateway.call_prefill, (index,))
-    if gateway.may_hand_over(world, index):
-        yield Move(gateway.hand_over, (index,))
-    if gateway.sees_failure(world, index):
-        yield Move(gateway.fail, (index,))
+    elif phase in ("admitting", "prefilling", "decoding"):
+        if gateway.may_call_prefill(world, index):
+            yield Move(gateway.call_prefill, (index,))
+        if gateway.may_hand_over(world, index):
+            yield Move(gateway.hand_over, (index,))
+        if gateway.sees_failure(world, index):
+            yield Move(gateway.fail, (index,))
 
 
 def _starts(world: World, index: int) -> Iterator[Move]:
     """Any two workers, once there are blocks; one whose preempted requests wait for blocks takes no others."""
-    key, setup = gateway.next_key(world, index), world.setup
-    if not network.would_admit(world, Op("reserve", world.sessions[0], key)):
+    setup = world.setup
+    if not world.room_for(index, grown=False):
         return
     closed = {job.session for job in world.jobs.values() if job.role == DECODE and job.alone}
     for decoder in range(setup.decoders):

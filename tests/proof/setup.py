@@ -60,8 +60,8 @@ class Setup:
 
 
 SETUPS = {
-    # Two requests that share their first block, in an arena that has room for one and a half.
-    "handoff": Setup((Request("a"), Request("a")), slots=3),
+    # Two requests that share their first block.
+    "handoff": Setup((Request("a"), Request("a")), slots=4),
     # One that needs no blocks, one whose first token is its last; the second may find all of its front cached.
     "edges": Setup((Request("", tail=0), Request("a", one_token=True)), slots=2),
     # Both run out of room when they decode: one is preempted, and reserves anew under its next generation.

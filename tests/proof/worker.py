@@ -41,7 +41,7 @@ def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
     if isinstance(answer, Hold | UnavailableError):
         world.send(job, "release")
     elif isinstance(answer, BusyError) and job.alone and not job.cancelled:
-        world.put(job, phase="waiting")
+        world.put(job, phase="waiting")  # for another try, under a key of its own
         return
     elif isinstance(answer, BusyError) and world.is_current(job):
         world.asked[job.request] = world.asked[job.request]._replace(phase="waiting")  # back in line, at no cost
@@ -49,12 +49,11 @@ def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
 
 
 def _open_answered(world: World, job: Job, answer: Answer) -> None:
-    newer = job.key._replace(generation=job.key.generation + 1)
     if isinstance(answer, Hold) and not job.cancelled:
         world.put(job, key=answer.key, phase="writing", tables=tables_of(answer), settled=answer.filled_tokens)
         return
     if isinstance(answer, Hold | UnavailableError):
-        world.send(job, "release", newer.generation)
+        world.send(job, "release", job.next_key.generation)
     world.drop(job)
 
 
@@ -84,8 +83,7 @@ def _extend_answered(world: World, job: Job, answer: Answer) -> None:
         world.put(job, phase="running", grown=True, tables=tables_of(answer))
     elif isinstance(answer, BusyError):  # preempted: it leaves the engine, and comes again under its next generation
         world.send(job, "release")
-        key = job.key._replace(generation=job.key.generation + 1)
-        world.put(job, key=key, phase="waiting", tables=(), alone=True, grown=True)
+        world.put(job, phase="waiting", tables=(), alone=True, grown=True)
     else:
         world.put(job, phase="stopping", lost=True)
 
@@ -109,24 +107,20 @@ _WAITS_IN = {
 
 
 def compute(world: World, job_id: JobId) -> None:
-    """The prefill worker writes its blocks and publishes the full ones."""
+    """The prefill worker writes its blocks, publishes the full ones, samples, and lets go of all: for the decode worker,
+    or, after a request's only token, for good."""
     job = world.jobs[job_id]
     world.write(job)
     request = world.request(job.request)
     if job.settled < request.sealable:
         world.send(job, "seal")
-    world.put(job, phase="written", settled=max(job.settled, request.sealable))
-
-
-def first_token(world: World, job_id: JobId) -> None:
-    """The prefill worker has sampled: it lets go of the blocks, for the decode worker or for good."""
-    job = world.jobs[job_id]
-    if not world.request(job.request).one_token:
+    job = world.put(job, settled=max(job.settled, request.sealable))
+    if request.one_token:
+        world.put(job, phase="stopping")
+        _succeed(world, job)
+    else:
         world.send(job, "fill")
         world.put(job, phase="filling")
-        return
-    world.put(job, phase="stopping")
-    _succeed(world, job)
 
 
 def generate(world: World, job_id: JobId) -> None:
@@ -170,7 +164,8 @@ def removed(world: World, job_id: JobId) -> None:
 
 def reserve_again(world: World, job_id: JobId) -> None:
     """There may be room for a preempted request."""
-    job = world.put(world.jobs[job_id], phase="reserving")
+    job = world.jobs[job_id]
+    job = world.put(job, phase="reserving", key=job.next_key)
     world.send(job, "reserve")
 
 

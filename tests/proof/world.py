@@ -8,7 +8,7 @@ answer, come late (behind what was sent after it), or come twice.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,9 +75,13 @@ class Job(NamedTuple):
         return (self.role, self.key.request_id, self.key.attempt)
 
     @property
+    def next_key(self) -> Key:
+        return self.key._replace(generation=self.key.generation + 1)
+
+    @property
     def touches(self) -> bool:
         """Whether its engine may be writing."""
-        return self.phase in ("writing", "written", "running", "extending", "stopping")
+        return self.phase in ("writing", "running", "extending", "stopping")
 
     @property
     def renews(self) -> bool:
@@ -124,15 +128,11 @@ class World:
     now: float = 0.0
 
     def copy(self) -> World:
-        return dataclasses.replace(
-            self,
-            ledger=copy_ledger(self.ledger),
-            memory=self.memory.copy(),
-            asked=self.asked.copy(),
-            sessions=self.sessions.copy(),
-            queues=self.queues.copy(),
-            jobs=self.jobs.copy(),
-        )
+        twin = copy.copy(self)
+        twin.ledger = copy_ledger(self.ledger)
+        twin.memory, twin.asked, twin.sessions = self.memory.copy(), self.asked.copy(), self.sessions.copy()
+        twin.queues, twin.jobs = self.queues.copy(), self.jobs.copy()
+        return twin
 
     # ---- reading
 
@@ -148,6 +148,12 @@ class World:
         """The job of the request's attempt that runs now."""
         asked = self.asked[index]
         return self.jobs.get((role, request_id(index, asked.life), asked.tries))
+
+    def room_for(self, index: int, grown: bool) -> bool:
+        """Whether a request finds blocks, also where it can share none with others that run."""
+        request, counts = self.request(index), self.ledger.counts()
+        tokens = request.context + grown * request.growth
+        return self.setup.layout.slots_for(tokens) <= counts.free + counts.cached
 
     def word(self, job: Job, group: int, block: int) -> Word:
         """What the block of a job contains when its tokens have been computed."""
