@@ -14,8 +14,11 @@ from tests.proof.world import DECODE, Asked, Job, Op, World
 
 
 def digest(world: World) -> bytes:
-    """16 bytes. Left out is what has no effect any more: instants (a hold is renewed before the next lease is over or it
-    is not), what free blocks contain, and what is remembered of attempts to which no message refers."""
+    """16 bytes.
+
+    Left out is what has no effect: instants (a hold is renewed before the next lease is over, or it is not), what free
+    blocks contain, and what is remembered of attempts to which no message refers.
+    """
     looks = [_look(world, index) for index in range(len(world.asked))]
     expected = sorted(looks)
     # Only requests that look alike can stand in either order.
@@ -32,7 +35,7 @@ def _look(world: World, index: int) -> tuple[object, ...]:
 
 
 class _Encoder:
-    """Describes a world in the words of one order of its requests. What has a name gets a number when it is first met."""
+    """Describes a world for one order of its requests. What has a name gets a number when it is first met."""
 
     def __init__(self, world: World, order: tuple[int, ...]) -> None:
         self._world = world

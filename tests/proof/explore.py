@@ -59,7 +59,8 @@ class Explorer:
                 self._calm[name] = reached
         if world.faults:
             for move in moves.faults(world):
-                self._step(name, world, move, fault=True)
+                if self._setup.kind in ("", move.act.__name__):
+                    self._step(name, world, move, fault=True)
         if self._calm[name] == name:
             try:
                 judge.check_quiet(world)
@@ -111,11 +112,15 @@ class Explorer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("setup", choices=SETUPS, nargs="*", help="all of them where none is named")
-    parser.add_argument("--faults", type=int, default=1)
+    parser.add_argument("--faults", type=int, default=1, help="at most so many things go wrong")
+    parser.add_argument("--kind", default="", help="only this may go wrong: duplicate, delay, lose, crash, fail, ...")
+    parser.add_argument("--attempts", type=int, default=2, help="of each request")
     arguments = parser.parse_args()
     for name in arguments.setup or SETUPS:
         began = time.monotonic()
-        found = Explorer(dataclasses.replace(SETUPS[name], faults=arguments.faults)).run()
+        found = Explorer(
+            dataclasses.replace(SETUPS[name], faults=arguments.faults, kind=arguments.kind, attempts=arguments.attempts)
+        ).run()
         seconds = time.monotonic() - began
         print(f"{name}: {found.states:,} states, {found.transitions:,} transitions, {seconds:.0f} s", flush=True)
 

@@ -36,7 +36,9 @@ def _check_touched(world: World, job: Job, holders: dict[int, list[Hold]]) -> No
     for group, block, slot in world.blocks(job):
         own = [hold for hold in holders[slot] if hold.key == job.key]
         if not own:
-            raise Violation(f"{job.role} worker {job.session} touches block {slot} of {job.key}, which is not held for it")
+            raise Violation(
+                f"{job.role} worker {job.session} touches block {slot} of {job.key}, which is not held for it"
+            )
         if not world.may_write(job, group, block):
             continue
         if own[0].writer != job.session or len(holders[slot]) > 1:

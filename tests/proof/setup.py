@@ -57,9 +57,13 @@ class Setup:
     """Failed attempts after which the gateway gives a request up."""
     faults: int = 0
     """How often something may go wrong, in all."""
+    kind: str = ""
+    """The only thing that may go wrong, by the name of its move; anything where it is empty."""
 
 
 SETUPS = {
+    # One request alone, and its next attempt: so small that more may go wrong.
+    "one": Setup((Request("a"),), slots=3),
     # Two requests that share their first block.
     "handoff": Setup((Request("a"), Request("a")), slots=4),
     # One that needs no blocks, one whose first token is its last; the second may find all of its front cached.

@@ -20,6 +20,14 @@ def test_every_state_without_faults(name: str) -> None:
     assert found.transitions > found.states
 
 
+def test_every_state_of_a_request_with_a_fault() -> None:
+    Explorer(dataclasses.replace(SETUPS["one"], faults=1)).run()
+
+
+def test_every_state_of_two_requests_with_a_message_that_comes_twice() -> None:
+    Explorer(dataclasses.replace(SETUPS["growth"], faults=1, kind="duplicate")).run()
+
+
 def test_copies_of_a_world_are_their_own_and_equal_ones_have_one_name() -> None:
     world = make_world(SETUPS["growth"])
     names = {digest(world)}

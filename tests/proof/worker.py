@@ -107,8 +107,10 @@ _WAITS_IN = {
 
 
 def compute(world: World, job_id: JobId) -> None:
-    """The prefill worker writes its blocks, publishes the full ones, samples, and lets go of all: for the decode worker,
-    or, after a request's only token, for good."""
+    """The prefill worker writes its blocks, publishes the full ones, samples, and lets go of all.
+
+    It does so for the decode worker, or, after a request's only token, for good.
+    """
     job = world.jobs[job_id]
     world.write(job)
     request = world.request(job.request)
@@ -204,7 +206,7 @@ def scribble(world: World, job: Job) -> None:
 
 
 def crash(world: World, worker: int) -> None:
-    """It is not heard any more, but may still write, and what it sent last may still come. A new one takes its place."""
+    """It is heard no more, but may still write, and what it sent last may still come. A new one takes its place."""
     session = world.sessions[worker]
     world.sessions[worker] = max(world.sessions) + 1
     world.unnoticed += (session,)

@@ -103,8 +103,11 @@ class HoldBook:
     # ---- the ends of a hold
 
     def forbid(self, key: Key) -> None:
-        """From now on no generation of this attempt up to this one can begin: it has ended, or was refused, or was given
-        back before it came. A message that comes late or again must not make a hold that nobody knows of."""
+        """From now on no generation of this attempt up to this one can begin.
+
+        It has ended, was refused, or was given back before it came: a message that comes late or again must not make a
+        hold that nobody knows of.
+        """
         name = key[:2]
         self._ended[name] = max(key.generation, self._ended.get(name, -1))
         self._ended.move_to_end(name)

@@ -180,7 +180,8 @@ class Ledger:
     def release(self, session: int, key: Key, now: float) -> None:
         """Ends the hold, by its writer or by its owner; the second time it does nothing.
 
-        What comes before the reserve, open or adopt that it takes back makes that one stale. Where another worker is writing, the blocks drain until that one is done.
+        A release that comes before the reserve, open or adopt that it takes back makes that one stale. Where another
+        worker is writing, the blocks drain until that one is done.
         """
         self._book.drained(session, key)
         try:

@@ -246,7 +246,7 @@ def test_a_prefill_worker_lost_after_it_filled_harms_nothing() -> None:
 
 
 def test_a_reservation_that_comes_behind_its_release_makes_no_hold() -> None:
-    """deliver release 0.0/1/1, arrive reserve 0.0/1/1, a lease passes: nobody knew of the hold, so it drained for ever."""
+    """deliver release r/1/1, arrive reserve r/1/1, a lease passes: nobody knew of the hold, so it drained for ever."""
     desk = Desk(4)
     desk.ledger.release(DECODE, Key("r", 1, 1), desk.now)
     with pytest.raises(StaleError, match="too old for a new hold"):
