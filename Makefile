@@ -42,7 +42,7 @@ proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 see
 	$(BIN)/python -m tests.proof.explore --faults 0
 	$(BIN)/python -m tests.proof.explore one --faults 2
 	for kind in duplicate delay lose lose_answer fail crash pass_time; do \
-		$(BIN)/python -m tests.proof.explore growth handoff edges --attempts 1 --faults 1 --kind $$kind; done
+		$(BIN)/python -m tests.proof.explore growth --attempts 1 --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.simulate --seeds 10000
 
 test-compose: $(READY) ## the compose stack on a real docker engine

@@ -44,7 +44,7 @@ def fail(world: World, index: int) -> None:
     world.asked[index] = asked._replace(failures=failures, phase=phase, filled=None)
 
 
-def crash(world: World) -> None:
+def restart(world: World) -> None:
     """All its calls break; clients come again, under new ids."""
     world.asked = [
         Asked(life=asked.life + 1) if asked.phase not in ("done", "failed") else asked for asked in world.asked

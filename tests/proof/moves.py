@@ -136,5 +136,5 @@ def faults(world: World) -> Iterator[Move]:
     for session in sorted({job.session for job in world.jobs.values() if job.renews}):
         yield Move(network.pass_time, (session,))
     if world.jobs:
-        yield Move(gateway.crash, ())
+        yield Move(gateway.restart, ())
         yield Move(network.restart_ledger, ())

@@ -20,7 +20,7 @@ MOST_EVENTS = 20_000
 """A run that has not come to rest by then goes round in circles."""
 
 
-_HOW_OFTEN = {network.duplicate: 4.0, network.delay: 2.0, gateway.crash: 0.05, network.restart_ledger: 0.05}
+_HOW_OFTEN = {network.duplicate: 4.0, network.delay: 2.0, gateway.restart: 0.05, network.restart_ledger: 0.05}
 """How likely a fault is, beside 1 for the others: after a restart little is left that could go wrong."""
 
 
