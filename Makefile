@@ -38,7 +38,7 @@ lint: $(READY) ## style, types, import contracts, generated files
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m paceline.proto.generate --check
 
-proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 seeds of larger ones; an hour or so
+proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 seeds of larger ones; half an hour
 	$(BIN)/python -m tests.proof.explore --faults 0
 	$(BIN)/python -m tests.proof.explore one --faults 2
 	for kind in duplicate delay lose lose_answer fail crash pass_time; do \
