@@ -16,7 +16,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 p
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit; fi; done; \
 	echo "Paceline needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1
 
-.PHONY: help serve test lint unit proto lock test-compose bench clean
+.PHONY: help serve test lint unit proof proto lock test-compose bench clean
 
 help: ## show this
 	@echo "make TARGET [ARGS='...']"; echo
@@ -37,6 +37,13 @@ lint: $(READY) ## style, types, import contracts, generated files
 	$(BIN)/mypy -p paceline
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m paceline.proto.generate --check
+
+proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 seeds of larger ones; half an hour
+	$(BIN)/python -m tests.proof.explore --faults 0
+	$(BIN)/python -m tests.proof.explore one --faults 2
+	for kind in duplicate delay lose lose_answer fail crash pass_time; do \
+		$(BIN)/python -m tests.proof.explore growth --attempts 1 --faults 1 --kind $$kind; done
+	$(BIN)/python -m tests.proof.simulate --seeds 10000
 
 test-compose: $(READY) ## the compose stack on a real docker engine
 	bash compose/test.sh $(ARGS)

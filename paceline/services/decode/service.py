@@ -13,7 +13,7 @@ import grpc.aio
 
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
-from paceline.core.types import FinishReason, Key
+from paceline.core.types import FinishReason
 from paceline.engine.constraint import Matcher
 from paceline.engine.scheduler import GROWTH_TOKENS
 from paceline.engine.step import Preempted, Sampled, Scored
@@ -124,12 +124,13 @@ class _Attempt:
 
     async def _reserve_again(self) -> Hold:
         """After a preemption: waits until blocks are free. What is still cached need not be computed again."""
-        self._key = Key(self._key.request_id, self._key.attempt, self._key.generation + 1)
         with self._worker.waiting_for_blocks(self._key) as is_first:
             while True:
                 give_up = time.monotonic() + ALIVE_SECONDS
                 while time.monotonic() < give_up:
                     if is_first():
+                        # A key is good for one reservation, granted or refused.
+                        self._key = self._key._replace(generation=self._key.generation + 1)
                         with contextlib.suppress(BusyError):
                             return await self._reserve()
                     await asyncio.sleep(random.uniform(0.01, 0.05))

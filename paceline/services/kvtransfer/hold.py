@@ -60,9 +60,6 @@ class Hold:
     def in_flight(self) -> bool:
         return self.state in _IN_FLIGHT
 
-    def raise_generation(self) -> None:
-        self.key = self.key._replace(generation=self.key.generation + 1)
-
     def slots(self) -> list[int]:
         return held_slots(self.tables)
 

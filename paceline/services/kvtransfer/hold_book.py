@@ -16,7 +16,7 @@ GRACE_SECONDS = 1.0
 """How long a worker whose session broke may still touch its blocks."""
 
 _ENDED_KEPT = 1 << 16
-"""Ended attempts whose last generation is remembered, against messages that come late."""
+"""Attempts whose last ended or forbidden generation is remembered, against messages that come late."""
 
 
 class HoldBook:
@@ -93,7 +93,26 @@ class HoldBook:
             return None
         return hold
 
+    def change_hands(self, hold: Hold) -> None:
+        """Raises the generation. Raises StaleError where it was given back before it came."""
+        key = hold.key._replace(generation=hold.key.generation + 1)
+        if key.generation <= self._ended.get(key[:2], -1):
+            raise StaleError(f"{key} was given back before it was asked for")
+        hold.key = key
+
     # ---- the ends of a hold
+
+    def forbid(self, key: Key) -> None:
+        """From now on no generation of this attempt up to this one can begin.
+
+        It has ended, was refused, or was given back before it came: a message that comes late or again must not make a
+        hold that nobody knows of.
+        """
+        name = key[:2]
+        self._ended[name] = max(key.generation, self._ended.get(name, -1))
+        self._ended.move_to_end(name)
+        if len(self._ended) > _ENDED_KEPT:
+            self._ended.popitem(last=False)
 
     def release(self, hold: Hold, session: int) -> None:
         """Ends a hold in the name of its owner or writer. What another worker writes drains until that one is done."""
@@ -157,12 +176,8 @@ class HoldBook:
         self._give_back(hold)
 
     def _forget(self, hold: Hold) -> None:
-        name = hold.key[:2]
-        del self._live[name]
-        self._ended[name] = hold.key.generation
-        self._ended.move_to_end(name)
-        if len(self._ended) > _ENDED_KEPT:
-            self._ended.popitem(last=False)
+        del self._live[hold.key[:2]]
+        self.forbid(hold.key)
 
     def _give_back(self, hold: Hold) -> None:
         if hold.in_flight:

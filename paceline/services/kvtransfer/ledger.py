@@ -1,7 +1,8 @@
 """Who may touch which block: holds, their leases and generations, and the cache of sealed blocks.
 
 Pure: no clock, no I/O. `now` is in seconds of one monotonic clock; `session` names one stay of a worker. A call that
-raises has changed nothing, except that it may have ended what was over: an expired hold, or one that drained.
+raises has changed nothing, except that it may have ended what was over: an expired hold, or one that drained; and that
+the key of a reservation for which there were no blocks is used up.
 
     reserve ──▶ RESERVED ──open──▶ FILLING ──fill──▶ FILLED ──adopt──▶ ACTIVE ──release──▶ (gone)
                    └──────────────────────release──────────────────────────────────────────▶ (gone)
@@ -50,6 +51,9 @@ class Ledger:
     ) -> Hold:
         """Makes a hold: cached blocks of the longest known prefix, then fresh ones up to `token_count` tokens.
 
+        Whoever met BusyError asks again under a higher generation: were the refused reservation to come a second time,
+        when there are blocks, nobody would know of its hold.
+
         Args:
             hashes: chain of the context, one hash each BASE_TOKENS tokens.
             max_cached_tokens: reuse no more than this.
@@ -62,7 +66,11 @@ class Ledger:
         cached, tables = match_prefix(self._layout, self._pool.find, hashes, max_cached_tokens)
         reused = held_slots(tables)
         missing = self._missing(tables, token_count)
-        self._check_available(sum(missing), reused)
+        try:
+            self._check_available(sum(missing), reused)
+        except BusyError:
+            self._book.forbid(key)
+            raise
         self._pool.reuse(reused)
         self._grow(tables, missing)
         self.queried_tokens += len(hashes) * BASE_TOKENS
@@ -87,7 +95,7 @@ class Ledger:
         hold = self._book.find_newest(key, now)
         if hold.state is not State.RESERVED:
             raise InvalidRequestError(f"hold {key} is {hold.state.value}; only a reserved one can be opened")
-        hold.raise_generation()
+        self._book.change_hands(hold)
         hold.state, hold.writer = State.FILLING, session
         self._pool.enter_flight(hold.slots())
         return self._renewed(hold, now)
@@ -133,7 +141,7 @@ class Ledger:
         hold = self._book.find_newest(key, now)
         if hold.state is not State.FILLED:
             raise InvalidRequestError(f"hold {key} is {hold.state.value}; only a filled one can be adopted")
-        hold.raise_generation()
+        self._book.change_hands(hold)
         hold.state, hold.owner, hold.writer = State.ACTIVE, session, session
         self._pool.leave_flight(hold.slots())
         return self._renewed(hold, now)
@@ -172,12 +180,14 @@ class Ledger:
     def release(self, session: int, key: Key, now: float) -> None:
         """Ends the hold, by its writer or by its owner; the second time it does nothing.
 
-        Where another worker is writing, the blocks drain until that one is done.
+        A release that comes before the reserve, open or adopt that it takes back makes that one stale. Where another
+        worker is writing, the blocks drain until that one is done.
         """
         self._book.drained(session, key)
         try:
             hold = self._book.find_own(session, key, now)
         except UnknownHoldError:
+            self._book.forbid(key)
             return
         self._book.release(hold, session)
 

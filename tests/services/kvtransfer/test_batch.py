@@ -53,7 +53,7 @@ async def test_a_failed_operation_does_not_stop_those_behind_it(host: Host) -> N
         pb.Operation(open=pb.Open(key=key("a"))),
         pb.Operation(extend=pb.Extend(key=key("a"), token_count=16)),
         release(key("a", generation=2)),
-        reserve(key("b"), tokens=16),
+        reserve(key("b", generation=2), tokens=16),
     )
     assert [result.code for result in results] == [
         pb.CODE_OK,

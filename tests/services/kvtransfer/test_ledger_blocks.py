@@ -20,7 +20,7 @@ def test_a_reservation_is_all_or_nothing_over_groups() -> None:
     with pytest.raises(BusyError, match="7 blocks are needed and 5 can be had"):
         desk.reserve("b", tokens=65)
     assert desk.counts() == before
-    desk.reserve("b", tokens=64)
+    desk.reserve("b", tokens=64, generation=2)
     assert desk.counts() == (0, 7, 0, 0)
 
 
@@ -77,7 +77,7 @@ def test_what_a_reservation_reuses_is_no_room_for_it() -> None:
     with pytest.raises(BusyError, match="2 blocks are needed and 1 can be had"):
         desk.reserve("r", "abxy")
     assert desk.counts() == (0, 1, 0, 3)
-    assert desk.reserve("r", "abx").filled_tokens == 32
+    assert desk.reserve("r", "abx", generation=2).filled_tokens == 32
 
 
 # ---- sealing and sharing

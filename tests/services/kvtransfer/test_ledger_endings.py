@@ -240,3 +240,48 @@ def test_a_prefill_worker_lost_after_it_filled_harms_nothing() -> None:
     desk.ledger.lose_session(PREFILL, desk.now)
     desk.ledger.expire(desk.now + GRACE_SECONDS)
     assert desk.ledger.adopt(DECODE, hold.key, desk.now).state is State.ACTIVE
+
+
+# ---- messages that come late or again; found by tests/proof
+
+
+def test_a_reservation_that_comes_behind_its_release_makes_no_hold() -> None:
+    """deliver release r/1/1, arrive reserve r/1/1, a lease passes: nobody knew of the hold, so it drained for ever."""
+    desk = Desk(4)
+    desk.ledger.release(DECODE, Key("r", 1, 1), desk.now)
+    with pytest.raises(StaleError, match="too old for a new hold"):
+        desk.reserve("r", tokens=16)
+    assert desk.reserve("r", tokens=16, generation=2).key == Key("r", 1, 2)
+
+
+def test_who_gave_a_hold_back_before_it_was_opened_does_not_become_its_writer() -> None:
+    """deliver release r/1/2 by prefill, arrive open r/1/1, release r/1/1 by decode: it drained for ever."""
+    desk = Desk(4)
+    hold = desk.reserve("r", tokens=16)
+    desk.ledger.release(PREFILL, Key("r", 1, 2), desk.now)
+    with pytest.raises(StaleError, match="given back before"):
+        desk.ledger.open(PREFILL, hold.key, desk.now)
+    desk.ledger.release(DECODE, hold.key, desk.now)
+    assert desk.counts() == (4, 0, 0, 0)
+
+
+def test_who_gave_a_hold_back_before_it_was_adopted_does_not_become_its_owner() -> None:
+    desk = Desk(4)
+    hold = desk.ledger.fill(PREFILL, desk.filling("r", tokens=16).key, 16, desk.now)
+    desk.ledger.release(DECODE, Key("r", 1, 3), desk.now)
+    with pytest.raises(StaleError, match="given back before"):
+        desk.ledger.adopt(DECODE, hold.key, desk.now)
+    desk.ledger.release(DECODE, hold.key, desk.now)
+    assert desk.counts() == (4, 0, 0, 0)
+
+
+def test_a_reservation_that_was_refused_for_want_of_blocks_is_refused_when_it_comes_again() -> None:
+    """duplicate reserve 1.1/2/1 (busy), others release, arrive reserve 1.1/2/1, a lease passes: it drained for ever."""
+    desk = Desk(1)
+    other = desk.reserve("other", tokens=16)
+    with pytest.raises(BusyError):
+        desk.reserve("r", tokens=16)
+    desk.ledger.release(DECODE, other.key, desk.now)
+    with pytest.raises(StaleError, match="too old for a new hold"):
+        desk.reserve("r", tokens=16)
+    assert desk.reserve("r", tokens=16, generation=2).key == Key("r", 1, 2)

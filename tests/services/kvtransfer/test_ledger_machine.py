@@ -91,8 +91,8 @@ class LedgerMachine(RuleBasedStateMachine):
         tokens = len(context) * 16 + extra
         exists = any(hold.key.request_id == request for hold in self.live())
         before = self.ledger.counts()
+        key = Key(request, 1, newest + 1)
         try:
-            key = Key(request, 1, newest + 1)
             hold = self.ledger.reserve(self.session(pick), key, chain(context), tokens, limit, self.now)
         except InvalidRequestError:
             assert exists or LAYOUT.slots_for(tokens) > SLOTS
@@ -100,6 +100,7 @@ class LedgerMachine(RuleBasedStateMachine):
         except BusyError:
             assert not exists
             assert LAYOUT.slots_for(tokens) > before.free
+            self.keys.append(key)  # it is used up
             return
         assert not exists
         cached = hold.filled_tokens

@@ -1,0 +1,73 @@
+"""What the gateway does (services/gateway/request.py and attempt.py): it starts attempts, links their two workers, and
+begins anew where one fails. That it has given an attempt up reaches a worker later, as a move of its own
+(`worker.cancel`)."""
+
+from __future__ import annotations
+
+from paceline.core.types import Key
+from tests.proof.world import DECODE, PREFILL, Asked, Job, World, request_id
+
+
+def start(world: World, index: int, decoder: int, prefiller: int) -> None:
+    """Begins an attempt: its decode worker reserves."""
+    asked = world.asked[index]
+    key = Key(request_id(index, asked.life), asked.tries + 1, 1)
+    world.asked[index] = asked._replace(tries=key.attempt, phase="admitting", prefiller=prefiller, filled=None)
+    job = world.put(Job(DECODE, world.sessions[decoder], index, key, "reserving"))
+    world.send(job, "reserve")
+
+
+def call_prefill(world: World, index: int) -> None:
+    """The decode worker has admitted the request; the prefill worker opens its hold."""
+    asked, decode = world.asked[index], world.job(DECODE, index)
+    assert decode is not None
+    world.asked[index] = asked._replace(phase="prefilling")
+    job = world.put(Job(PREFILL, world.sessions[asked.prefiller], index, decode.key, "opening"))
+    world.send(job, "open")
+
+
+def hand_over(world: World, index: int) -> None:
+    """The decode worker learns the key under which it can adopt."""
+    asked, decode = world.asked[index], world.job(DECODE, index)
+    assert decode is not None
+    assert asked.filled is not None
+    world.asked[index] = asked._replace(phase="decoding")
+    job = world.put(decode, phase="adopting")
+    world.send(job, "adopt", asked.filled.generation)
+
+
+def fail(world: World, index: int) -> None:
+    """An attempt cannot go on, or the gateway believes so: after a silence, say."""
+    asked = world.asked[index]
+    failures = asked.failures + 1
+    phase = "waiting" if failures < world.setup.attempts else "failed"
+    world.asked[index] = asked._replace(failures=failures, phase=phase, filled=None)
+
+
+def restart(world: World) -> None:
+    """All its calls break; clients come again, under new ids."""
+    world.asked = [
+        Asked(life=asked.life + 1) if asked.phase not in ("done", "failed") else asked for asked in world.asked
+    ]
+
+
+# ---- when
+
+
+def may_call_prefill(world: World, index: int) -> bool:
+    job = world.job(DECODE, index)
+    return world.asked[index].phase == "admitting" and job is not None and job.phase == "admitted"
+
+
+def may_hand_over(world: World, index: int) -> bool:
+    asked, job = world.asked[index], world.job(DECODE, index)
+    return asked.phase == "prefilling" and asked.filled is not None and job is not None and job.phase == "admitted"
+
+
+def sees_failure(world: World, index: int) -> bool:
+    """Whether a worker that the attempt needs has nothing of it any more."""
+    asked = world.asked[index]
+    if not asked.runs:
+        return False
+    prefilled = asked.phase != "prefilling" or asked.filled is not None
+    return world.job(DECODE, index) is None or not (prefilled or world.job(PREFILL, index) is not None)

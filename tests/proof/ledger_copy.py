@@ -1,0 +1,36 @@
+"""A copy of a ledger, some twenty times faster than `copy.deepcopy`: exploring is mostly copying."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+from paceline.services.kvtransfer.hold import Hold
+from paceline.services.kvtransfer.ledger import Ledger
+
+Owner = TypeVar("Owner")
+
+
+def copy_ledger(ledger: Ledger) -> Ledger:
+    twin = _copy_fields(ledger)
+    pool = twin._pool = _copy_fields(ledger._pool)
+    book = twin._book = _copy_fields(ledger._book)
+    pool._index = [index.copy() for index in pool._index]
+    book._pool = pool
+    book._live = {name: _copy_hold(hold) for name, hold in book._live.items()}
+    book._draining = {key: _copy_hold(hold) for key, hold in book._draining.items()}
+    return twin
+
+
+def _copy_fields(owner: Owner) -> Owner:
+    """The same object with containers of its own."""
+    twin = object.__new__(type(owner))
+    for name, value in vars(owner).items():
+        twin.__dict__[name] = value.copy() if hasattr(value, "copy") else value
+    return twin
+
+
+def _copy_hold(hold: Hold) -> Hold:
+    twin = copy.copy(hold)
+    twin.tables = [table.copy() for table in hold.tables]
+    return twin

@@ -1,0 +1,140 @@
+"""Everything that can happen to a world next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tests.proof import gateway, judge, network, worker
+from tests.proof.world import DECODE, Job, Violation, World
+
+
+class Move(NamedTuple):
+    """One event. Applying it to equal worlds gives equal worlds."""
+
+    act: Callable[..., None]
+    args: tuple[object, ...]
+
+    def apply(self, world: World) -> None:
+        self.act(world, *self.args)
+
+    def describe(self, world: World) -> str:
+        """One line of a trace, for the world before the move."""
+        shown = ", ".join(_show(world, arg) for arg in self.args)
+        return f"{self.act.__module__.rsplit('.')[-1]:8}{self.act.__name__}({shown})"
+
+
+def _show(world: World, arg: object) -> str:
+    match arg:
+        case Job():
+            return f"{arg.role} session {arg.session}, {arg.key}"
+        case (str(role), str(request), int(attempt)):
+            return f"{role}, {request}/{attempt}"
+    queue = world.queues.get(arg, ()) if isinstance(arg, int) else ()
+    return f"{arg}: {queue[0].kind} {queue[0].key}" if queue and arg in world.queues else str(arg)
+
+
+def step(world: World, move: Move) -> None:
+    """Applies a move and judges the world. Raises Violation, also where the code itself breaks."""
+    try:
+        move.apply(world)
+    except Violation:
+        raise
+    except Exception as error:
+        raise Violation(f"{type(error).__name__}: {error}") from error
+    world.ledger.take_events()
+    world.ledger.take_overdue()
+    judge.check(world)
+
+
+def progress(world: World) -> Iterator[Move]:
+    """What happens sooner or later when nothing goes wrong; time aside."""
+    for late in dict.fromkeys(world.late):
+        yield Move(network.arrive, (late,))
+    for session in world.queues:
+        yield Move(network.deliver, (session,))
+    for session in world.unnoticed:
+        yield Move(network.notice, (session,))
+    for job in world.jobs.values():
+        yield from _of_job(world, job)
+    for index in range(len(world.asked)):
+        yield from _of_gateway(world, index)
+
+
+def _of_job(world: World, job: Job) -> Iterator[Move]:
+    if job.renews and _is_lost(world, job):
+        yield Move(worker.learn_of_loss, (job.id,))
+    if not world.is_current(job) and not job.cancelled and job.phase != "stopping":
+        yield Move(worker.cancel, (job.id,))
+    if job.phase in _NEXT:
+        yield Move(_NEXT[job.phase], (job.id,))
+    if job.phase == "waiting" and world.room_for(job.request, grown=True):
+        yield Move(worker.reserve_again, (job.id,))
+
+
+_NEXT = {
+    "writing": worker.compute,
+    "running": worker.generate,
+    "stopping": worker.removed,
+}
+
+
+def _is_lost(world: World, job: Job) -> bool:
+    """Whether the ledger would refuse a renewal: the hold has ended."""
+    return not any(hold.key[:2] == job.key[:2] and judge.lives(hold) for hold in world.ledger.holds())
+
+
+def _of_gateway(world: World, index: int) -> Iterator[Move]:
+    phase = world.asked[index].phase
+    if phase == "waiting":
+        yield from _starts(world, index)
+    elif phase in ("admitting", "prefilling", "decoding"):
+        if gateway.may_call_prefill(world, index):
+            yield Move(gateway.call_prefill, (index,))
+        if gateway.may_hand_over(world, index):
+            yield Move(gateway.hand_over, (index,))
+        if gateway.sees_failure(world, index):
+            yield Move(gateway.fail, (index,))
+
+
+def _starts(world: World, index: int) -> Iterator[Move]:
+    """Any two workers, once there are blocks; one whose preempted requests wait for blocks takes no others."""
+    setup = world.setup
+    if not world.room_for(index, grown=False):
+        return
+    closed = {job.session for job in world.jobs.values() if job.role == DECODE and job.alone}
+    for decoder in range(setup.decoders):
+        if world.sessions[decoder] not in closed:
+            for prefiller in range(setup.decoders, setup.decoders + setup.prefillers):
+                yield Move(gateway.start, (index, decoder, prefiller))
+
+
+def at_any_time(world: World) -> Iterator[Move]:
+    """What may happen, also again and again, without anything's being wrong."""
+    yield Move(network.pass_time, ())
+    for job in (*world.jobs.values(), *world.ghosts):
+        if job.phase == "stopping" or job in world.ghosts:
+            yield Move(worker.scribble, (job,))
+
+
+def faults(world: World) -> Iterator[Move]:
+    """What may go wrong; the caller counts."""
+    for session, queue in world.queues.items():
+        yield Move(network.duplicate, (session,))
+        if queue[0].kind != "release":  # which is sent again until it is answered
+            yield Move(network.lose, (session,))
+            yield Move(network.delay, (session,))
+            if queue[0].kind not in ("seal", "trim"):  # whose answers nobody heeds
+                yield Move(network.lose_answer, (session,))
+    for index, asked in enumerate(world.asked):
+        if asked.runs:
+            yield Move(gateway.fail, (index,))
+    busy = {job.session for job in world.jobs.values()} | world.queues.keys()
+    for place, session in enumerate(world.sessions):
+        if session in busy:
+            yield Move(worker.crash, (place,))
+    for session in sorted({job.session for job in world.jobs.values() if job.renews}):
+        yield Move(network.pass_time, (session,))
+    if world.jobs:
+        yield Move(gateway.restart, ())
+        yield Move(network.restart_ledger, ())

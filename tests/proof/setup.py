@@ -1,0 +1,75 @@
+"""What a world begins with: its requests, workers, blocks, and how much may go wrong in it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
+
+
+def make_layout(*groups: tuple[int, int]) -> KVLayout:
+    """Groups as (block_tokens, window)."""
+    made = tuple(KVGroup(GroupShape(f"g{i}", (), 0, 0, window), tokens) for i, (tokens, window) in enumerate(groups))
+    return KVLayout(made, itemsize=0, slot_bytes=4096, fingerprint="proof")
+
+
+ONE_GROUP = make_layout((16, 0))
+WITH_A_WINDOW = make_layout((16, 0), (32, 16))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks for."""
+
+    text: str
+    """The prompt's front, one letter for each 16 tokens. Equal beginnings have equal KV."""
+    tail: int = 4
+    """Tokens of the prompt behind it; with none and no text, the hold has no blocks at all."""
+    growth: int = 0
+    """Tokens that its decode worker asks room for only when it is there."""
+    one_token: bool = False
+    """Whether the prefill worker's token is the last one, so that nothing is handed over."""
+
+    @property
+    def context(self) -> int:
+        return len(self.text) * BASE_TOKENS + self.tail
+
+    @property
+    def sealable(self) -> int:
+        """Tokens at the front whose blocks can be shared."""
+        return len(self.text) * BASE_TOKENS
+
+    @functools.cached_property
+    def hashes(self) -> list[bytes]:
+        return [hashlib.md5(self.text[: end + 1].encode()).digest() for end in range(len(self.text))]
+
+
+@dataclass(frozen=True)
+class Setup:
+    requests: tuple[Request, ...]
+    slots: int
+    layout: KVLayout = ONE_GROUP
+    decoders: int = 2
+    prefillers: int = 2
+    attempts: int = 2
+    """Failed attempts after which the gateway gives a request up."""
+    faults: int = 0
+    """How often something may go wrong, in all."""
+    kind: str = ""
+    """The only thing that may go wrong, by the name of its move; anything where it is empty."""
+
+
+SETUPS = {
+    # One request alone, and its next attempt: so small that more may go wrong.
+    "one": Setup((Request("a"),), slots=3),
+    # Two requests that share their first block.
+    "handoff": Setup((Request("a"), Request("a")), slots=4),
+    # One that needs no blocks, one whose first token is its last; the second may find all of its front cached.
+    "edges": Setup((Request("", tail=0), Request("a", one_token=True)), slots=2),
+    # Both run out of room when they decode: one is preempted, and reserves anew under its next generation.
+    "growth": Setup((Request("", growth=16), Request("", growth=16)), slots=3),
+    # Two cache groups, one of them with a window, whose blocks decode gives back.
+    "window": Setup((Request("abc"), Request("a")), slots=9, layout=WITH_A_WINDOW),
+}

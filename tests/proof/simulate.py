@@ -1,0 +1,122 @@
+"""Larger worlds, many faults, chosen at random: `python -m tests.proof.simulate --seed N`, or `--seeds 10000`.
+
+A run is a function of its seed. One that fails prints its trace, one line an event, and replays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+
+from tests.proof import gateway, judge, moves, network
+from tests.proof.moves import Move
+from tests.proof.setup import ONE_GROUP, WITH_A_WINDOW, Request, Setup
+from tests.proof.world import Violation, World, make_world
+
+MOST_EVENTS = 20_000
+"""A run that has not come to rest by then goes round in circles."""
+
+
+_HOW_OFTEN = {network.duplicate: 4.0, network.delay: 2.0, gateway.restart: 0.05, network.restart_ledger: 0.05}
+"""How likely a fault is, beside 1 for the others: after a restart little is left that could go wrong."""
+
+
+@dataclass
+class Run:
+    """One seed's world and what has happened in it."""
+
+    seed: int
+    world: World
+    lines: list[str] = field(default_factory=list)
+
+    def step(self, move: Move) -> None:
+        self.lines.append(f"{len(self.lines):5}  {move.describe(self.world)}")
+        moves.step(self.world, move)
+
+
+def setup_of(seed: int) -> Setup:
+    """20 requests with common beginnings, 4 + 4 workers, and room for a few of them at a time."""
+    draw = random.Random(seed)
+    layout = draw.choice((ONE_GROUP, WITH_A_WINDOW))
+    requests = tuple(
+        Request(
+            text=draw.choice(("", "a", "ab", "abcd", "abxy", "uv")),
+            tail=draw.choice((0, 4, 15)),
+            growth=draw.choice((0, 16, 40)),
+            one_token=draw.random() < 0.1,
+        )
+        for _ in range(20)
+    )
+    return Setup(requests, draw.choice((12, 12, 20, 40)), layout, 4, 4, attempts=3, faults=draw.choice((0, 5, 20, 60)))
+
+
+def simulate(seed: int) -> Run:
+    """Runs a seed to its rest. Raises Violation, with the trace."""
+    run = Run(seed, make_world(setup_of(seed)))
+    try:
+        _run(run, random.Random(seed))
+    except Violation as violation:
+        raise Violation("\n".join((f"seed {seed}", *run.lines, f"=> {violation}"))) from violation
+    return run
+
+
+def _run(run: Run, draw: random.Random) -> None:
+    world = run.world
+    often = draw.uniform(0.02, 0.3)
+    """How readily something goes wrong."""
+    while world.faults and len(run.lines) < MOST_EVENTS / 2:
+        going = list(moves.progress(world))
+        if world.faults and draw.random() < often and (wrong := list(moves.faults(world))):
+            world.faults -= 1
+            run.step(draw.choices(wrong, [_HOW_OFTEN.get(move.act, 1.0) for move in wrong])[0])
+        elif not going or draw.random() < 0.1:
+            if not going and not world.jobs:
+                break  # every request has come to its end
+            run.step(draw.choice(list(moves.at_any_time(world))))
+        else:
+            run.step(_some(going, draw))
+    _calm_down(run, draw)
+
+
+def _some(going: list[Move], draw: random.Random) -> Move:
+    """Any, but mostly none that lets a late message arrive: much happens before it does."""
+    in_time = [move for move in going if move.act is not network.arrive]
+    return draw.choice(in_time if in_time and draw.random() < 0.95 else going)
+
+
+def _calm_down(run: Run, draw: random.Random) -> None:
+    """Nothing goes wrong any more; when nothing is left to do, time passes, and then all must have come to rest."""
+    rested = False
+    while not rested:
+        if len(run.lines) > MOST_EVENTS:
+            raise Violation("it does not come to rest")
+        going = list(moves.progress(run.world))
+        if going:
+            run.step(draw.choice(going))
+            continue
+        run.step(Move(network.pass_time, ()))
+        rested = not any(moves.progress(run.world))
+    judge.check_quiet(run.world)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, help="run this one and print its trace")
+    parser.add_argument("--seeds", type=int, default=100, help="run so many, from 0 on")
+    arguments = parser.parse_args()
+    try:
+        if arguments.seed is not None:
+            print("\n".join(simulate(arguments.seed).lines))
+            return
+        began = time.monotonic()
+        events = sum(len(simulate(seed).lines) for seed in range(arguments.seeds))
+    except Violation as violation:
+        sys.exit(str(violation))
+    print(f"{arguments.seeds:,} seeds, {events:,} events, {time.monotonic() - began:.0f} s: no violation")
+
+
+if __name__ == "__main__":
+    main()

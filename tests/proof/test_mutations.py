@@ -1,0 +1,160 @@
+"""A proof that cannot fail proves nothing: with any one of its guards gone, the protocol is found to be broken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from paceline.core.errors import BusyError
+from paceline.core.types import Key
+from paceline.services.kvtransfer.hold import NOBODY, Hold, State
+from paceline.services.kvtransfer.hold_book import HoldBook
+from paceline.services.kvtransfer.ledger import Ledger
+from tests.proof.explore import Explorer
+from tests.proof.setup import SETUPS
+from tests.proof.simulate import simulate
+from tests.proof.world import Violation
+
+MOST_SEEDS = 60
+
+Patch = pytest.MonkeyPatch
+
+
+def without_generation_fence(patch: Patch) -> None:
+    """Whoever names a request and attempt reaches its hold, however old the generation."""
+
+    def find(book: HoldBook, key: Key, now: float) -> Hold:
+        hold = book._alive(key, now)
+        return hold if hold is not None else original(book, key, now)
+
+    original = HoldBook.find
+    patch.setattr(HoldBook, "find", find)
+    patch.setattr(HoldBook, "find_newest", find)
+
+
+def without_memory_of_ended_keys(patch: Patch) -> None:
+    """A reservation that comes late or again is a new one."""
+    patch.setattr(HoldBook, "forbid", lambda book, key: None)
+
+
+def without_quarantine(patch: Patch) -> None:
+    """Blocks of a hold that has ended are free at once, although another worker writes."""
+
+    def drain(book: HoldBook, hold: Hold, writer: int) -> None:
+        book._forget(hold)
+        book._give_back(hold)
+
+    patch.setattr(HoldBook, "_drain", drain)
+
+
+def without_grace(patch: Patch) -> None:
+    """Blocks of a worker whose session has ended are free at once, although a step may be under way."""
+
+    def lose_session(book: HoldBook, session: int, now: float) -> None:
+        original(book, session, now)
+        for hold in list(book._draining.values()):
+            if hold.writer == session:
+                book._end_drain(hold)
+
+    original = HoldBook.lose_session
+    patch.setattr(HoldBook, "lose_session", lose_session)
+
+
+def without_deadlines(patch: Patch) -> None:
+    """A hold that nobody renews lives on."""
+    patch.setattr(HoldBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
+    patch.setattr(HoldBook, "expire", lambda book, now: None)
+
+
+def without_idempotent_release(patch: Patch) -> None:
+    """Releasing twice gives the blocks back twice."""
+
+    def release(ledger: Ledger, session: int, key: Key, now: float) -> None:
+        released: dict[Key, list[int]] = ledger.__dict__.setdefault("_released", {})
+        if key in released:
+            ledger._pool.give_back(released[key])
+            return
+        hold = next((hold for hold in ledger.holds() if hold.key == key), None)
+        if hold is not None and hold.writer == session:
+            released[key] = hold.slots()
+        original(ledger, session, key, now)
+
+    original = Ledger.release
+    patch.setattr(Ledger, "release", release)
+
+
+def without_idempotent_fill(patch: Patch) -> None:
+    """A prompt that is declared complete twice is handed over twice."""
+
+    def fill(ledger: Ledger, session: int, key: Key, filled_tokens: int, now: float) -> Hold:
+        ledger._book.drained(session, key)
+        hold = ledger._book._live.get(key[:2])
+        if hold is None:
+            return original(ledger, session, key, filled_tokens, now)
+        if not hold.in_flight:
+            ledger._pool.enter_flight(hold.slots())
+        hold.state, hold.writer, hold.filled_tokens = State.FILLED, NOBODY, filled_tokens
+        return hold
+
+    original = Ledger.fill
+    patch.setattr(Ledger, "fill", fill)
+
+
+MUTATIONS: tuple[Callable[[Patch], None], ...] = (
+    without_memory_of_ended_keys,
+    without_quarantine,
+    without_grace,
+    without_deadlines,
+    without_idempotent_release,
+    without_idempotent_fill,
+)
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_the_simulator_finds_a_protocol(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match="seed"):
+        _simulate_all()
+
+
+def _simulate_all() -> None:
+    for seed in range(MOST_SEEDS):
+        simulate(seed)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [without_quarantine, without_grace, without_deadlines],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_the_explorer_finds_a_protocol(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match="=>"):
+        Explorer(dataclasses.replace(SETUPS["handoff"], faults=1, attempts=1)).run()
+
+
+def test_the_explorer_finds_a_protocol_without_generations(monkeypatch: Patch) -> None:
+    without_generation_fence(monkeypatch)
+    with pytest.raises(Violation, match="=>"):
+        Explorer(dataclasses.replace(SETUPS["growth"], faults=1, kind="duplicate")).run()
+
+
+def test_a_reservation_that_was_refused_must_not_come_again(monkeypatch: Patch) -> None:
+    """As it was before the simulator found it (seed 20): refused for want of blocks, it came again and was granted."""
+
+    def reserve(ledger: Ledger, session: int, key: Key, *rest: object) -> Hold:
+        seen = ledger._book._ended.get(key[:2])
+        try:
+            return original(ledger, session, key, *rest)  # type: ignore[arg-type]
+        except BusyError:
+            del ledger._book._ended[key[:2]]
+            if seen is not None:
+                ledger._book._ended[key[:2]] = seen
+            raise
+
+    original = Ledger.reserve
+    monkeypatch.setattr(Ledger, "reserve", reserve)
+    with pytest.raises(Violation, match="seed"):
+        _simulate_all()

@@ -1,0 +1,218 @@
+"""What workers do: services/{prefill,decode}/service.py over services/common/{worker,kv_client}.py.
+
+Functions named `*_answered` are what comes back from the ledger; the others are moves. `error` is what the ledger
+refused with, UnavailableError where no answer came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.core.errors import BusyError, PacelineError, UnavailableError
+from paceline.services.kvtransfer.hold import Hold
+from tests.proof import judge
+from tests.proof.world import DECODE, PREFILL, Job, JobId, Op, World, tables_of
+
+Answer = Hold | PacelineError | None
+
+
+def answered(world: World, op: Op, answer: Answer) -> None:
+    """Goes on with the job that waits for this answer."""
+    job = _waiting_for(world, op)
+    if job is not None:
+        _ANSWERED[op.kind](world, job, answer)
+
+
+def _waiting_for(world: World, op: Op) -> Job | None:
+    role = PREFILL if op.kind in ("open", "fill") else DECODE
+    job = world.jobs.get((role, op.key.request_id, op.key.attempt))
+    waits = _WAITS_IN.get(op.kind)
+    return job if job is not None and job.session == op.session and job.phase == waits else None
+
+
+def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
+    if isinstance(answer, Hold) and not job.cancelled:
+        tables = tables_of(answer)
+        if job.alone:
+            world.put(job, phase="running", tables=tables, settled=answer.filled_tokens)
+        else:
+            world.put(job, phase="admitted", tables=tables)
+        return
+    if isinstance(answer, Hold | UnavailableError):
+        world.send(job, "release")
+    elif isinstance(answer, BusyError) and job.alone and not job.cancelled:
+        world.put(job, phase="waiting")  # for another try, under a key of its own
+        return
+    elif isinstance(answer, BusyError) and world.is_current(job):
+        world.asked[job.request] = world.asked[job.request]._replace(phase="waiting")  # back in line, at no cost
+    world.drop(job)
+
+
+def _open_answered(world: World, job: Job, answer: Answer) -> None:
+    if isinstance(answer, Hold) and not job.cancelled:
+        world.put(job, key=answer.key, phase="writing", tables=tables_of(answer), settled=answer.filled_tokens)
+        return
+    if isinstance(answer, Hold | UnavailableError):
+        world.send(job, "release", job.next_key.generation)
+    world.drop(job)
+
+
+def _fill_answered(world: World, job: Job, answer: Answer) -> None:
+    world.drop(job)
+    if not isinstance(answer, Hold) or job.cancelled:
+        world.send(job, "release")
+    elif world.is_current(job):
+        world.asked[job.request] = world.asked[job.request]._replace(filled=answer.key)
+
+
+def _adopt_answered(world: World, job: Job, answer: Answer) -> None:
+    if isinstance(answer, Hold) and not job.cancelled:
+        settled = world.request(job.request).sealable
+        job = world.put(job, key=answer.key, phase="running", tables=tables_of(answer), settled=settled)
+        judge.check_content(world, job)
+        return
+    if isinstance(answer, Hold | UnavailableError):
+        world.send(job, "release", job.key.generation + 2)
+    if not job.cancelled:
+        world.send(job, "release")
+    world.drop(job)
+
+
+def _extend_answered(world: World, job: Job, answer: Answer) -> None:
+    if isinstance(answer, Hold):
+        world.put(job, phase="running", grown=True, tables=tables_of(answer))
+    elif isinstance(answer, BusyError):  # preempted: it leaves the engine, and comes again under its next generation
+        world.send(job, "release")
+        world.put(job, phase="waiting", tables=(), alone=True, grown=True)
+    else:
+        world.put(job, phase="stopping", lost=True)
+
+
+_ANSWERED: dict[str, Callable[[World, Job, Answer], None]] = {
+    "reserve": _reserve_answered,
+    "open": _open_answered,
+    "fill": _fill_answered,
+    "adopt": _adopt_answered,
+    "extend": _extend_answered,
+}
+_WAITS_IN = {
+    "reserve": "reserving",
+    "open": "opening",
+    "fill": "filling",
+    "adopt": "adopting",
+    "extend": "extending",
+}
+
+# ---- moves of one job
+
+
+def compute(world: World, job_id: JobId) -> None:
+    """The prefill worker writes its blocks, publishes the full ones, samples, and lets go of all.
+
+    It does so for the decode worker, or, after a request's only token, for good.
+    """
+    job = world.jobs[job_id]
+    world.write(job)
+    request = world.request(job.request)
+    if job.settled < request.sealable:
+        world.send(job, "seal")
+    job = world.put(job, settled=max(job.settled, request.sealable))
+    if request.one_token:
+        world.put(job, phase="stopping")
+        _succeed(world, job)
+    else:
+        world.send(job, "fill")
+        world.put(job, phase="filling")
+
+
+def generate(world: World, job_id: JobId) -> None:
+    """The decode worker asks for more room where it needs it, and else computes its tokens."""
+    job = world.jobs[job_id]
+    request = world.request(job.request)
+    if request.growth and not job.grown:
+        world.send(job, "extend")
+        world.put(job, phase="extending")
+        return
+    if not job.alone:
+        judge.check_content(world, job)
+    world.write(job)
+    if any(group.shape.window for group in world.setup.layout.groups):
+        job = _trim(world, job)
+    world.put(job, phase="stopping")
+    _succeed(world, job)
+
+
+def _trim(world: World, job: Job) -> Job:
+    """Gives back what no query reads any more."""
+    world.send(job, "trim")
+    trimmed = list(job.tables)
+    for index, group in enumerate(world.setup.layout.groups):
+        kept = group.first_needed_block(world.request(job.request).context)
+        trimmed[index] = judge.without(trimmed[index], kept)
+    return world.put(job, tables=tuple(trimmed))
+
+
+def _succeed(world: World, job: Job) -> None:
+    if world.is_current(job):
+        world.asked[job.request] = world.asked[job.request]._replace(phase="done", filled=None)
+
+
+def removed(world: World, job_id: JobId) -> None:
+    """The engine has confirmed that no step touches the blocks any more."""
+    job = world.jobs[job_id]
+    world.drop(job)
+    world.send(job, "release")
+
+
+def reserve_again(world: World, job_id: JobId) -> None:
+    """There may be room for a preempted request."""
+    job = world.jobs[job_id]
+    job = world.put(job, phase="reserving", key=job.next_key)
+    world.send(job, "reserve")
+
+
+def cancel(world: World, job_id: JobId) -> None:
+    """A worker learns that the gateway has given up the attempt."""
+    job = world.jobs[job_id]
+    match job.phase:
+        case "admitted" | "waiting":
+            world.send(job, "release")
+            world.drop(job)
+        case "adopting":
+            world.send(job, "release")
+            world.put(job, cancelled=True)
+        case "reserving" | "opening" | "filling":
+            world.put(job, cancelled=True)
+        case _:
+            world.put(job, phase="stopping")
+
+
+def learn_of_loss(world: World, job_id: JobId) -> None:
+    """A renewal was refused."""
+    job = world.jobs[job_id]
+    if job.phase in ("admitted", "adopting"):
+        world.send(job, "release")
+        world.put(job, lost=True)
+    else:
+        world.put(job, phase="stopping", lost=True)
+
+
+def scribble(world: World, job: Job) -> None:
+    """A step that is still under way writes: of a request that stops, or of a worker that nobody hears any more."""
+    world.write(job)
+
+
+# ---- a worker comes to its end
+
+
+def crash(world: World, worker: int) -> None:
+    """It is heard no more, but may still write, and what it sent last may still come. A new one takes its place."""
+    session = world.sessions[worker]
+    world.sessions[worker] = max(world.sessions) + 1
+    world.unnoticed += (session,)
+    for op in world.queues.pop(session, ())[:1]:
+        world.send_late(op, again=False)
+    gone = [job for job in world.jobs.values() if job.session == session]
+    for job in gone:
+        world.drop(job)
+    world.ghosts += tuple(job for job in gone if job.touches and job.tables)
