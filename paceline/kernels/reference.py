@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
+from paceline.kernels.quantized import QuantizedMatrix
 
 
 class ReferenceKernels:
@@ -18,8 +19,10 @@ class ReferenceKernels:
     def compile(self, forward: Forward) -> Forward:
         return forward
 
-    def pack(self, weight: Tensor) -> PackedWeight:
-        return PackedWeight(weight, *weight.shape)
+    def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
+        if isinstance(weight, QuantizedMatrix):
+            weight = weight.dequantize()
+        return PackedWeight(weight, *weight.shape, dtype=weight.dtype)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.data, bias)

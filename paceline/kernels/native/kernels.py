@@ -24,6 +24,8 @@ from paceline.kernels.native.library import (
     make_step,
 )
 from paceline.kernels.native.replay import Operands, Recorder, Replay
+from paceline.kernels.native.tiles import pack_tiles, tile_format
+from paceline.kernels.quantized import QuantizedMatrix
 
 
 class NativeKernels:
@@ -57,33 +59,37 @@ class NativeKernels:
     def compile(self, forward: Forward) -> Forward:
         return Replay(forward, self)
 
-    def pack(self, weight: Tensor) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         out, size_in = weight.shape
+        if isinstance(weight, QuantizedMatrix):
+            return PackedWeight(pack_tiles(weight), out, size_in, weight.dtype, tile_format(weight))
         if weight.is_meta:
-            return PackedWeight(weight, out, size_in)
+            return PackedWeight(weight, out, size_in, weight.dtype)
         _check(weight)
         kind, weight = TYPES[weight.dtype], weight.contiguous()
         packed_bytes = self._library.paceline_packed_bytes(kind, out, size_in)
         data = torch.empty(packed_bytes // weight.itemsize, dtype=weight.dtype)
         self._library.paceline_pack(kind, weight.data_ptr(), out, size_in, data.data_ptr())
-        return PackedWeight(data, out, size_in)
+        return PackedWeight(data, out, size_in, weight.dtype)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        if x.dtype != weight.data.dtype or x.shape[1:] != (weight.size_in,):
+        if x.dtype != weight.dtype or x.shape[1:] != (weight.size_in,):
             raise ValueError(
-                f"x is {list(x.shape)} {x.dtype}; the weight takes [tokens, {weight.size_in}] {weight.data.dtype}"
+                f"x is {list(x.shape)} {x.dtype}; the weight takes [tokens, {weight.size_in}] {weight.dtype}"
             )
         x = _with_dense_rows(x)
         out = x.new_empty(x.shape[0], weight.size_out)
         numbers = (weight.size_in, weight.size_out, x.stride(0))
-        self._run(Kind.LINEAR, x.shape[0], out, (x, weight.data, bias), numbers)
+        kind = Kind.LINEAR if weight.format is None else Kind.QUANTIZED_LINEAR
+        self._run(kind, x.shape[0], out, (x, weight.data, bias), numbers, format=weight.format)
         return out
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
-        out = token_ids.new_empty(len(token_ids), weight.size_in, dtype=weight.data.dtype)
+        out = token_ids.new_empty(len(token_ids), weight.size_in, dtype=weight.dtype)
         factor = float(torch.tensor(scale, dtype=out.dtype))
         numbers = (weight.size_in, weight.size_out)
-        self._run(Kind.EMBED, len(token_ids), out, (token_ids, weight.data), numbers, (factor,))
+        kind = Kind.EMBED if weight.format is None else Kind.QUANTIZED_EMBED
+        self._run(kind, len(token_ids), out, (token_ids, weight.data), numbers, (factor,), format=weight.format)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
@@ -154,9 +160,10 @@ class NativeKernels:
         cache: LayerCache | None = None,
         batch: AttentionBatch | None = None,
         group: GroupTables | None = None,
+        format: int | None = None,
     ) -> None:
         _check(out)
-        op = Op(kind=kind, type=TYPES[out.dtype], rows=rows)
+        op = Op(kind=kind, type=TYPES[out.dtype], rows=rows, format=format or 0)
         for index, number in enumerate(numbers):
             setattr(op, f"n{index}", number)
         for index, factor in enumerate(factors):

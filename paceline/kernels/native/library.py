@@ -33,6 +33,8 @@ class Kind(IntEnum):
     SILU_AND_MUL = 7
     GELU_TANH_AND_MUL = 8
     ADD = 9
+    QUANTIZED_LINEAR = 10
+    QUANTIZED_EMBED = 11
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -59,7 +61,7 @@ class Op(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("n0", "n1", "n2")),
         *((name, ctypes.c_float) for name in ("f0", "f1")),
         ("cache", Cache),
-        ("group", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("group", "format")),
     ]
 
 

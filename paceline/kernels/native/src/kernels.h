@@ -11,6 +11,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "simd.h"
 #include "multiply.h"
 #include "linear.h"
+#include "quantized.h"
 #include "rows.h"
 #include "paged.h"
 #include "attention.h"
@@ -20,7 +21,8 @@ struct Table {
     // In the order of `Kind`.
     static constexpr Kernel kernels[kKinds] = {
         linear<T>,   embed<T>,     rms_norm<T>,     rotation<T>,          rotate<T>,
-        store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>,
+        store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>, quantized_linear<T>,
+        quantized_embed<T>,
     };
 };
 

@@ -2,11 +2,10 @@
 
 constexpr int64_t kChunkBytes = 1 << 20;  // of x that stay in a core's cache while all weights pass by
 
-// x with rows of padded length: where `in` is no multiple of kDepth, a copy with zeros behind each row.
+// x with rows of length `in`: where op.n0 is less, a copy with zeros behind each row.
 template <class T>
-static const T* pad_rows(const Op& op, Team& team, int64_t rows, int64_t* stride) {
+static const T* pad_rows(const Op& op, Team& team, int64_t rows, int64_t in, int64_t* stride) {
     const T* x = static_cast<const T*>(op.a);
-    const int64_t in = padded<T>(op.n0);
     *stride = op.n2;
     if (in == op.n0) return x;
     T* copy = static_cast<T*>(team.shared(rows * in * sizeof(T)));
@@ -16,6 +15,12 @@ static const T* pad_rows(const Op& op, Team& team, int64_t rows, int64_t* stride
     });
     *stride = in;
     return copy;
+}
+
+// Rows of x that one task takes, of `in` values each.
+template <class T>
+static int64_t rows_of_chunk(int64_t rows, int64_t in) {
+    return least(rows, most(kRowBlock, kChunkBytes / int64_t(in * sizeof(T)) / kRowBlock * kRowBlock));
 }
 
 template <class T>
@@ -31,11 +36,11 @@ template <class T>
 static void linear(const Op& op, const Step& step, Team& team) {
     const int64_t rows = op.rows * step.tokens, in = padded<T>(op.n0), outputs = op.n1;
     int64_t stride;
-    const T* x = pad_rows<T>(op, team, rows, &stride);
+    const T* x = pad_rows<T>(op, team, rows, in, &stride);
     const T* weights = static_cast<const T*>(op.b);
     const T* bias = static_cast<const T*>(op.c);
     T* out = static_cast<T*>(op.out);
-    const int64_t chunk = least(rows, most(kRowBlock, kChunkBytes / int64_t(in * sizeof(T)) / kRowBlock * kRowBlock));
+    const int64_t chunk = rows_of_chunk<T>(rows, in);
     const int64_t blocks = (outputs + kOutBlock - 1) / kOutBlock;
     team.for_each(rows ? (rows + chunk - 1) / chunk * blocks : 0, [&](int64_t task, Worker& worker) {
         const int64_t first_row = task / blocks * chunk, first_out = task % blocks * kOutBlock;
@@ -52,23 +57,28 @@ static void linear(const Op& op, const Step& step, Team& team) {
     });
 }
 
+// to[size] = row `lane` of sixteen packed ones, times the factor.
+template <class T>
+static void copy_row(const T* packed, int64_t lane, int64_t size, float factor, T* to) {
+    constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
+    const T* row = packed + lane * pair;
+    for (int64_t i = 0; i < size; i += kLanes) {
+        T lanes[kLanes] = {};
+        const int64_t count = least(kLanes, size - i);
+        for (int64_t k = 0; k < count; ++k) lanes[k] = row[(i + k) / pair * pair * kLanes + (i + k) % pair];
+        store_some(to + i, load(lanes) * factor, count);
+    }
+}
+
 template <class T>
 static void embed(const Op& op, const Step& step, Team& team) {
     const int64_t* ids = op.a ? static_cast<const int64_t*>(op.a) : step.token_ids;
     const T* weights = static_cast<const T*>(op.b);
-    constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
     const int64_t in = padded<T>(op.n0);
     team.for_each(op.rows * step.tokens, [&](int64_t token, Worker&) {
         const int64_t id = ids[token];
         if (id < 0 || id >= op.n1) return team.fail(kNoSuchToken);
-        const T* row = weights + id / kLanes * kLanes * in + id % kLanes * pair;
-        T* out = static_cast<T*>(op.out) + token * op.n0;
-        for (int64_t i = 0; i < op.n0; i += kLanes) {
-            T lanes[kLanes] = {};
-            const int64_t count = least(kLanes, op.n0 - i);
-            for (int64_t lane = 0; lane < count; ++lane)
-                lanes[lane] = row[(i + lane) / pair * pair * kLanes + (i + lane) % pair];
-            store_some(out + i, load(lanes) * op.f0, count);
-        }
+        copy_row(weights + id / kLanes * kLanes * in, id % kLanes, op.n0, op.f0,
+                 static_cast<T*>(op.out) + token * op.n0);
     });
 }

@@ -4,9 +4,11 @@
 constexpr int64_t kRowBlock = 32;  // rows and outputs of one block
 constexpr int64_t kOutBlock = 32;
 
+constexpr int64_t whole_blocks(int64_t in) { return (in + kDepth - 1) / kDepth * kDepth; }
+
 template <class T>
 constexpr int64_t padded(int64_t in) {
-    return sizeof(T) == sizeof(bf16) ? (in + kDepth - 1) / kDepth * kDepth : in;
+    return sizeof(T) == sizeof(bf16) ? whole_blocks(in) : in;
 }
 
 #ifdef PACELINE_AVX512
