@@ -18,13 +18,16 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from paceline.core import env
 from paceline.core.errors import ConfigError
 from paceline.core.telemetry import LogFormat
 
 GIB = 1 << 30
+
+Quantization = Literal["none", "int8", "gguf"]
+"""How a model's matrices lie in memory."""
 
 
 def option(
@@ -96,6 +99,12 @@ class WorkerConfig(ServiceConfig):
 
     model: str = option("", "Hugging Face folder of the model", "model")
     dtype: str = option("auto", "bfloat16, float32, or auto for that of the checkpoint", "model")
+    quantization: Quantization = option(
+        "none",
+        "how the model's matrices lie in memory: none in --dtype, int8 rounded to blocks of signed bytes, gguf as in "
+        "the GGUF file that the model came from",
+        "model",
+    )
     max_model_len: int = option(
         0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model", at_least=0
     )
@@ -134,6 +143,7 @@ class ServeConfig:
     model: str = option("smollm2-135m-instruct", "bundled name, Hugging Face folder or GGUF file", "model")
     served_model_name: str = same_option(GatewayConfig, "served_model_name")
     dtype: str = same_option(WorkerConfig, "dtype")
+    quantization: Quantization = same_option(WorkerConfig, "quantization")
     max_model_len: int = same_option(WorkerConfig, "max_model_len")
     chat_template: str = same_option(GatewayConfig, "chat_template")
     cache_dir: str = option(str(env.default_cache_dir()), "folder of converted models", "model")

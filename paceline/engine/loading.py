@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.core.config import Quantization
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.core.speculative import SpeculativeConfig
@@ -61,11 +62,19 @@ class Loaded:
 
 
 def load(
-    folder: Path, dtype: torch.dtype, device: torch.device, kernels: Kernels, speculative: SpeculativeConfig | None
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    speculative: SpeculativeConfig | None,
+    quantization: Quantization = "none",
 ) -> Loaded:
-    """Loads a model, and a draft model where `speculative` names one. Raises ConfigError or ModelError."""
-    model = load_model(folder, dtype, kernels, device)
-    shapes, identity = model.group_shapes, model_identity(folder, str(dtype))
+    """Loads a model, and a draft model, never quantized, where `speculative` names one.
+
+    Raises ConfigError or ModelError.
+    """
+    model = load_model(folder, dtype, kernels, device, quantization)
+    shapes, identity = model.group_shapes, model_identity(folder, str(dtype), quantization)
     draft_model = None
     if speculative is None:
         return Loaded(model, None, make_layout(shapes, dtype.itemsize, identity), None, Grammars(folder))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor
 
 BLOCK = 32
 """Values along `in` of one block."""
+_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class QuantizedMatrix:
     values: Tensor
     """int8 [out, in]: with 4 bits 0 to 15 where there are offsets, else -8 to 7."""
     scales: Tensor
-    """fp16 or fp32 [out, ceil(in / 32)], or twice as many: one for 16 values each."""
+    """fp16, or fp32 of at most 18 significant bits, so that value * scale is exact; [out, ceil(in / 32)], or twice as
+    many: one for 16 values each."""
     offsets: Tensor | None
     """Of the scales' shape and dtype, one scale a block."""
     bits: int
@@ -34,6 +36,11 @@ class QuantizedMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
+
+    def rows(self, first: int, end: int) -> QuantizedMatrix:
+        """The matrix of these outputs alone."""
+        offsets = None if self.offsets is None else self.offsets[first:end]
+        return replace(self, values=self.values[first:end], scales=self.scales[first:end], offsets=offsets)
 
     def dequantize(self) -> Tensor:
         """[out, in] in `dtype`."""
@@ -49,10 +56,16 @@ class QuantizedMatrix:
 
 def quantize_int8(weight: Tensor) -> QuantizedMatrix:
     """Rounds a matrix [out, in] to signed bytes with an fp16 scale for 32 values along `in` (GGUF's Q8_0)."""
+    # In parts: between, they are in fp32.
+    values, scales = zip(*(_quantize_rows(rows) for rows in torch.split(weight, _ROWS)))
+    return QuantizedMatrix(torch.cat(values), torch.cat(scales), None, 8, weight.dtype)
+
+
+def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     size_out, size_in = weight.shape
     blocks = F.pad(weight.float(), (0, -size_in % BLOCK)).view(size_out, -1, BLOCK)
     # As far as fp16 reaches; a block that is all but zero becomes zero.
     scales = (blocks.abs().amax(2) / 127).clamp(max=torch.finfo(torch.float16).max).half()
     exact = scales.float().unsqueeze(2)
     values = torch.where(exact > 0, blocks / exact, 0.0).round().clamp(-127, 127).to(torch.int8)
-    return QuantizedMatrix(values.view(size_out, -1)[:, :size_in].contiguous(), scales, None, 8, weight.dtype)
+    return values.view(size_out, -1)[:, :size_in], scales

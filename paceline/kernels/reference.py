@@ -22,7 +22,7 @@ class ReferenceKernels:
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         if isinstance(weight, QuantizedMatrix):
             weight = weight.dequantize()
-        return PackedWeight(weight, *weight.shape, dtype=weight.dtype)
+        return PackedWeight(weight, weight.shape[0], weight.shape[1], weight.dtype)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.data, bias)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape
 from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
+from paceline.kernels.quantized import QuantizedMatrix
 from paceline.models.config import ModelConfig
 
 
@@ -19,6 +20,9 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor of this name, on the model's device and in its dtype. A tensor that is missing or has another
         shape is reported when all have been taken."""
+
+    def take_matrix(self, name: str, size_out: int, size_in: int) -> Tensor | QuantizedMatrix:
+        """A tensor [size_out, size_in] for `Kernels.pack`, perhaps quantized."""
 
 
 @dataclass(slots=True)

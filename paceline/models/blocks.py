@@ -17,7 +17,7 @@ class Linear:
     """x [tokens, in] -> [tokens, out]."""
 
     def __init__(self, weights: Weights, place: str, size_in: int, size_out: int, bias: bool, kernels: Kernels) -> None:
-        self._weight = kernels.pack(weights.take(f"{place}.weight", size_out, size_in))
+        self._weight = kernels.pack(weights.take_matrix(f"{place}.weight", size_out, size_in))
         self._bias = weights.take(f"{place}.bias", size_out) if bias else None
         self._kernels = kernels
 
@@ -140,9 +140,9 @@ class Vocabulary:
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         shape = (config.vocab_size, config.hidden_size)
-        self._embedding = kernels.pack(weights.take("model.embed_tokens.weight", *shape))
+        self._embedding = kernels.pack(weights.take_matrix("model.embed_tokens.weight", *shape))
         tied = config.tie_word_embeddings
-        self._head = self._embedding if tied else kernels.pack(weights.take("lm_head.weight", *shape))
+        self._head = self._embedding if tied else kernels.pack(weights.take_matrix("lm_head.weight", *shape))
         self._softcap = config.logit_softcap
         self._kernels = kernels
 

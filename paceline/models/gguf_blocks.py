@@ -22,6 +22,11 @@ def _halves(raw: Tensor, first: int, count: int = 1) -> Tensor:
     return raw[..., first : first + 2 * count].contiguous().view(torch.float16)
 
 
+def _split(raw: Tensor, *sizes: int) -> Tensor:
+    """Cuts the last dimension into several."""
+    return raw.reshape(*raw.shape[:-1], *sizes)
+
+
 def _nibbles(packed: Tensor) -> Tensor:
     """[..., n] bytes -> [..., 2 * n]: first all lower halves, then all upper ones."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
@@ -62,20 +67,20 @@ def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(raw: Tensor) -> Numbers:
-    values = _nibbles(raw[..., 16:].unflatten(-1, (4, 32))).flatten(-2)
+    values = _nibbles(_split(raw[..., 16:], 4, 32)).flatten(-2)
     return values.to(torch.int8), *_k_scales(raw), 4
 
 
 def _q5_k(raw: Tensor) -> Numbers:
-    values = _nibbles(raw[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    values = _split(_nibbles(_split(raw[..., 48:], 4, 32)), 2, 32).flatten(-3, -2)
     fifth = raw[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1
     return (values | fifth << 4).flatten(-2).to(torch.int8), *_k_scales(raw), 8
 
 
 def _q6_k(raw: Tensor) -> Numbers:
-    low = raw[..., :128].unflatten(-1, (2, 1, 64))
-    high = raw[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3
-    values = _nibbles(low).unflatten(-1, (4, 32)).squeeze(-3) | high << 4
+    low = _split(raw[..., :128], 2, 1, 64)
+    high = _split(raw[..., 128:192], 2, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3
+    values = _split(_nibbles(low), 4, 32).squeeze(-3) | high << 4
     scales = raw[..., 192:208].contiguous().view(torch.int8).float() * _halves(raw, 208).float()
     return values.flatten(-3).to(torch.int8) - 32, scales, None, 8
 

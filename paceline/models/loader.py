@@ -10,27 +10,32 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from paceline.core.config import Quantization
 from paceline.core.errors import ModelError
 from paceline.kernels.interface import Kernels
 from paceline.models.base import CompiledModel, Model
 from paceline.models.config import read_config
 from paceline.models.folder import weight_files
+from paceline.models.quantized import quantized
 from paceline.models.registry import MODELS
 
 _NAMED_AT_MOST = 5
 
 
-def load_model(path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device) -> Model:
+def load_model(
+    path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device, quantization: Quantization = "none"
+) -> Model:
     """Loads a Hugging Face folder with safetensors.
 
     On CPU, tensors that already have `dtype` stay memory-mapped until the kernels have packed a copy.
 
     Raises:
+        ConfigError: this folder, or these kernels, do not go with `quantization`.
         ModelError: the folder cannot be read, or its tensors do not fit its config.json.
     """
     config = read_config(path)
     checkpoint = Checkpoint(weight_files(path), dtype, device)
-    model = MODELS[config.architecture](config, checkpoint, kernels)
+    model = MODELS[config.architecture](config, quantized(checkpoint, path, quantization), kernels)
     checkpoint.finish(may_remain=("lm_head.weight",) if config.tie_word_embeddings else ())
     return CompiledModel(model, kernels)
 
@@ -39,7 +44,7 @@ class Checkpoint:
     """`Weights` from safetensors files."""
 
     def __init__(self, files: Iterable[Path], dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._file_of: dict[str, tuple[Path, Any]] = {}
         for file in files:
@@ -66,7 +71,15 @@ class Checkpoint:
             raise ModelError(f"{file} is damaged: {error}") from error
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantised checkpoints are not supported")
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._device, self.dtype)
+
+    def take_matrix(self, name: str, size_out: int, size_in: int) -> Tensor:
+        return self.take(name, size_out, size_in)
+
+    def leave(self, name: str) -> None:
+        """Takes a tensor that is read from elsewhere."""
+        if self._file_of.pop(name, None) is None:
+            self._missing.append(name)
 
     def finish(self, may_remain: tuple[str, ...] = ()) -> None:
         """Closes the files.

@@ -10,6 +10,8 @@ from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 
 LANES = 16
 """Outputs of one tile."""
+_ROWS = 1024 * LANES
+"""That are packed at once: a vocabulary's matrix has many."""
 EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES = 1, 2, 4, 8
 
 
@@ -26,6 +28,11 @@ def tile_format(matrix: QuantizedMatrix) -> int:
 
 def pack_tiles(matrix: QuantizedMatrix) -> Tensor:
     """uint8, flat: the tiles of sixteen outputs and one block each."""
+    parts = [_pack_rows(matrix.rows(first, first + _ROWS)) for first in range(0, matrix.shape[0], _ROWS)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _pack_rows(matrix: QuantizedMatrix) -> Tensor:
     size_out, size_in = matrix.shape
     padding = (0, -size_in % BLOCK, 0, -size_out % LANES)
     values = F.pad(matrix.values, padding)

@@ -170,7 +170,7 @@ def _load(config: WorkerConfig) -> Loaded:
         raise ConfigError("no model; name the folder of one")
     folder, device, dtype = Path(config.model), torch.device(config.device), _dtype(config)
     speculative = parse_speculative_config(config.speculative_config)
-    return load(folder, dtype, device, select_kernels(device, config.kernels), speculative)
+    return load(folder, dtype, device, select_kernels(device, config.kernels), speculative, config.quantization)
 
 
 def _dtype(config: WorkerConfig) -> torch.dtype:

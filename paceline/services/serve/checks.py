@@ -10,7 +10,7 @@ from paceline.core.config import GIB, ServeConfig, check_numbers, parse_bytes
 from paceline.core.errors import ConfigError
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import read_config
-from paceline.models.folder import weight_files
+from paceline.models.folder import BLOCKS_FILE, weight_files
 
 PROCESS_BYTES = 400 << 20
 """Resident memory of one worker without weights and KV cache: Python, torch, scratch space of a step."""
@@ -50,7 +50,7 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> No
     if available is None:
         return
     workers = config.prefill + config.decode
-    weights = _weight_bytes(folder, config.dtype, workers) if config.device == "cpu" else 0
+    weights = _weight_bytes(folder, config, workers) if config.device == "cpu" else 0
     kv_bytes = LEAST_KV_BYTES if config.kv_memory == "auto" else parse_bytes(config.kv_memory)
     needed = weights + workers * PROCESS_BYTES + kv_bytes
     if needed > available:
@@ -62,13 +62,17 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> No
         )
 
 
-def _weight_bytes(folder: Path, dtype: str, workers: int) -> int:
+def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     """Workers share the mapped file; weights that have to be converted are a copy in each."""
     stored_bytes = sum(file.stat().st_size for file in weight_files(folder))
     stored = read_config(folder).dtype
-    if dtype in ("auto", stored):
+    if config.quantization == "gguf" and (folder / BLOCKS_FILE).is_file():
+        return workers * (folder / BLOCKS_FILE).stat().st_size
+    if config.quantization == "int8":
+        return workers * stored_bytes // _ITEMSIZES[stored]
+    if config.dtype in ("auto", stored):
         return stored_bytes
-    return workers * stored_bytes * _ITEMSIZES[dtype] // _ITEMSIZES[stored]
+    return workers * stored_bytes * _ITEMSIZES[config.dtype] // _ITEMSIZES[stored]
 
 
 def _gib(size: int) -> str:
