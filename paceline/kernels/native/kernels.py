@@ -24,7 +24,7 @@ from paceline.kernels.native.library import (
     make_step,
 )
 from paceline.kernels.native.replay import Operands, Recorder, Replay
-from paceline.kernels.native.tiles import pack_tiles, tile_format
+from paceline.kernels.native.tiles import pack_tiles, tile_format, tiles_bytes
 from paceline.kernels.quantized import QuantizedMatrix
 
 
@@ -62,7 +62,10 @@ class NativeKernels:
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         out, size_in = weight.shape
         if isinstance(weight, QuantizedMatrix):
-            return PackedWeight(pack_tiles(weight), out, size_in, weight.dtype, tile_format(weight))
+            tiles = torch.empty(tiles_bytes(weight), dtype=torch.uint8)
+            self._library.paceline_use_large_pages(tiles.data_ptr(), tiles.nbytes)
+            pack_tiles(weight, tiles)
+            return PackedWeight(tiles, out, size_in, weight.dtype, tile_format(weight))
         if weight.is_meta:
             return PackedWeight(weight, out, size_in, weight.dtype)
         _check(weight)

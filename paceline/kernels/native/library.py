@@ -125,6 +125,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.paceline_packed_bytes.restype = ctypes.c_int64
     library.paceline_pack.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     library.paceline_pack.restype = None
+    library.paceline_use_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.paceline_use_large_pages.restype = None
     library.paceline_team_start.argtypes = [ctypes.c_int, ctypes.c_char_p]
     library.paceline_team_start.restype = ctypes.c_void_p
     library.paceline_team_stop.argtypes = [ctypes.c_void_p]

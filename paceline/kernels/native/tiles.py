@@ -26,10 +26,20 @@ def tile_format(matrix: QuantizedMatrix) -> int:
     )
 
 
-def pack_tiles(matrix: QuantizedMatrix) -> Tensor:
-    """uint8, flat: the tiles of sixteen outputs and one block each."""
-    parts = [_pack_rows(matrix.rows(first, first + _ROWS)) for first in range(0, matrix.shape[0], _ROWS)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def tiles_bytes(matrix: QuantizedMatrix) -> int:
+    """What `pack_tiles` fills."""
+    groups, blocks = -(-matrix.shape[0] // LANES), -(-matrix.shape[1] // BLOCK)
+    scales = matrix.scales.itemsize * (matrix.scales.shape[1] + (0 if matrix.offsets is None else blocks))
+    return groups * LANES * (blocks * BLOCK * matrix.bits // 8 + scales)
+
+
+def pack_tiles(matrix: QuantizedMatrix, to: Tensor) -> None:
+    """Writes the tiles of sixteen outputs and one block each to `to`, uint8, flat."""
+    done = 0
+    for first in range(0, matrix.shape[0], _ROWS):
+        tiles = _pack_rows(matrix.rows(first, first + _ROWS))
+        to[done : done + len(tiles)] = tiles
+        done += len(tiles)
 
 
 def _pack_rows(matrix: QuantizedMatrix) -> Tensor:
@@ -40,7 +50,10 @@ def _pack_rows(matrix: QuantizedMatrix) -> Tensor:
     parts = [codes, _by_tile(matrix.scales, codes.shape[1])]
     if matrix.offsets is not None:
         parts.append(_by_tile(matrix.offsets, codes.shape[1]))
-    return torch.cat(parts, dim=2).flatten()
+    tiles = torch.cat(parts, dim=2)
+    paired = len(tiles) // 2 * 2
+    pairs = tiles[:paired].view(-1, 2, *tiles.shape[1:]).transpose(1, 2)
+    return torch.cat((pairs.flatten(), tiles[paired:].flatten()))
 
 
 def _nibbles(values: Tensor, zero: int) -> Tensor:

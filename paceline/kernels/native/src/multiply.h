@@ -24,9 +24,12 @@ static inline f32x16 multiply_add(const bf16* x, const bf16* w, f32x16 sum) {
 
 template <int Rows, int Groups, class T>
 static inline void multiply_few(
-    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride) {
+    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride, bool add) {
     constexpr int64_t step = sizeof(T) == sizeof(bf16) ? 2 : 1;
     f32x16 sums[Rows][Groups] = {};
+    if (add)
+        for (int row = 0; row < Rows; ++row)
+            for (int group = 0; group < Groups; ++group) sums[row][group] = load(out + row * out_stride + group * kLanes);
     for (int64_t k = 0; k < in; k += step) {
 #pragma GCC unroll 8
         for (int row = 0; row < Rows; ++row)
@@ -42,15 +45,15 @@ static inline void multiply_few(
 template <int Groups, class T>
 static inline void multiply_lanes(
     const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, float* out,
-    int64_t out_stride) {
+    int64_t out_stride, bool add) {
     int64_t row = 0;
     for (; row + kRegisterRows <= rows; row += kRegisterRows)
         multiply_few<kRegisterRows, Groups>(
-            x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride);
+            x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, add);
     x += row * x_stride, out += row * out_stride;
     switch (rows - row) {
 #define PACELINE_ROWS(N) \
-    case N: return multiply_few<N, Groups>(x, x_stride, w, w_stride, in, out, out_stride);
+    case N: return multiply_few<N, Groups>(x, x_stride, w, w_stride, in, out, out_stride, add);
         PACELINE_ROWS(1)
 #ifdef PACELINE_AVX512
         PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4) PACELINE_ROWS(5) PACELINE_ROWS(6) PACELINE_ROWS(7)
@@ -60,13 +63,14 @@ static inline void multiply_lanes(
 }
 
 // out[rows, 16 * groups] = x[rows, in] * w, in fp32.
-//   rows: up to kRowBlock; groups: 1 or 2, whose weights are w_stride apart; in: of bf16 a multiple of kDepth.
+//   rows: up to kRowBlock; groups: 1 or 2, whose weights are w_stride apart; in: of bf16 a multiple of kDepth;
+//   add: go on from the sums in out, with the bits that one call for all of `in` would give.
 template <class T>
 static inline void multiply(
     Worker&, const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, int64_t groups,
-    float* out, int64_t out_stride) {
-    if (groups == 1) return multiply_lanes<1>(x, x_stride, w, w_stride, in, rows, out, out_stride);
-    multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride);
+    float* out, int64_t out_stride, bool add = false) {
+    if (groups == 1) return multiply_lanes<1>(x, x_stride, w, w_stride, in, rows, out, out_stride, add);
+    multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride, add);
 }
 
 #ifdef PACELINE_AMX
@@ -94,13 +98,21 @@ static inline void configure_tiles(Worker& worker, int rows) {
 // A tile product takes 32 values along `in` at once; a row's sum does not depend on how many rows the tile has.
 template <bool TwoRowBlocks, bool TwoGroups>
 static inline void multiply_tiles(
-    const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride) {
+    const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride,
+    bool add) {
     const bf16* x2 = x + 16 * x_stride;
     const bf16* w2 = w + w_stride;
-    _tile_zero(0);
-    if (TwoGroups) _tile_zero(1);
-    if (TwoRowBlocks) _tile_zero(2);
-    if (TwoRowBlocks && TwoGroups) _tile_zero(3);
+    if (add) {
+        _tile_loadd(0, out, out_stride * 4);
+        if (TwoGroups) _tile_loadd(1, out + kLanes, out_stride * 4);
+        if (TwoRowBlocks) _tile_loadd(2, out + 16 * out_stride, out_stride * 4);
+        if (TwoRowBlocks && TwoGroups) _tile_loadd(3, out + 16 * out_stride + kLanes, out_stride * 4);
+    } else {
+        _tile_zero(0);
+        if (TwoGroups) _tile_zero(1);
+        if (TwoRowBlocks) _tile_zero(2);
+        if (TwoRowBlocks && TwoGroups) _tile_zero(3);
+    }
     for (int64_t k = 0; k < in; k += kDepth) {
         _tile_loadd(4, x + k, x_stride * 2);
         _tile_loadd(6, w + k * kLanes, 64);
@@ -123,11 +135,11 @@ static inline void multiply_tiles(
 
 static inline void multiply(
     Worker& worker, const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, int64_t rows,
-    int64_t groups, float* out, int64_t out_stride) {
+    int64_t groups, float* out, int64_t out_stride, bool add = false) {
     configure_tiles(worker, static_cast<int>(rows));
     finish_writes();
     const auto tiles = rows > 16 ? (groups == 2 ? multiply_tiles<true, true> : multiply_tiles<true, false>)
                                  : (groups == 2 ? multiply_tiles<false, true> : multiply_tiles<false, false>);
-    tiles(x, x_stride, w, w_stride, in, out, out_stride);
+    tiles(x, x_stride, w, w_stride, in, out, out_stride, add);
 }
 #endif

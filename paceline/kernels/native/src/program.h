@@ -12,8 +12,8 @@ class Team;
 constexpr int64_t kLanes = 16;
 constexpr int64_t kDepth = 32;  // bf16 values along `in` that one matrix tile takes
 
-// Quantized weights [out, in] are packed as [ceil(out / 16)][ceil(in / 32)] tiles of sixteen outputs and one block of 32
-// values each: codes, then scales, then offsets, where there are any. The codes of bytes are [in / 2][out][2]; a 32-bit
+// Quantized weights [out, in] are packed as tiles of sixteen outputs and one block of 32 values: [ceil(out / 32)]
+// [ceil(in / 32)][2], and behind them those of sixteen outputs that remain. A tile is codes, then scales, then offsets, where there are any. The codes of bytes are [in / 2][out][2]; a 32-bit
 // word of nibbles holds eight of them for one of [in / 8][out / 2 and in % 2], the lower ones of [in / 2 % 4][out / 8].
 // Scales and offsets are one for each output, or two, for 16 values each.
 enum Format : int64_t {

@@ -5,6 +5,7 @@
 // weights bit for bit, in every instruction set, for one row and for many.
 
 constexpr int64_t kPrefetchBytes = 2048;  // ahead of the tile that is unpacked
+constexpr int64_t kStrip = 4 * kDepth;    // values along `in` whose unpacked tiles stay in a core's first cache
 
 struct TileLayout {
     int64_t bits, scale_bytes, scales_per_block;
@@ -110,11 +111,11 @@ static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, T*
     }
 }
 
-// Unpacks `count` tiles of sixteen outputs that follow each other along `in`.
+// Unpacks `count` tiles of sixteen outputs along `in`; between two of them lie those of the other groups.
 template <class T>
-static void unpack(const uint8_t* tiles, const TileLayout& layout, int64_t count, T* to) {
+static void unpack(const uint8_t* tiles, const TileLayout& layout, int64_t groups, int64_t count, T* to) {
     const int64_t bytes = layout.tile_bytes();
-    for (int64_t tile = 0; tile < count; ++tile, tiles += bytes, to += kLanes * kDepth) {
+    for (int64_t tile = 0; tile < count; ++tile, tiles += groups * bytes, to += kLanes * kDepth) {
         for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(tiles + kPrefetchBytes + line);
         if (layout.bits == 4) unpack_tile<Nibbles>(tiles, layout, to);
         else unpack_tile<Bytes>(tiles, layout, to);
@@ -132,16 +133,25 @@ static void quantized_linear(const Op& op, const Step& step, Team& team) {
     T* out = static_cast<T*>(op.out);
     const int64_t group_bytes = in / kDepth * layout.tile_bytes();
     const int64_t chunk = rows_of_chunk<T>(rows, in), blocks = (outputs + kOutBlock - 1) / kOutBlock;
+    // Few rows: unpack a strip, multiply, and go on. Many rows: unpack once for all of them.
+    const int64_t strip = rows > kRowBlock ? in : least(in, kStrip);
     team.for_each(rows ? (rows + chunk - 1) / chunk * blocks : 0, [&](int64_t task, Worker& worker) {
         const int64_t first_row = task / blocks * chunk, first_out = task % blocks * kOutBlock;
         const int64_t width = least(kOutBlock, outputs - first_out), groups = width > kLanes ? 2 : 1;
-        T* panel = static_cast<T*>(worker.scratch.take(kOutBlock * in * sizeof(T)));
-        for (int64_t group = 0; group < groups; ++group)
-            unpack(weights + (first_out / kLanes + group) * group_bytes, layout, in / kDepth, panel + group * in * kLanes);
+        const uint8_t* own = weights + first_out / kLanes * group_bytes;
+        T* panel = static_cast<T*>(worker.scratch.take(kOutBlock * strip * sizeof(T)));
         alignas(64) float sums[kRowBlock * kOutBlock];
         for (int64_t row = first_row; row < least(rows, first_row + chunk); row += kRowBlock) {
             const int64_t height = least(kRowBlock, rows - row);
-            multiply(worker, x + row * stride, stride, panel, in * kLanes, in, height, groups, sums, kOutBlock);
+            for (int64_t k = 0; k < in; k += strip) {
+                const int64_t depth = least(strip, in - k);
+                if (row == first_row)
+                    for (int64_t group = 0; group < groups; ++group)
+                        unpack(own + (k / kDepth * groups + group) * layout.tile_bytes(), layout, groups,
+                               depth / kDepth, panel + group * strip * kLanes);
+                multiply(worker, x + row * stride + k, stride, panel, strip * kLanes, depth, height, groups, sums,
+                         kOutBlock, k > 0);
+            }
             for (int64_t i = 0; i < height; ++i)
                 finish(sums + i * kOutBlock, bias ? bias + first_out : nullptr, out + (row + i) * outputs + first_out,
                        width);
@@ -159,7 +169,9 @@ static void quantized_embed(const Op& op, const Step& step, Team& team) {
         const int64_t id = ids[token];
         if (id < 0 || id >= op.n1) return team.fail(kNoSuchToken);
         T* panel = static_cast<T*>(worker.scratch.take(kLanes * in * sizeof(T)));
-        unpack(weights + id / kLanes * group_bytes, layout, in / kDepth, panel);
+        const int64_t first_out = id / kOutBlock * kOutBlock, groups = op.n1 - first_out > kLanes ? 2 : 1;
+        unpack(weights + first_out / kLanes * group_bytes + (id - first_out) / kLanes * layout.tile_bytes(), layout,
+               groups, in / kDepth, panel);
         copy_row(panel, id % kLanes, op.n0, op.f0, static_cast<T*>(op.out) + token * op.n0);
     });
 }
