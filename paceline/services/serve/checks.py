@@ -69,7 +69,7 @@ def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     if config.quantization == "gguf" and (folder / BLOCKS_FILE).is_file():
         return workers * (folder / BLOCKS_FILE).stat().st_size
     if config.quantization == "int8":
-        return workers * stored_bytes // _ITEMSIZES[stored]
+        return workers * stored_bytes // _ITEMSIZES[stored] // 32 * 34
     if config.dtype in ("auto", stored):
         return stored_bytes
     return workers * stored_bytes * _ITEMSIZES[config.dtype] // _ITEMSIZES[stored]

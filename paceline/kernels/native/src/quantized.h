@@ -4,7 +4,7 @@
 // bf16 or fp32 weights just before they are multiplied, by the product that those have: so results are those of such
 // weights bit for bit, in every instruction set, for one row and for many.
 
-constexpr int64_t kPrefetchBytes = 2048;  // ahead of the tile that is unpacked
+constexpr int64_t kPrefetchBytes = 8192;  // ahead of the tile that is unpacked
 constexpr int64_t kStrip = 4 * kDepth;    // values along `in` whose unpacked tiles stay in a core's first cache
 
 struct TileLayout {
