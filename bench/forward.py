@@ -1,9 +1,10 @@
 """A forward pass on CPU: replayed by one call, called operation by operation, and with plain torch.
 
-    python -m bench.forward ~/.cache/paceline/smollm2-135m-instruct [--threads 1] [--rounds 20]
+    python -m bench.forward ~/.cache/paceline/smollm2-135m-instruct [--threads 1] [--rounds 20] [--quantization gguf]
 
 The ways take turns; figures are medians in milliseconds: of CPU time with one thread, which other work on the machine
-hardly touches, else of wall time. The floor is what `torch.sum` takes to read as many bytes as the layers have.
+hardly touches, else of wall time. The floor is what `torch.sum` takes to read as many bytes as the layers have in bf16.
+With --quantization passes with quantized weights take their turns too.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from safetensors import safe_open
 
 from bench.kernels import medians
+from paceline.core.config import Quantization
 from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.engine.runner import layer_caches
-from paceline.kernels.interface import AttentionBatch, Forward, GroupTables
+from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.folder import weight_files
@@ -68,14 +70,17 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--quantization", choices=("int8", "gguf"), action="append", default=[])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    ways = {
-        "replayed": NativeKernels(options.threads),
-        "one by one": CalledOneByOne(options.threads),
-        "torch": ReferenceKernels(),
+    replayed = NativeKernels(options.threads)
+    ways: dict[str, tuple[Kernels, Quantization]] = {
+        "replayed": (replayed, "none"),
+        **{name: (replayed, name) for name in options.quantization},
+        "one by one": (CalledOneByOne(options.threads), "none"),
+        "torch": (ReferenceKernels(), "none"),
     }
-    models = {name: load_model(options.model, DTYPE, kernels, CPU) for name, kernels in ways.items()}
+    models = {name: load_model(options.model, DTYPE, own, CPU, quantization=how) for name, (own, how) in ways.items()}
     layout = make_layout(models["torch"].group_shapes, DTYPE.itemsize, "bench")
     slots = max(requests * layout.slots_for(context) for requests, _, context in PASSES.values())
     caches = layer_caches(layout, torch.zeros(slots * layout.slot_bytes // DTYPE.itemsize, dtype=DTYPE))

@@ -1,11 +1,12 @@
 """Each kernel of the CPU beside its floor, and beside plain torch, at the shapes of real models.
 
-    python -m bench.kernels [--threads 2] [--rounds 30] [--dtype bfloat16]
+    python -m bench.kernels [--threads 2] [--rounds 30] [--dtype bfloat16] [--quantization int8]
 
 The floor is the larger of two: the bytes that have to be read over the bandwidth of reading, and the operations over
 the best rate of a matrix product; both are measured first. Native and torch take turns; times are medians, of CPU time
 with one thread, which other work on the machine hardly touches, else of wall time. Weights lie in as many copies as
-fill a model, so that they come from memory, as they do in a step.
+fill a model, so that they come from memory, as they do in a step. With --quantization weights are rounded for the
+native kernels: torch and the floor stay what they are without.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_pool
 from paceline.kernels.native import NativeKernels
+from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
 
 COPIES_BYTES = 200 << 20
@@ -58,13 +60,27 @@ class Case:
     operations: float = 0.0
 
 
-def linear_case(name: str, rows: int, size_in: int, size_out: int, dtype: torch.dtype) -> Case:
+def quantize_q4_1(weight: Tensor) -> QuantizedMatrix:
+    """To 4 bits with scale and offset, as GGUF's Q4_1."""
+    blocks = weight.float().unflatten(1, (-1, BLOCK))
+    low = blocks.amin(2)
+    scales = (blocks.amax(2) - low) / 15
+    values = ((blocks - low.unsqueeze(2)) / scales.unsqueeze(2)).round().clamp(0, 15).to(torch.int8)
+    return QuantizedMatrix(values.flatten(1), scales.half(), low.half(), 4, weight.dtype)
+
+
+QUANTIZE: dict[str, Callable[[Tensor], QuantizedMatrix]] = {"int8": quantize_int8, "q4_1": quantize_q4_1}
+
+
+def linear_case(name: str, rows: int, size_in: int, size_out: int, dtype: torch.dtype, how: str) -> Case:
     weight_bytes = size_in * size_out * dtype.itemsize
     x = torch.randn(rows, size_in).to(dtype)
 
     def make(kernels: Kernels) -> Callable[[], object]:
         copies = max(1, COPIES_BYTES // weight_bytes)
-        packed = itertools.cycle([kernels.pack(torch.randn(size_out, size_in).to(dtype)) for _ in range(copies)])
+        quantize = QUANTIZE[how] if how in QUANTIZE and isinstance(kernels, NativeKernels) else None
+        weights = (torch.randn(size_out, size_in).to(dtype) for _ in range(copies))
+        packed = itertools.cycle([kernels.pack(quantize(each) if quantize else each) for each in weights])
         return lambda: kernels.linear(x, next(packed))
 
     return Case(f"{name} {size_in}->{size_out}", str(rows), make, weight_bytes, 2.0 * rows * size_in * size_out)
@@ -108,14 +124,14 @@ def row_cases(shape: Shape, rows: int, dtype: torch.dtype) -> Iterator[Case]:
     yield Case("store_kv", str(rows), lambda k: lambda: k.store_kv(keys, keys, cache, group), 2 * keys.nbytes)
 
 
-def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
+def cases(shape: Shape, dtype: torch.dtype, how: str) -> Iterator[Case]:
     width = shape.heads * shape.head_dim
     for rows in (1, 8, 512):
-        yield linear_case("linear q", rows, shape.hidden, width, dtype)
-        yield linear_case("linear up", rows, shape.hidden, shape.inner, dtype)
-        yield linear_case("linear down", rows, shape.inner, shape.hidden, dtype)
+        yield linear_case("linear q", rows, shape.hidden, width, dtype, how)
+        yield linear_case("linear up", rows, shape.hidden, shape.inner, dtype, how)
+        yield linear_case("linear down", rows, shape.inner, shape.hidden, dtype, how)
     for rows in (1, 8):
-        yield linear_case("linear head", rows, shape.hidden, shape.vocab, dtype)
+        yield linear_case("linear head", rows, shape.hidden, shape.vocab, dtype, how)
     for requests, count, context in ((1, 1, 1024), (8, 1, 1024), (1, 512, 512), (1, 512, 2048)):
         yield attention_case(shape, count, context, requests, dtype)
     for rows in (1, 512):
@@ -156,6 +172,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--quantization", choices=("none", *QUANTIZE), default="none")
     parser.add_argument("--instruction-set", default="auto")
     parser.add_argument("--only", default="", help="run the kernels whose name contains this")
     options = parser.parse_args()
@@ -169,7 +186,7 @@ def main() -> None:
         print(f"reads {bandwidth / 1e9:.1f} GB/s, computes {peak / 1e9:.0f} GFLOP/s")
         print(f"{'model':<14}{'kernel':<28}{'rows':>7}{'native us':>11}{'torch us':>11}{'speedup':>9}{'of floor':>10}")
         for shape in MODELS:
-            for case in cases(shape, dtype):
+            for case in cases(shape, dtype, options.quantization):
                 if options.only not in case.name:
                     continue
                 own, torch_time = medians(options.rounds, *(case.make(kernels) for kernels in backends))

@@ -24,6 +24,7 @@ from paceline.core import env, telemetry
 from paceline.core.config import (
     GatewayConfig,
     KVTransferConfig,
+    Quantization,
     ServeConfig,
     ServiceConfig,
     WorkerConfig,
@@ -124,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_fields(command, service.config, dataclasses.fields(service.config))
     prepare = _add_command(commands, "prepare", "MODEL [options]", "Fetch or convert a model and print its folder.")
     prepare.add_argument("model", metavar="MODEL", help="bundled name, Hugging Face folder or GGUF file")
-    fields = [field for field in dataclasses.fields(ServeConfig) if field.name == "cache_dir"]
+    fields = [field for field in dataclasses.fields(ServeConfig) if field.name in ("cache_dir", "quantization")]
     _add_fields(prepare, ServeConfig, fields)
     watch = _add_command(commands, "top", "[options]", "Show the fleet and its speed, live; Ctrl-C ends it.")
     watch.add_argument("--url", default="http://127.0.0.1:8000", help="where the gateway is [%(default)s]")
@@ -142,7 +143,8 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         key = arguments["api_key"] or next(iter(env.api_keys()), "")
         top(arguments["url"], key, max(arguments["interval"], 0.1), arguments["count"])
     elif name == "prepare":
-        _prepare(arguments["model"], Path(arguments.get("cache_dir", ServeConfig().cache_dir)))
+        cache_dir = Path(arguments.get("cache_dir", ServeConfig().cache_dir))
+        _prepare(arguments["model"], cache_dir, arguments.get("quantization", "none"))
     else:
         config = _load(name, arguments.pop("config"), arguments)
         # Until the service listens to signals itself there is nothing to clean up; and the first process of a
@@ -156,12 +158,12 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
             runner.run(run(config))
 
 
-def _prepare(model: str, cache_dir: Path) -> None:
+def _prepare(model: str, cache_dir: Path, quantization: Quantization) -> None:
     from paceline.models.assets import resolve_model
 
     # As an exception, so that a half-made folder is removed on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    print(resolve_model(model, cache_dir, lambda line: print(line, file=sys.stderr, flush=True)))
+    print(resolve_model(model, cache_dir, lambda line: print(line, file=sys.stderr, flush=True), quantization))
 
 
 def _load(name: str, file: Path | None, flags: dict[str, Any]) -> ServiceConfig | ServeConfig:

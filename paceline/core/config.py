@@ -18,7 +18,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from paceline.core import env
 from paceline.core.errors import ConfigError
@@ -26,6 +26,9 @@ from paceline.core.speculative import speculative_help
 from paceline.core.telemetry import LogFormat
 
 GIB = 1 << 30
+
+Quantization = Literal["none", "int8", "gguf"]
+"""How a model's matrices lie in memory."""
 
 
 def option(
@@ -100,6 +103,12 @@ class WorkerConfig(ServiceConfig):
     packed_dir: str = option(
         "", "folder where the workers of a host share packed weights; empty keeps a copy in each", "model"
     )
+    quantization: Quantization = option(
+        "none",
+        "how the model's matrices lie in memory: none in --dtype, int8 rounded to blocks of signed bytes, gguf as in "
+        "the GGUF file that the model came from",
+        "model",
+    )
     max_model_len: int = option(
         0, "longest context in tokens; 0 takes the model's, as far as the KV memory allows", "model", at_least=0
     )
@@ -150,6 +159,7 @@ class ServeConfig:
     model: str = option("smollm2-135m-instruct", "bundled name, Hugging Face folder or GGUF file", "model")
     served_model_name: str = same_option(GatewayConfig, "served_model_name")
     dtype: str = same_option(WorkerConfig, "dtype")
+    quantization: Quantization = same_option(WorkerConfig, "quantization")
     max_model_len: int = same_option(WorkerConfig, "max_model_len")
     chat_template: str = same_option(GatewayConfig, "chat_template")
     cache_dir: str = option(str(env.default_cache_dir()), "folder of converted models", "model")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.core.config import Quantization
 from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.constraint import Grammars
@@ -67,15 +68,20 @@ def load(
     kernels: Kernels,
     speculative: SpeculativeConfig | None,
     packed_dir: Path | None = None,
+    quantization: Quantization = "none",
 ) -> Loaded:
-    """Loads a model, and a draft model where `speculative` names one. Raises ConfigError or ModelError.
+    """Loads a model, and a draft model, never quantized, where `speculative` names one.
 
     Args:
-        packed_dir: where the workers of a host share packed weights, if they do.
+        packed_dir: where the workers of a host share packed weights, if they do; quantized ones are not shared.
+
+    Raises:
+        ConfigError: the options do not go with the model, or with each other.
+        ModelError: a model cannot be read.
     """
     check_speculative(speculative, folder)
-    model = load_model(folder, dtype, kernels, device, packed_dir)
-    shapes, identity = model.group_shapes, model_identity(folder, str(dtype))
+    model = load_model(folder, dtype, kernels, device, packed_dir, quantization)
+    shapes, identity = model.group_shapes, model_identity(folder, str(dtype), quantization)
     draft_model = None
     if speculative is None:
         return Loaded(model, None, make_layout(shapes, dtype.itemsize, identity), None, Grammars(folder))

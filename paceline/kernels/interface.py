@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.turns import Turns
+from paceline.kernels.quantized import QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,10 @@ class PackedWeight:
     """In the backend's own layout."""
     size_out: int
     size_in: int
+    dtype: torch.dtype
+    """That it is computed in."""
+    format: int | None = None
+    """The backend's name for the layout of a quantized matrix."""
 
 
 class Forward(Protocol):
@@ -96,8 +101,12 @@ class Kernels(Protocol):
         `forward` must compute with these kernels alone (views are free), and the same way for any number of tokens.
         """
 
-    def pack(self, weight: Tensor) -> PackedWeight:
-        """Takes in a matrix [out, in], once, when a model is loaded. On the meta device it stays as it is."""
+    def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
+        """Takes in a matrix [out, in], once, when a model is loaded. On the meta device it stays as it is.
+
+        Results are the same for a quantized matrix and for what it dequantizes to. Raises ConfigError where the
+        backend has no such kernels.
+        """
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """x [tokens, in] @ weight [out, in].T + bias -> [tokens, out]."""

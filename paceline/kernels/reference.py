@@ -8,6 +8,7 @@ from torch import Tensor
 
 from paceline.core.turns import Turns
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
+from paceline.kernels.quantized import QuantizedMatrix
 
 
 class ReferenceKernels:
@@ -23,8 +24,10 @@ class ReferenceKernels:
     def compile(self, forward: Forward) -> Forward:
         return forward
 
-    def pack(self, weight: Tensor) -> PackedWeight:
-        return PackedWeight(weight, *weight.shape)
+    def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
+        if isinstance(weight, QuantizedMatrix):
+            weight = weight.dequantize()
+        return PackedWeight(weight, weight.shape[0], weight.shape[1], weight.dtype)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.data, bias)

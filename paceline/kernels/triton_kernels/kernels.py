@@ -8,6 +8,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, PackedWeight
+from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels.attention import Plan, attention, make_plan
 from paceline.kernels.triton_kernels.device import INTERPRETED, matmul, rowwise
@@ -38,6 +39,11 @@ class TritonKernels(ReferenceKernels):
         self._batch_invariant = batch_invariant
         self._plan: Plan | None = None
         """Of the batch seen last: all layers of a step share one."""
+
+    def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
+        if isinstance(weight, QuantizedMatrix):
+            raise ConfigError("the triton kernels take no quantized weights; choose --quantization none")
+        return super().pack(weight)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return _invariant_linear(x, weight.data, bias) if self._batch_invariant else super().linear(x, weight, bias)

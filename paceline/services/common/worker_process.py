@@ -181,7 +181,8 @@ def _load(config: WorkerConfig, kernels: Kernels) -> Loaded:
         raise ConfigError("no model; name the folder of one")
     speculative = parse_speculative_config(config.speculative_config)
     packed_dir = Path(config.packed_dir) if config.packed_dir else None
-    return load(Path(config.model), _dtype(config), torch.device(config.device), kernels, speculative, packed_dir)
+    folder, device, dtype = Path(config.model), torch.device(config.device), _dtype(config)
+    return load(folder, dtype, device, kernels, speculative, packed_dir, config.quantization)
 
 
 def _turns(config: WorkerConfig, role: Role, page: memoryview, session: int) -> Turns | None:

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import read_config
 from paceline.models.draft import check_speculative, read_draft_config
-from paceline.models.folder import weight_files
+from paceline.models.folder import BLOCKS_FILE, weight_files
 
 PROCESS_BYTES = 400 << 20
 """Resident memory of one worker without weights and KV cache: Python, torch, scratch space of a step."""
@@ -69,13 +69,19 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> No
 
 
 def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
-    """Workers share the mapped file, or that of packed weights; what plain torch has to convert is a copy in each."""
+    """Workers share the mapped file, or that of packed weights; what plain torch has to convert, and what is quantized,
+    is a copy in each."""
     stored_bytes = sum(file.stat().st_size for file in weight_files(folder))
     stored = read_config(folder).dtype
-    if config.dtype in ("auto", stored):
-        return stored_bytes
-    copies = workers if config.kernels == "reference" else 1
-    return copies * stored_bytes * _ITEMSIZES[config.dtype] // _ITEMSIZES[stored]
+    dtype = stored if config.dtype == "auto" else config.dtype
+    whole = stored_bytes * _ITEMSIZES[dtype] // _ITEMSIZES[stored]
+    if config.quantization == "none":
+        return whole * (workers if config.kernels == "reference" and dtype != stored else 1)
+    if config.kernels == "reference":  # dequantizes
+        return workers * whole
+    if config.quantization == "gguf" and (folder / BLOCKS_FILE).is_file():
+        return workers * (folder / BLOCKS_FILE).stat().st_size
+    return workers * stored_bytes // _ITEMSIZES[stored] // 32 * 34
 
 
 def _gib(size: int) -> str:

@@ -139,7 +139,8 @@ class Supervisor:
 
     async def _prepare(self) -> Path:
         """The model's folder. In a process of its own, because converting takes memory that serving then lacks."""
-        arguments = (self._config.model, f"--cache-dir={self._config.cache_dir}")
+        config = self._config
+        arguments = (config.model, f"--cache-dir={config.cache_dir}", f"--quantization={config.quantization}")
         child = await Child.start("prepare", self._command("prepare", *arguments), "stdout", warn)
         self._stages["model"].append(child)
         folder = Path(await child.answer(PREPARE_SECONDS))

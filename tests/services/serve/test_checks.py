@@ -12,6 +12,7 @@ import pytest
 
 from paceline.core.config import ServeConfig
 from paceline.core.errors import ConfigError
+from paceline.models.folder import BLOCKS_FILE
 from paceline.services.serve.checks import (
     LEAST_KV_BYTES,
     PROCESS_BYTES,
@@ -123,6 +124,9 @@ def test_an_address_that_is_not_ours_is_refused(host: str, port: int) -> None:
         ({"dtype": "float32"}, 2 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         # What plain torch converts is a copy in each worker.
         ({"dtype": "float32", "kernels": "reference"}, 2 * 2 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
+        # Quantized weights likewise; plain torch makes them whole again.
+        ({"quantization": "int8"}, 2 * MIB // 32 * 17 + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
+        ({"quantization": "int8", "kernels": "reference"}, 2 * 1 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         ({"prefill": 0, "kv_memory": "1GiB"}, 1 * MIB + PROCESS_BYTES + 1024 * MIB),
         ({"prefill": 0, "device": "cuda"}, PROCESS_BYTES + LEAST_KV_BYTES),
     ],
@@ -131,6 +135,14 @@ def test_memory_is_weights_processes_and_kv(model_folder: Path, options: dict[st
     check_memory(ServeConfig(**options), model_folder, needed)
     with pytest.raises(ConfigError, match=r"needs .* GiB .* are free; lower .*--prefill or --decode"):
         check_memory(ServeConfig(**options), model_folder, needed - 1)
+
+
+def test_blocks_of_a_gguf_file_are_a_copy_in_each_worker(model_folder: Path) -> None:
+    (model_folder / BLOCKS_FILE).write_bytes(bytes(MIB // 2))
+    needed = 2 * MIB // 2 + 2 * PROCESS_BYTES + LEAST_KV_BYTES
+    check_memory(ServeConfig(quantization="gguf"), model_folder, needed)
+    with pytest.raises(ConfigError, match="this stack needs"):
+        check_memory(ServeConfig(quantization="gguf"), model_folder, needed - 1)
 
 
 def test_nothing_is_refused_where_the_system_does_not_tell(model_folder: Path) -> None:

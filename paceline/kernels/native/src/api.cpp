@@ -111,16 +111,22 @@ int64_t paceline_packed_bytes(int32_t type, int64_t out, int64_t in) {
     return paceline::packed_elements(type, out, in) * (type == paceline::kBf16 ? 2 : 4);
 }
 
+// Asks for large pages for what will be written there. Weights are read from end to end; with these without a miss of
+// the TLB on every 4 KiB.
+void paceline_use_large_pages(void* to, int64_t bytes) {
+#ifdef __linux__
+    using paceline::kHugePage;
+    const auto address = reinterpret_cast<uintptr_t>(to);
+    const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+    const uintptr_t end = (address + bytes) / kHugePage * kHugePage;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 // Packs weight [out, in], contiguous; see program.h.
 void paceline_pack(int32_t type, const void* weight, int64_t out, int64_t in, void* to) {
     using namespace paceline;
-#ifdef __linux__
-    // Weights are read from end to end; with large pages without a miss of the TLB on every 4 KiB.
-    const auto address = reinterpret_cast<uintptr_t>(to);
-    const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
-    const uintptr_t end = (address + paceline_packed_bytes(type, out, in)) / kHugePage * kHugePage;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
+    paceline_use_large_pages(to, paceline_packed_bytes(type, out, in));
     if (type == kBf16) {
         pack<uint16_t>(kBf16, weight, out, in, to);
     } else {

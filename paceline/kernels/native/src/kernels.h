@@ -12,6 +12,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "multiply.h"
 #include "rows.h"
 #include "linear.h"
+#include "quantized.h"
 #include "tasks.h"
 #include "paged.h"
 #include "attention.h"
@@ -22,7 +23,7 @@ struct Table {
     static constexpr Kernel kernels[kKinds] = {
         linear<T>,   embed<T>,     rms_norm<T>,     rotation<T>,          rotate<T>,
         store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>, linear_silu_and_mul<T>,
-        linear_gelu_tanh_and_mul<T>,
+        linear_gelu_tanh_and_mul<T>, quantized_linear<T>, quantized_embed<T>,
     };
 };
 

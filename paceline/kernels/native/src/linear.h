@@ -4,11 +4,10 @@ constexpr int64_t kChunkBytes = 1 << 20;  // of x that stay in a core's second c
 constexpr int64_t kPartDepth = 320;       // along `in`, so many of a block of weights stay in its first cache
 constexpr int64_t kTaskOut = 64;          // outputs of one task where there are many
 
-// x with rows of padded length: where `in` is no multiple of kDepth, a copy with zeros behind each row.
+// x with rows of length `in`: where op.n0 is less, a copy with zeros behind each row.
 template <class T>
-static const T* pad_rows(const Op& op, Team& team, int64_t rows, int64_t* stride) {
+static const T* pad_rows(const Op& op, Team& team, int64_t rows, int64_t in, int64_t* stride) {
     const T* x = static_cast<const T*>(op.a);
-    const int64_t in = padded<T>(op.n0);
     *stride = op.n2;
     if (in == op.n0) return x;
     T* copy = static_cast<T*>(team.shared(rows * in * sizeof(T)));
@@ -88,17 +87,17 @@ struct Input {
 };
 
 template <class T>
-static Input<T> input_of(const Op& op, const Step& step, Team& team) {
+static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in) {
     const int64_t rows = op.rows * step.tokens;
     int64_t stride;
-    const T* x = pad_rows<T>(op, team, rows, &stride);
-    return {x, stride, padded<T>(op.n0), rows};
+    const T* x = pad_rows<T>(op, team, rows, in, &stride);
+    return {x, stride, in, rows};
 }
 
 template <class T>
 static void linear(const Op& op, const Step& step, Team& team) {
     if (op.rows * step.tokens == 0) return;
-    const Input<T> input = input_of<T>(op, step, team);
+    const Input<T> input = input_of<T>(op, step, team, padded<T>(op.n0));
     const T* bias = static_cast<const T*>(op.c);
     T* out = static_cast<T*>(op.out);
     const int64_t outputs = op.n1;
@@ -120,7 +119,7 @@ static void linear(const Op& op, const Step& step, Team& team) {
 template <class T, class Activation>
 static void gated_linear(const Op& op, const Step& step, Team& team, const Activation& activation) {
     if (op.rows * step.tokens == 0) return;
-    const Input<T> input = input_of<T>(op, step, team);
+    const Input<T> input = input_of<T>(op, step, team, padded<T>(op.n0));
     const int64_t outputs = op.n1, blocks = (outputs + kOutBlock - 1) / kOutBlock, next = team.threads() * kOutBlock;
     team.for_each(input.chunks * blocks, [&](int64_t task, Worker& worker) {
         const int64_t first = task % blocks * kOutBlock, count = least(kOutBlock, outputs - first);
@@ -146,23 +145,28 @@ static void linear_gelu_tanh_and_mul(const Op& op, const Step& step, Team& team)
     gated_linear<T>(op, step, team, gelu_tanh_and_mul_lanes<T>);
 }
 
+// to[size] = row `lane` of sixteen packed ones, times the factor.
+template <class T>
+static void copy_row(const T* packed, int64_t lane, int64_t size, float factor, T* to) {
+    constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
+    const T* row = packed + lane * pair;
+    for (int64_t i = 0; i < size; i += kLanes) {
+        T lanes[kLanes] = {};
+        const int64_t count = least(kLanes, size - i);
+        for (int64_t k = 0; k < count; ++k) lanes[k] = row[(i + k) / pair * pair * kLanes + (i + k) % pair];
+        store_some(to + i, load(lanes) * factor, count);
+    }
+}
+
 template <class T>
 static void embed(const Op& op, const Step& step, Team& team) {
     const int64_t* ids = op.a ? static_cast<const int64_t*>(op.a) : step.token_ids;
     const T* weights = static_cast<const T*>(op.b);
-    constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
     const int64_t in = padded<T>(op.n0);
     team.for_each(op.rows * step.tokens, [&](int64_t token, Worker&) {
         const int64_t id = ids[token];
         if (id < 0 || id >= op.n1) return team.fail(kNoSuchToken);
-        const T* row = weights + id / kLanes * kLanes * in + id % kLanes * pair;
-        T* out = static_cast<T*>(op.out) + token * op.n0;
-        for (int64_t i = 0; i < op.n0; i += kLanes) {
-            T lanes[kLanes] = {};
-            const int64_t count = least(kLanes, op.n0 - i);
-            for (int64_t lane = 0; lane < count; ++lane)
-                lanes[lane] = row[(i + lane) / pair * pair * kLanes + (i + lane) % pair];
-            store_some(out + i, load(lanes) * op.f0, count);
-        }
+        copy_row(weights + id / kLanes * kLanes * in, id % kLanes, op.n0, op.f0,
+                 static_cast<T*>(op.out) + token * op.n0);
     });
 }

@@ -13,6 +13,18 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kDepth = 32;  // bf16 values along `in` that one matrix tile takes
 constexpr int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
+// Quantized weights [out, in] are packed as tiles of sixteen outputs and one block of 32 values: [ceil(out / 32)]
+// [ceil(in / 32)][2], and behind them those of sixteen outputs that remain. A tile is codes, then scales, then offsets,
+// where there are any. The codes of bytes are [in / 2][out][2]; a 32-bit word of nibbles holds eight of them for one of
+// [in / 8][out / 2 and in % 2], the lower ones of [in / 2 % 4][out / 8]. Scales and offsets are one for each output, or
+// two, for 16 values each.
+enum Format : int64_t {
+    kFormatEightBits = 1,   // signed bytes, else nibbles: with offsets from 0 to 15, without from -8 to 7
+    kFormatWideScales = 2,  // fp32, else fp16
+    kFormatOffsets = 4,
+    kFormatTwoScales = 8,
+};
+
 enum Kind : int32_t {
     kLinear,      // out[rows, n1] = a[rows, n0] * b (packed) + c; n2: row stride of a
     kEmbed,       // out[tokens, n0] = rows of b (packed, n1 rows) * f0; a: int64 ids
@@ -26,6 +38,8 @@ enum Kind : int32_t {
     kAdd,
     kLinearSiluAndMul,  // out[rows, n1] = silu(a * b) * (a * c), as kLinear
     kLinearGeluTanhAndMul,
+    kQuantizedLinear,  // as kLinear and kEmbed, b being quantized as `format` says
+    kQuantizedEmbed,
     kKinds,
 };
 
@@ -53,6 +67,7 @@ struct Op {
     float f0, f1;
     Cache cache;
     int64_t group;
+    int64_t format;
 };
 
 // See `GroupTables` of ../../interface.py.

@@ -1,0 +1,77 @@
+"""Quantized matrices as the native kernels read them: see `Format` in src/program.h."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.kernels.quantized import BLOCK, QuantizedMatrix
+
+LANES = 16
+"""Outputs of one tile."""
+_ROWS = 1024 * LANES
+"""That are packed at once: a vocabulary's matrix has many."""
+EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES = 1, 2, 4, 8
+
+
+def tile_format(matrix: QuantizedMatrix) -> int:
+    """The `Format` that tells the kernels how the tiles of this matrix look."""
+    blocks = -(-matrix.shape[1] // BLOCK)
+    return (
+        EIGHT_BITS * (matrix.bits == 8)
+        + WIDE_SCALES * (matrix.scales.dtype == torch.float32)
+        + OFFSETS * (matrix.offsets is not None)
+        + TWO_SCALES * (matrix.scales.shape[1] == 2 * blocks)
+    )
+
+
+def tiles_bytes(matrix: QuantizedMatrix) -> int:
+    """What `pack_tiles` fills."""
+    groups, blocks = -(-matrix.shape[0] // LANES), -(-matrix.shape[1] // BLOCK)
+    scales = matrix.scales.itemsize * (matrix.scales.shape[1] + (0 if matrix.offsets is None else blocks))
+    return groups * LANES * (blocks * BLOCK * matrix.bits // 8 + scales)
+
+
+def pack_tiles(matrix: QuantizedMatrix, to: Tensor) -> None:
+    """Writes the tiles of sixteen outputs and one block each to `to`, uint8, flat."""
+    done = 0
+    for first in range(0, matrix.shape[0], _ROWS):
+        tiles = _pack_rows(matrix.rows(first, first + _ROWS))
+        to[done : done + len(tiles)] = tiles
+        done += len(tiles)
+
+
+def _pack_rows(matrix: QuantizedMatrix) -> Tensor:
+    size_out, size_in = matrix.shape
+    padding = (0, -size_in % BLOCK, 0, -size_out % LANES)
+    values = F.pad(matrix.values, padding)
+    codes = _nibbles(values, 0 if matrix.offsets is not None else 8) if matrix.bits == 4 else _bytes(values)
+    parts = [codes, _by_tile(matrix.scales, codes.shape[1])]
+    if matrix.offsets is not None:
+        parts.append(_by_tile(matrix.offsets, codes.shape[1]))
+    tiles = torch.cat(parts, dim=2)
+    paired = len(tiles) // 2 * 2
+    pairs = tiles[:paired].view(-1, 2, *tiles.shape[1:]).transpose(1, 2)
+    return torch.cat((pairs.flatten(), tiles[paired:].flatten()))
+
+
+def _nibbles(values: Tensor, zero: int) -> Tensor:
+    """[out, in] -> bytes [out / 16, in / 32, 256]; `zero` is the code of 0."""
+    codes = (values + zero).to(torch.uint8)
+    parts = codes.view(-1, 2, 8, values.shape[1] // BLOCK, 4, 4, 2)
+    both = parts[:, 0] | parts[:, 1] << 4  # [tiles, 8 outputs, blocks, 4 words, 4 pairs, 2 of a pair]
+    return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 2)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """[out, in] -> bytes [out / 16, in / 32, 512]."""
+    parts = values.view(torch.uint8).view(-1, LANES, values.shape[1] // BLOCK, BLOCK // 2, 2)
+    return parts.permute(0, 2, 3, 1, 4).reshape(len(parts), -1, LANES * BLOCK)
+
+
+def _by_tile(scales: Tensor, blocks: int) -> Tensor:
+    """[out, blocks * n] -> bytes [out / 16, blocks, n * 16 * itemsize]."""
+    padded = F.pad(scales, (0, 0, 0, -scales.shape[0] % LANES))
+    parts = padded.view(-1, LANES, blocks, padded.shape[1] // blocks).permute(0, 2, 3, 1)
+    return parts.reshape(len(parts), blocks, -1).contiguous().view(torch.uint8)

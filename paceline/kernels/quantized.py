@@ -1,0 +1,71 @@
+"""Weights in blocks of small whole numbers, and what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 32
+"""Values along `in` of one block."""
+_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [out, in] whose weight is bfloat16(value * scale + offset), with one rounding to fp32 before.
+
+    bfloat16 whatever it is computed in, so that it is the same matrix as the checkpoint in bfloat16 that a GGUF file
+    is converted to.
+    """
+
+    values: Tensor
+    """int8 [out, in]: with 4 bits 0 to 15 where there are offsets, else -8 to 7."""
+    scales: Tensor
+    """fp16, or fp32 of at most 18 significant bits, so that value * scale is exact; [out, ceil(in / 32)], or twice as
+    many: one for 16 values each."""
+    offsets: Tensor | None
+    """Of the scales' shape and dtype, one scale a block."""
+    bits: int
+    """4 or 8."""
+    dtype: torch.dtype
+    """That it is computed in."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    def rows(self, first: int, end: int) -> QuantizedMatrix:
+        """The matrix of these outputs alone."""
+        offsets = None if self.offsets is None else self.offsets[first:end]
+        return replace(self, values=self.values[first:end], scales=self.scales[first:end], offsets=offsets)
+
+    def dequantize(self) -> Tensor:
+        """[out, in] in `dtype`."""
+        size_out, size_in = self.values.shape
+        blocks = -(-size_in // BLOCK)
+        per_scale = blocks * BLOCK // self.scales.shape[1]
+        values = F.pad(self.values, (0, blocks * BLOCK - size_in)).float().view(size_out, -1, per_scale)
+        weights = values * self.scales.float().unsqueeze(2)
+        if self.offsets is not None:
+            weights += self.offsets.float().unsqueeze(2)
+        return weights.view(size_out, -1)[:, :size_in].bfloat16().to(self.dtype)
+
+
+def quantize_int8(weight: Tensor) -> QuantizedMatrix:
+    """Rounds a matrix [out, in] to signed bytes with an fp16 scale for 32 values along `in` (GGUF's Q8_0)."""
+    # In parts: between, they are in fp32.
+    values, scales = zip(*(_quantize_rows(rows) for rows in torch.split(weight, _ROWS)))
+    return QuantizedMatrix(torch.cat(values), torch.cat(scales), None, 8, weight.dtype)
+
+
+def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    size_out, size_in = weight.shape
+    blocks = F.pad(weight.float(), (0, -size_in % BLOCK)).view(size_out, -1, BLOCK)
+    # As far as fp16 reaches; a block that is all but zero becomes zero.
+    scales = (blocks.abs().amax(2) / 127).clamp(max=torch.finfo(torch.float16).max).half()
+    exact = scales.float().unsqueeze(2)
+    values = torch.where(exact > 0, blocks / exact, 0.0).round().clamp(-127, 127).to(torch.int8)
+    return values.view(size_out, -1)[:, :size_in], scales

@@ -1,0 +1,122 @@
+"""The blocks of GGUF's quantized types as whole numbers with scales.
+
+Layouts: https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.quantized import QuantizedMatrix
+
+Numbers = tuple[Tensor, Tensor, Tensor | None, int]
+"""Values int8 [rows, blocks, block's elements], scales and offsets [rows, blocks, scales of a block], bits."""
+
+
+def _halves(raw: Tensor, first: int, count: int = 1) -> Tensor:
+    """fp16 numbers of each block [rows, blocks, count]."""
+    return raw[..., first : first + 2 * count].contiguous().view(torch.float16)
+
+
+def _split(raw: Tensor, *sizes: int) -> Tensor:
+    """Cuts the last dimension into several."""
+    return raw.reshape(*raw.shape[:-1], *sizes)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[..., n] bytes -> [..., 2 * n]: first all lower halves, then all upper ones."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _fifth_bits(raw: Tensor) -> Tensor:
+    """The 32 bits of four bytes, each worth 16 -> [rows, blocks, 32]."""
+    return (raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
+
+
+def _q4_0(raw: Tensor) -> Numbers:
+    return _nibbles(raw[..., 2:]).to(torch.int8) - 8, _halves(raw, 0), None, 4
+
+
+def _q4_1(raw: Tensor) -> Numbers:
+    return _nibbles(raw[..., 4:]).to(torch.int8), _halves(raw, 0), _halves(raw, 2), 4
+
+
+def _q5_0(raw: Tensor) -> Numbers:
+    return (_nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6])).to(torch.int8) - 16, _halves(raw, 0), None, 8
+
+
+def _q5_1(raw: Tensor) -> Numbers:
+    values = _nibbles(raw[..., 8:]) | _fifth_bits(raw[..., 4:8])
+    return values.to(torch.int8), _halves(raw, 0), _halves(raw, 2), 8
+
+
+def _q8_0(raw: Tensor) -> Numbers:
+    return raw[..., 2:].contiguous().view(torch.int8), _halves(raw, 0), None, 8
+
+
+def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 scales and offsets of eight blocks of 32, from two fp16 and twelve bytes of 6-bit numbers."""
+    own, low, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
+    scales = torch.cat((own & 63, high & 15 | own >> 6 << 4), dim=-1)
+    offsets = torch.cat((low & 63, high >> 4 | low >> 6 << 4), dim=-1)
+    return _halves(raw, 0).float() * scales, -_halves(raw, 2).float() * offsets
+
+
+def _q4_k(raw: Tensor) -> Numbers:
+    values = _nibbles(_split(raw[..., 16:], 4, 32)).flatten(-2)
+    return values.to(torch.int8), *_k_scales(raw), 4
+
+
+def _q5_k(raw: Tensor) -> Numbers:
+    values = _split(_nibbles(_split(raw[..., 48:], 4, 32)), 2, 32).flatten(-3, -2)
+    fifth = raw[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1
+    return (values | fifth << 4).flatten(-2).to(torch.int8), *_k_scales(raw), 8
+
+
+def _q6_k(raw: Tensor) -> Numbers:
+    low = _split(raw[..., :128], 2, 1, 64)
+    high = _split(raw[..., 128:192], 2, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3
+    values = _split(_nibbles(low), 4, 32).squeeze(-3) | high << 4
+    scales = raw[..., 192:208].contiguous().view(torch.int8).float() * _halves(raw, 208).float()
+    return values.flatten(-3).to(torch.int8) - 32, scales, None, 8
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """One of GGUF's types."""
+
+    elements: int
+    """Weights of a block."""
+    bytes: int
+    decode: Callable[[Tensor], Numbers]
+    """From uint8 [rows, blocks, bytes]."""
+
+
+BLOCK_TYPES: Mapping[str, BlockType] = {
+    "Q4_0": BlockType(32, 18, _q4_0),
+    "Q4_1": BlockType(32, 20, _q4_1),
+    "Q5_0": BlockType(32, 22, _q5_0),
+    "Q5_1": BlockType(32, 24, _q5_1),
+    "Q8_0": BlockType(32, 34, _q8_0),
+    "Q4_K": BlockType(256, 144, _q4_k),
+    "Q5_K": BlockType(256, 176, _q5_k),
+    "Q6_K": BlockType(256, 210, _q6_k),
+}
+
+
+def decode_blocks(type_name: str, raw: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
+    """The matrix [out, in] that blocks stand for, without loss.
+
+    Args:
+        type_name: one of BLOCK_TYPES.
+        raw: uint8 [out, bytes], whole blocks.
+        dtype: that the matrix is computed in.
+    """
+    block = BLOCK_TYPES[type_name]
+    values, scales, offsets, bits = block.decode(raw.view(raw.shape[0], -1, block.bytes))
+    flat_offsets = None if offsets is None else offsets.flatten(1)
+    return QuantizedMatrix(values.flatten(1), scales.flatten(1), flat_offsets, bits, dtype)

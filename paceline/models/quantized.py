@@ -1,0 +1,96 @@
+"""`Weights` whose matrices stay, or become, blocks of small whole numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paceline.core.config import Quantization
+from paceline.core.errors import ConfigError, ModelError
+from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.kernels.quantized import quantize_int8
+from paceline.models.base import Weights
+from paceline.models.folder import BLOCKS_FILE
+from paceline.models.gguf_blocks import BLOCK_TYPES, decode_blocks
+
+if TYPE_CHECKING:
+    from paceline.models.loader import Checkpoint
+
+
+def quantized(checkpoint: Checkpoint, folder: Path, quantization: Quantization, kernels: Kernels) -> Weights:
+    """The checkpoint's weights in the way that was asked for.
+
+    Raises:
+        ConfigError: there is no such way, or not for this folder.
+        ModelError: the folder's blocks cannot be read.
+    """
+    if quantization == "none":
+        return checkpoint
+    if quantization == "int8":
+        return Int8Weights(checkpoint, kernels)
+    if quantization == "gguf":
+        return GgufWeights(checkpoint, folder / BLOCKS_FILE, kernels)
+    raise ConfigError(f"--quantization must be none, int8 or gguf, not {quantization!r}")
+
+
+class Int8Weights:
+    """Any checkpoint, its matrices rounded to signed bytes when they are read."""
+
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
+        self._checkpoint = checkpoint
+        self._kernels = kernels
+        self.take = checkpoint.take
+
+    def take_packed(self, name: str, *shape: int) -> PackedWeight:
+        weight = self._checkpoint.take(name, *shape)
+        return self._kernels.pack(weight if weight.is_meta else quantize_int8(weight))
+
+
+class GgufWeights:
+    """A converted GGUF file, its quantized matrices as its own blocks. They are the checkpoint's, bit for bit."""
+
+    def __init__(self, checkpoint: Checkpoint, file: Path, kernels: Kernels) -> None:
+        if not file.is_file():
+            raise ConfigError(
+                f"--quantization gguf: {file.parent} was not made of a GGUF file, or by an older version; give serve "
+                "or prepare the .gguf file or a bundled model's name, or choose --quantization int8"
+            )
+        self._checkpoint = checkpoint
+        self._file = file
+        self._kernels = kernels
+        self.take = checkpoint.take
+        try:
+            self._blocks: Any = safe_open(file, framework="pt", device="cpu")
+            self._types = _types(self._blocks)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is damaged: {error}") from error
+
+    def take_packed(self, name: str, *shape: int) -> PackedWeight:
+        type_name = self._types.get(name)
+        if type_name is None:
+            return self._checkpoint.take_packed(name, *shape)
+        if type_name not in BLOCK_TYPES:
+            raise ConfigError(
+                f"--quantization gguf: {name} is of GGUF's type {type_name}; supported are {', '.join(BLOCK_TYPES)}; "
+                "choose --quantization int8"
+            )
+        self._checkpoint.leave(name)
+        try:
+            raw: Tensor = self._blocks.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self._file} is damaged: {error}") from error
+        block, (size_out, size_in) = BLOCK_TYPES[type_name], shape
+        if raw.dtype != torch.uint8 or raw.shape != (size_out, size_in // block.elements * block.bytes):
+            raise ModelError(
+                f"{self._file} does not fit config.json: {name} has {list(raw.shape)} bytes of {type_name}"
+            )
+        return self._kernels.pack(decode_blocks(type_name, raw, self._checkpoint.dtype))
+
+
+def _types(blocks: Any) -> dict[str, str]:
+    """GGUF's type of each matrix that is quantized."""
+    return blocks.metadata() or {}

@@ -1,0 +1,108 @@
+"""Quantized weights compute what the matrix that they stand for computes, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.library import instruction_sets
+from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
+from paceline.kernels.reference import ReferenceKernels
+from paceline.kernels.triton_kernels.kernels import TritonKernels
+
+DTYPES = (torch.bfloat16, torch.float32)
+# bits, with offsets, fp32 scales, two scales a block: those of GGUF's types.
+LAYOUTS = {
+    "Q4_0": (4, False, False, False),
+    "Q4_1": (4, True, False, False),
+    "Q4_K": (4, True, True, False),
+    "Q5_1": (8, True, False, False),
+    "Q5_K": (8, True, True, False),
+    "Q6_K": (8, False, True, True),
+    "Q8_0": (8, False, False, False),
+}
+
+
+@pytest.fixture(scope="module", params=instruction_sets())
+def native(request: pytest.FixtureRequest) -> NativeKernels:
+    return NativeKernels(2, request.param)
+
+
+def random_matrix(layout: str, size_out: int, size_in: int, dtype: torch.dtype) -> QuantizedMatrix:
+    bits, has_offsets, wide, two_scales = LAYOUTS[layout]
+    generator = torch.Generator().manual_seed(size_in)
+    low, high = (-128, 128) if bits == 8 else (0, 16) if has_offsets else (-8, 8)
+    values = torch.randint(low, high, (size_out, size_in), generator=generator, dtype=torch.int8)
+    shape = (size_out, -(-size_in // 32) * (2 if two_scales else 1))
+    # Subnormal ones are among them.
+    scales = (torch.randn(shape, generator=generator) * 0.01).half()
+    scales[::7] /= 1000
+    offsets = torch.randn(shape, generator=generator).half() if has_offsets else None
+    if wide:
+        scales = scales.float() * 63
+        offsets = None if offsets is None else offsets.float() * 61
+    return QuantizedMatrix(values, scales, offsets, bits, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("size_out", "size_in"), [(1, 32), (33, 96), (60, 320)])
+def test_a_quantized_product_is_that_of_the_matrix(
+    native: NativeKernels, layout: str, size_out: int, size_in: int, dtype: torch.dtype
+) -> None:
+    matrix = random_matrix(layout, size_out, size_in, dtype)
+    quantized, whole = native.pack(matrix), native.pack(matrix.dequantize())
+    x, bias = torch.randn(70, size_in).to(dtype), torch.randn(size_out).to(dtype)
+    expected = native.linear(x, whole, bias)
+    for rows in (1, 3, 17, 33, 70):
+        assert torch.equal(native.linear(x[:rows], quantized, bias), expected[:rows])
+    ids = torch.arange(size_out).flip(0)
+    assert torch.equal(native.embed(ids, quantized, 3.7), native.embed(ids, whole, 3.7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_are_no_whole_blocks(native: NativeKernels, dtype: torch.dtype) -> None:
+    matrix = quantize_int8(torch.randn(37, 45).to(dtype))
+    quantized, whole = native.pack(matrix), native.pack(matrix.dequantize())
+    x = torch.randn(40, 50).to(dtype)[:, 3:48]
+    expected = native.linear(x, native.pack(matrix.dequantize()))
+    torch.testing.assert_close(native.linear(x, quantized), expected, rtol=1e-2, atol=1e-2)
+    assert torch.equal(native.linear(x[:1], quantized), native.linear(x, quantized)[:1])
+    ids = torch.tensor([36, 0, 16])
+    assert torch.equal(native.embed(ids, quantized), native.embed(ids, whole))
+    with pytest.raises(IndexError, match="token id lies outside"):
+        native.embed(torch.tensor([37]), quantized)
+
+
+def test_the_reference_computes_with_the_same_matrix(native: NativeKernels) -> None:
+    matrix = random_matrix("Q4_1", 48, 64, torch.float32)
+    x, reference = torch.randn(5, 64), ReferenceKernels()
+    expected = reference.linear(x, reference.pack(matrix))
+    torch.testing.assert_close(native.linear(x, native.pack(matrix)), expected)
+    assert torch.equal(reference.pack(matrix).data, matrix.dequantize())
+
+
+def test_int8_is_within_half_a_step() -> None:
+    weight = torch.randn(50, 70)
+    weight[3] = 0
+    weight[4, :32] = 1e-12
+    matrix = quantize_int8(weight)
+    steps = matrix.scales.float().repeat_interleave(32, dim=1)[:, :70]
+    exact = matrix.values * steps
+    assert ((exact - weight).abs() <= steps * 0.5001 + weight.abs() / 1024 + 1e-11).all()
+    assert matrix.dequantize()[3].count_nonzero() == 0
+    # bf16 rounds once more.
+    torch.testing.assert_close(matrix.dequantize(), exact, rtol=2**-8, atol=0.0)
+
+
+def test_packed_weights_take_what_their_blocks_take(native: NativeKernels) -> None:
+    for layout, bytes_of_32 in {"Q4_0": 18, "Q4_1": 20, "Q4_K": 24, "Q8_0": 34}.items():
+        assert native.pack(random_matrix(layout, 64, 320, torch.bfloat16)).data.nbytes == 64 * 10 * bytes_of_32
+
+
+def test_triton_says_that_it_cannot() -> None:
+    kernels = TritonKernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    with pytest.raises(ConfigError, match="--quantization none"):
+        kernels.pack(random_matrix("Q4_0", 16, 32, torch.bfloat16))

@@ -1,0 +1,102 @@
+"""GGUF files of tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import transformers
+from tokenizers import pre_tokenizers
+from torch import Tensor
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def permuted(weight: Tensor, heads: int) -> Tensor:
+    """Rows as llama.cpp keeps them: the two halves of the rotary embedding interleaved."""
+    rows, columns = weight.shape
+    return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def write_gguf(
+    path: Path,
+    reference: transformers.LlamaForCausalLM | None = None,
+    architecture: str = "llama",
+    split: str = "smollm",
+    quantized: gguf.GGMLQuantizationType | None = None,
+    **more: Any,
+) -> Path:
+    """A GGUF file of a tiny Llama with a byte-level vocabulary; without weights where there is no reference.
+
+    Args:
+        quantized: the type of its matrices; None keeps them as they are.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĠĠ"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
+    writer.add_token_merges(["Ċ Ċ", "Ġ Ġ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_eot_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    for name, value in more.items():
+        writer.add_key_value(name.replace("__", "."), *value)
+    if reference is not None:
+        _add_weights(writer, reference, quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_weights(
+    writer: gguf.GGUFWriter,
+    reference: transformers.LlamaForCausalLM,
+    quantized: gguf.GGMLQuantizationType | None,
+) -> None:
+    def add(name: str, weight: Tensor) -> None:
+        data = weight.contiguous().numpy()
+        if quantized is not None and data.ndim == 2:
+            writer.add_tensor(name, gguf.quants.quantize(data, quantized), raw_dtype=quantized)
+        else:
+            writer.add_tensor(name, data)
+
+    config = reference.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    names = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    state = reference.state_dict()
+    add("token_embd.weight", state["model.embed_tokens.weight"])
+    add("output_norm.weight", state["model.norm.weight"])
+    add("output.weight", state["lm_head.weight"])
+    for layer in range(config.num_hidden_layers):
+        for theirs, name in names.items():
+            weight = state[f"model.layers.{layer}.{theirs}.weight"]
+            if name in ("attn_q", "attn_k"):
+                heads = config.num_attention_heads if name == "attn_q" else config.num_key_value_heads
+                weight = permuted(weight, heads)
+            add(f"blk.{layer}.{name}.weight", weight)

@@ -1,0 +1,39 @@
+"""GGUF's blocks against the `gguf` package."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from paceline.models.gguf_blocks import BLOCK_TYPES, decode_blocks
+
+# Where the upper bytes of fp16 numbers lie: random ones would be infinite at times.
+UPPER_BYTES = {
+    "Q4_0": [1],
+    "Q4_1": [1, 3],
+    "Q5_0": [1],
+    "Q5_1": [1, 3],
+    "Q8_0": [1],
+    "Q4_K": [1, 3],
+    "Q5_K": [1, 3],
+    "Q6_K": [209],
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_stand_for_what_gguf_makes_of_them(name: str) -> None:
+    block = BLOCK_TYPES[name]
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (block.elements, block.bytes)
+    raw = np.random.default_rng(0).integers(0, 256, (7, 3, block.bytes), dtype=np.uint8)
+    raw[..., UPPER_BYTES[name]] &= 0xBF
+    rows = raw.reshape(7, -1)
+    expected = torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name]))
+    matrix = decode_blocks(name, torch.from_numpy(rows), torch.float32)
+    assert matrix.shape == (7, 3 * block.elements)
+    assert torch.equal(matrix.dequantize(), expected.bfloat16().float())
+    # Kernels multiply a value by its scale without rounding, so that it does not matter whether they fuse.
+    per_scale = matrix.shape[1] // matrix.scales.shape[1]
+    values = matrix.values.double() * matrix.scales.double().repeat_interleave(per_scale, dim=1)
+    assert torch.equal(values, values.float().double())

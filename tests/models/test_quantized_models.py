@@ -1,0 +1,139 @@
+"""Models whose matrices are quantized: what they are made of, and that `gguf` changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from paceline.core.errors import ConfigError, ModelError
+from paceline.kernels import select_kernels
+from paceline.models.base import Model
+from paceline.models.convert import convert_gguf
+from paceline.models.folder import BLOCKS_FILE
+from paceline.models.identity import model_identity
+from paceline.models.loader import load_model
+from tests.models.gguf_files import write_gguf
+
+CPU = torch.device("cpu")
+PROMPTS = {0: list(range(3, 60)), 1: [7, 8, 9], 2: [30]}
+
+
+def load(folder: Path, quantization: Any, dtype: torch.dtype = torch.bfloat16, kernels: str = "auto") -> Model:
+    return load_model(folder, dtype, select_kernels(CPU, kernels), CPU, quantization=quantization)
+
+
+@pytest.fixture
+def save_converted(tmp_path: Path, save_llama: Any) -> Callable[..., Path]:
+    """A tiny Llama as GGUF, its matrices of the given type, and converted."""
+
+    def save(type_name: str = "Q4_1") -> Path:
+        reference = save_llama(vocab_size=261, hidden_size=64, intermediate_size=96, num_key_value_heads=2,
+                               num_attention_heads=4)  # fmt: skip
+        source = write_gguf(tmp_path / "tiny.gguf", reference, quantized=gguf.GGMLQuantizationType[type_name])
+        folder = tmp_path / "converted"
+        folder.mkdir()
+        convert_gguf(source, folder)
+        return folder
+
+    return save
+
+
+def logits(model: Model, paged_contexts: Any, dtype: torch.dtype = torch.bfloat16) -> dict[int, torch.Tensor]:
+    contexts = paged_contexts(model, len(PROMPTS), 128, dtype)
+    first = contexts.step(PROMPTS)
+    later = contexts.step({request: [5] for request in PROMPTS})
+    return {request: torch.cat((first[request], later[request])) for request in PROMPTS}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q8_0"])
+def test_gguf_computes_the_bits_of_the_converted_model(
+    save_converted: Callable[..., Path], paged_contexts: Any, type_name: str, dtype: torch.dtype
+) -> None:
+    folder = save_converted(type_name)
+    with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
+        assert set(blocks.metadata().values()) == {type_name}
+        assert len(blocks.keys()) == 2 + 3 * 7
+    whole, quantized = (logits(load(folder, how, dtype), paged_contexts, dtype) for how in ("none", "gguf"))
+    for request in PROMPTS:
+        assert torch.equal(whole[request], quantized[request])
+
+
+def test_int8_is_near_the_whole_model_on_every_backend(
+    save_converted: Callable[..., Path], paged_contexts: Any
+) -> None:
+    folder = save_converted()
+    whole = logits(load(folder, "none", torch.float32), paged_contexts, torch.float32)
+    for kernels in ("native", "reference"):
+        rounded = logits(load(folder, "int8", torch.float32, kernels), paged_contexts, torch.float32)
+        for request in PROMPTS:
+            error = (rounded[request] - whole[request]).norm() / whole[request].norm()
+            assert 0 < error < 0.05
+
+
+def test_only_bits_that_differ_make_another_model(save_converted: Callable[..., Path]) -> None:
+    folder = save_converted()
+    whole, blocks, rounded = (model_identity(folder, "torch.bfloat16", how) for how in ("none", "gguf", "int8"))
+    assert whole == blocks != rounded
+
+
+def test_a_folder_without_blocks_is_told_apart(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    with pytest.raises(ConfigError, match=r"was not made of a GGUF file.*--quantization int8"):
+        load(tmp_path, "gguf")
+
+
+def test_an_unknown_way_is_refused(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    with pytest.raises(ConfigError, match="must be none, int8 or gguf, not 'fp8'"):
+        load(tmp_path, "fp8")
+
+
+def change_blocks(folder: Path, name: str, tensor: torch.Tensor | None, type_name: str) -> None:
+    """Replaces, or with None removes, one matrix' blocks."""
+    with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
+        tensors = {each: blocks.get_tensor(each) for each in blocks.keys()}  # noqa: SIM118
+        types = blocks.metadata()
+    tensors.pop(name)
+    if tensor is not None:
+        tensors[name] = tensor
+    save_file(tensors, folder / BLOCKS_FILE, metadata={**types, name: type_name})
+
+
+def test_blocks_that_do_not_fit_are_named(save_converted: Callable[..., Path]) -> None:
+    folder, name = save_converted(), "model.layers.1.mlp.up_proj.weight"
+    change_blocks(folder, name, torch.zeros(96, 20, dtype=torch.uint8), "Q4_1")
+    with pytest.raises(ModelError, match=r"does not fit config\.json: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(folder, "gguf")
+    change_blocks(folder, name, None, "IQ4_XS")
+    with pytest.raises(ConfigError, match=r"up_proj\.weight is of GGUF's type IQ4_XS; supported are Q4_0, "):
+        load(folder, "gguf")
+    (folder / BLOCKS_FILE).write_bytes(b"damaged")
+    with pytest.raises(ModelError, match=rf"{BLOCKS_FILE} is damaged"):
+        load(folder, "gguf")
+
+
+@pytest.mark.model
+def test_a_real_model_of_four_bits_gives_the_same_tokens(real_model: Callable[..., Path], paged_contexts: Any) -> None:
+    folder = real_model("smollm2-135m-instruct", "gguf")
+    prompt = list(range(1000, 1050))
+    answers = []
+    for how in ("none", "gguf"):
+        model = load(folder, how)
+        contexts, tokens = paged_contexts(model, 1, 128, torch.bfloat16), []
+        step = contexts.step({0: prompt})
+        for _ in range(24):
+            tokens.append(int(step[0][-1].argmax()))
+            step = contexts.step({0: tokens[-1:]})
+        answers.append((tokens, step[0]))
+    assert answers[0][0] == answers[1][0]
+    assert torch.equal(answers[0][1], answers[1][1])
+    with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
+        assert len(blocks.keys()) == 211
