@@ -18,7 +18,7 @@ from paceline.core.kv_layout import make_layout
 from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.constraint import Grammars
 from paceline.engine.loading import Loaded
-from paceline.kernels.interface import Kernels
+from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.models.config import LayerType, ModelConfig, Rope
 from paceline.models.llama import Llama
 
@@ -59,7 +59,7 @@ TINY = llama_config(64, 160, 4, 4, 2, 512)
 
 
 class RandomWeights:
-    """`Weights` made on the device, each from its name; a second model gets the same tensors, not copies.
+    """Tensors made on the device, each from its name; a second model gets the same ones, not copies.
 
     Args:
         signal: logit of the next number, as a multiple of what the best of all others has by chance.
@@ -97,8 +97,19 @@ class RandomWeights:
         return noise
 
 
+class _PackedWeights:
+    """`Weights` for one model, as its kernels pack them."""
+
+    def __init__(self, weights: RandomWeights, kernels: Kernels) -> None:
+        self.take = weights.take
+        self._kernels = kernels
+
+    def take_packed(self, name: str, *shape: int) -> PackedWeight:
+        return self._kernels.pack(self.take(name, *shape))
+
+
 def load_random(weights: RandomWeights, kernels: Kernels, speculative: SpeculativeConfig | None) -> Loaded:
     """What a worker would have loaded."""
-    model = Llama(weights.config, weights, kernels)
+    model = Llama(weights.config, _PackedWeights(weights, kernels), kernels)
     layout = make_layout(model.group_shapes, weights.dtype.itemsize, "random")
     return Loaded(model, None, layout, speculative, Grammars(Path()))  # nothing is constrained here
