@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+import torch
 
 from paceline.core.config import WorkerConfig
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -129,6 +130,14 @@ class Host:
 
 
 StartHost = Callable[..., contextlib.AbstractAsyncContextManager[Host]]
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """A worker sets how many threads its process has, which here is that of all other tests."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
