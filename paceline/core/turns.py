@@ -1,5 +1,5 @@
-"""Prefill and decode workers of one host take turns on its cores: two teams of threads that meet at barriers and fight
-for the same cores slow each other down many times over.
+"""Prefill and decode workers of one host take turns on its cores, so that one number says who waits for whom, and not the
+system's scheduler.
 
 Decode comes first: while a decode worker computes, prefill waits before each of its operations. After every step, where
 prefill is waiting, decode leaves it the rest of an inter-token latency (ITL) that users may see. So prefill goes on
@@ -53,7 +53,8 @@ class Turns(Protocol):
 
 
 class DecodeTurns:
-    """
+    """Computes first, and leaves prefill what its steps leave of the target.
+
     Args:
         page: PAGE_BYTES of memory that all workers of the host share; zeros at first.
         session: a number of this worker.
@@ -93,7 +94,8 @@ class DecodeTurns:
 
 
 class PrefillTurns:
-    """
+    """Computes where no decode worker does, and in the time that they leave.
+
     Args:
         page: see `DecodeTurns`.
     """
