@@ -1,5 +1,5 @@
-"""Prefill and decode workers of one host take turns on its cores, so that one number says who waits for whom, and not the
-system's scheduler.
+"""Prefill and decode workers of one host take turns on its cores, so that one number says who waits for whom, and not
+the system's scheduler.
 
 Decode comes first: while a decode worker computes, prefill waits before each of its operations. After every step, where
 prefill is waiting, decode leaves it the rest of an inter-token latency (ITL) that users may see. So prefill goes on
