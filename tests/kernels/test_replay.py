@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -233,3 +234,31 @@ def test_a_gated_layer_is_one_operation_with_the_same_bits(
         replayed = replay(*inputs)
         assert kernels.operations == operations
         assert torch.equal(replayed, forward(*inputs))
+
+
+def test_nothing_comes_late_from_threads_that_lost_their_core(paged_case: Callable[..., Any]) -> None:
+    """Of more threads than cores, some lose theirs amid a task, which another one takes over; later they go on."""
+    weights = [torch.randn(512, 512, generator=torch.Generator().manual_seed(layer)) / 20 for layer in range(40)]
+
+    def passes(kernels: NativeKernels, count: int) -> list[Tensor]:
+        packed = [kernels.pack(weight) for weight in weights]
+
+        def forward(
+            token_ids: Tensor,
+            positions: Tensor,
+            caches: Sequence[LayerCache],
+            batch: AttentionBatch,
+            layers: int | None = None,
+        ) -> Tensor:
+            x = kernels.embed(token_ids, packed[0], 1.0)
+            for weight in packed:
+                x = kernels.linear(x, weight)
+            return x
+
+        replay = kernels.compile(forward)
+        case = paged_case(kernels, [(8, 8)])
+        return [run(replay, case) for _ in range(count)]
+
+    expected = passes(NativeKernels(1), 1)[0]
+    for result in passes(NativeKernels(4 * (os.cpu_count() or 1)), 100):
+        assert torch.equal(result, expected)

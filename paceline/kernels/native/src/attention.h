@@ -215,8 +215,8 @@ struct Attention {
 
 template <class T>
 static void attend_whole(const Attention<T>& attention, int64_t tasks) {
-    attention.team.for_each(tasks, [&](int64_t task, Worker& worker) {
-        const Rows rows = attention.tasks.rows_of(task);
+    const auto find = [&](int64_t task) { return attention.tasks.rows_of(task); };
+    attention.team.for_each_restartable(tasks, find, [=](const Rows& rows, Worker& worker) {
         const auto space = attention.space(worker);
         attention.copy_queries(rows, space.queries);
         attention.begin(rows, space.total);
@@ -224,6 +224,7 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
             attention.attend(rows, piece, space, worker);
             attention.join(rows, space.piece, space.total);
         }
+        if (!worker.may_write()) return;
         attention.finish(rows, space.total);
     });
 }
@@ -233,14 +234,21 @@ template <class T>
 static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t pieces, char* partials) {
     Team& team = attention.team;
     const int64_t bytes = attention.partial_bytes();
-    team.for_each(tasks * pieces, [&](int64_t index, Worker& worker) {
+    struct Piece {
+        Rows rows;
+        int64_t number;
+        char* partial;
+    };
+    const auto find = [&](int64_t index) {
         const Rows rows = attention.tasks.rows_of(index / pieces);
-        const int64_t piece = attention.first_piece(rows) + index % pieces;
-        if (piece >= attention.end_piece(rows)) return;
-        auto space = attention.space(worker);
-        space.piece = attention.partial_at(partials + index * bytes);
-        attention.copy_queries(rows, space.queries);
-        attention.attend(rows, piece, space, worker);
+        return Piece{rows, attention.first_piece(rows) + index % pieces, partials + index * bytes};
+    };
+    team.for_each_restartable(tasks * pieces, find, [=](const Piece& piece, Worker& worker) {
+        if (piece.number >= attention.end_piece(piece.rows)) return;
+        const auto space = attention.space(worker);
+        attention.copy_queries(piece.rows, space.queries);
+        attention.attend(piece.rows, piece.number, space, worker);
+        if (worker.may_write()) memcpy(piece.partial, space.piece.values, bytes);
     });
     team.for_each(tasks, [&](int64_t task, Worker& worker) {
         const Rows rows = attention.tasks.rows_of(task);

@@ -74,6 +74,7 @@ struct Input {
                              height, panel.groups, sums + i * kOutBlock, kTaskOut, extra);
                     if (panel.next) panel.next += lines * 64 * (depth / kDepth);
                 }
+            if (!worker.may_write()) return;
             for (int64_t i = 0; i < height; ++i) finish(row + i, sums + i * kTaskOut);
         }
     }
@@ -94,21 +95,24 @@ static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in)
     return {x, stride, in, rows};
 }
 
+static int64_t itself(int64_t task) { return task; }
+
 template <class T>
 static void linear(const Op& op, const Step& step, Team& team) {
     if (op.rows * step.tokens == 0) return;
     const Input<T> input = input_of<T>(op, step, team, padded<T>(op.n0));
+    const void* weights = op.b;
     const T* bias = static_cast<const T*>(op.c);
     T* out = static_cast<T*>(op.out);
     const int64_t outputs = op.n1;
     const int64_t width = outputs >= 4 * team.threads() * kTaskOut ? kTaskOut : kOutBlock;
     const int64_t blocks = (outputs + width - 1) / width, next = team.threads() * width;
-    team.for_each(input.chunks * blocks, [&](int64_t task, Worker& worker) {
+    team.for_each_restartable(input.chunks * blocks, itself, [=](int64_t task, Worker& worker) {
         const int64_t first = task % blocks * width, count = least(width, outputs - first);
         Panel<T> panels[kTaskOut / kOutBlock];
         int64_t panel = 0;
         for (int64_t i = first; i < first + count; i += kOutBlock)
-            panels[panel++] = input.panel(op.b, outputs, i, i + next);
+            panels[panel++] = input.panel(weights, outputs, i, i + next);
         input.multiply_chunk(worker, task / blocks, panels, panel, [&](int64_t row, const float* sums) {
             finish(sums, bias ? bias + first : nullptr, out + row * outputs + first, count);
         });
@@ -120,13 +124,15 @@ template <class T, class Activation>
 static void gated_linear(const Op& op, const Step& step, Team& team, const Activation& activation) {
     if (op.rows * step.tokens == 0) return;
     const Input<T> input = input_of<T>(op, step, team, padded<T>(op.n0));
+    const void *gates = op.b, *ups = op.c;
+    T* outs = static_cast<T*>(op.out);
     const int64_t outputs = op.n1, blocks = (outputs + kOutBlock - 1) / kOutBlock, next = team.threads() * kOutBlock;
-    team.for_each(input.chunks * blocks, [&](int64_t task, Worker& worker) {
+    team.for_each_restartable(input.chunks * blocks, itself, [=](int64_t task, Worker& worker) {
         const int64_t first = task % blocks * kOutBlock, count = least(kOutBlock, outputs - first);
-        Panel<T> panels[] = {input.panel(op.b, outputs, first, first + next),
-                             input.panel(op.c, outputs, first, first + next)};
+        Panel<T> panels[] = {input.panel(gates, outputs, first, first + next),
+                             input.panel(ups, outputs, first, first + next)};
         input.multiply_chunk(worker, task / blocks, panels, 2, [&](int64_t row, const float* sums) {
-            T* out = static_cast<T*>(op.out) + row * outputs + first;
+            T* out = outs + row * outputs + first;
             for (int64_t i = 0; i < count; i += kLanes) {
                 const f32x16 gate = round_to(out, load(sums + i)), up = round_to(out, load(sums + kOutBlock + i));
                 store_some(out + i, activation(gate, up), count - i);

@@ -147,6 +147,7 @@ static void multiply_tiles_of(const Input<T>& input, Worker& worker, int64_t chu
         multiply(worker, input.x + k, input.stride, unpacked, strip * kLanes, depth, rows, groups, sums, kOutBlock,
                  Extra{k > 0});
     }
+    if (!worker.may_write()) return;
     for (int64_t row = 0; row < rows; ++row) finish(row, sums + row * kOutBlock);
 }
 
@@ -160,7 +161,7 @@ static void quantized_linear(const Op& op, const Step& step, Team& team) {
     T* out = static_cast<T*>(op.out);
     const int64_t outputs = op.n1, blocks = (outputs + kOutBlock - 1) / kOutBlock;
     const int64_t group_bytes = input.in / kDepth * layout.tile_bytes();
-    team.for_each(input.chunks * blocks, [&](int64_t task, Worker& worker) {
+    team.for_each_restartable(input.chunks * blocks, itself, [=](int64_t task, Worker& worker) {
         const int64_t first = task % blocks * kOutBlock, count = least(kOutBlock, outputs - first);
         multiply_tiles_of(input, worker, task / blocks, weights + first / kLanes * group_bytes, layout,
                           count > kLanes ? 2 : 1, [&](int64_t row, const float* sums) {

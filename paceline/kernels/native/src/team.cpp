@@ -43,9 +43,13 @@ void* Scratch::take(size_t bytes) {
 
 Team::Team(int threads, const KernelTable& kernels, void (*leave)()) : kernels_(kernels), leave_(leave) {
     try {
-        for (int index = 1; index < threads; ++index) helpers_.emplace_back([this] { help(); });
+        for (int index = 1; index < threads; ++index) {
+            Helper& helper = helpers_.emplace_back();
+            helper.thread = std::thread([this, &helper] { help(helper.worker); });
+        }
     } catch (const std::exception&) {
         // std::system_error or std::bad_alloc: no thread more can be had. Fewer compute the same.
+        if (!helpers_.empty() && !helpers_.back().thread.joinable()) helpers_.pop_back();
     }
 }
 
@@ -55,7 +59,7 @@ Team::~Team() {
         stopping_.store(true);
     }
     wake_.notify_all();
-    for (auto& helper : helpers_) helper.join();
+    for (auto& helper : helpers_) helper.thread.join();
 }
 
 template <class Work>
@@ -75,6 +79,7 @@ int Team::run(const Op* ops, int64_t count, const Step& step) {
         or_fail([&] { kernels_[ops[i].type][ops[i].kind](ops[i], step, *this); });
     }
     turns_.after_program();
+    await_late_helpers();  // what they read is the caller's
     leave_();
     caller_.tile_rows = 0;
     return error_.load();
@@ -87,7 +92,10 @@ void Team::fail(int code) {
 
 void Team::do_tasks(int64_t count, Body body, const void* context) {
     if (count <= 1 || helpers_.empty()) {
-        for (int64_t i = 0; i < count; ++i) body(context, i, caller_);
+        for (int64_t i = 0; i < count; ++i) {
+            body(context, i, caller_);
+            caller_.settle();
+        }
         return;
     }
     const uint64_t job = (ticket_.load() >> 32) + 1;
@@ -105,7 +113,28 @@ void Team::do_tasks(int64_t count, Body body, const void* context) {
     while (do_one(caller_)) {
     }
     const auto all_done = [&] { return done_.load() == count; };
-    while (!spin_until(all_done)) std::this_thread::yield();
+    while (!spin_until(all_done))
+        if (!take_over_one(own)) std::this_thread::yield();
+}
+
+bool Team::take_over_one(const Job& job) {
+    for (auto& helper : helpers_) {
+        const int64_t task = helper.worker.take_over();
+        if (task < 0) continue;
+        do_task(job, task, caller_);
+        return true;
+    }
+    return false;
+}
+
+void Team::await_late_helpers() const {
+    for (const auto& helper : helpers_)
+        while (helper.worker.is_late()) std::this_thread::yield();
+}
+
+void* Team::shared(size_t bytes) {
+    if (bytes > shared_.size()) await_late_helpers();  // they may read what is freed now
+    return shared_.take(bytes);
 }
 
 bool Team::has_tasks() const {
@@ -119,14 +148,17 @@ bool Team::do_one(Worker& worker) {
     const uint32_t task = static_cast<uint32_t>(ticket);
     if (task >= job.tasks.load()) return false;
     if (!ticket_.compare_exchange_strong(ticket, ticket + 1)) return true;
-    // Nothing may be thrown past here: others still compute, with what lies on the caller's stack.
-    or_fail([&] { job.body(job.context, task, worker); });
-    done_.fetch_add(1);
+    do_task(job, task, worker);
     return true;
 }
 
-void Team::help() {
-    Worker worker;
+void Team::do_task(const Job& job, int64_t task, Worker& worker) {
+    // Nothing may be thrown past here: others still compute, with what lies on the caller's stack.
+    or_fail([&] { job.body(job.context, task, worker); });
+    if (worker.settle()) done_.fetch_add(1);
+}
+
+void Team::help(Worker& worker) {
     while (!stopping_.load()) {
         while (do_one(worker)) {
         }

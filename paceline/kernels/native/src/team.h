@@ -4,10 +4,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
+#include <type_traits>
 
 #include "program.h"
 #include "turns.h"
@@ -18,6 +19,7 @@ namespace paceline {
 class Scratch {
   public:
     void* take(size_t bytes);
+    size_t size() const { return size_; }
 
   private:
     std::unique_ptr<char[]> memory_;
@@ -25,13 +27,39 @@ class Scratch {
 };
 
 // What belongs to one thread.
-struct Worker {
+class Worker {
+  public:
     Scratch scratch;
     int tile_rows = 0;  // what its matrix tiles are configured for
+
+    // Of a restartable task, before it writes: false where another thread took the task over, and this one is too late.
+    bool may_write() {
+        int64_t task = offered_.load();
+        return task == kNothing || (task != kTaken && offered_.compare_exchange_strong(task, kNothing));
+    }
+
+  private:
+    friend class Team;
+    static constexpr int64_t kNothing = -1, kTaken = -2;
+
+    void offer(int64_t task) { offered_.store(task); }
+    // For another thread: the task on offer, which is that thread's from now on; negative where there is none.
+    int64_t take_over() {
+        int64_t task = offered_.load();
+        return task >= 0 && offered_.compare_exchange_strong(task, kTaken) ? task : kNothing;
+    }
+    bool is_late() const { return offered_.load() == kTaken; }
+    // At the end of a task: whether it counts.
+    bool settle() { return offered_.exchange(kNothing) != kTaken; }
+
+    // A restartable task that this thread computes, until it begins to write.
+    alignas(64) std::atomic<int64_t> offered_{kNothing};
 };
 
 // One thread, the caller of `run`, goes through the program; the others help with the tasks of the operation under way.
-// Nobody waits for a helper that has not come: on a machine with other work it may be a long time without a core.
+// On a machine with other work, a helper may be without a core for a long time. Nobody waits for one that has not come,
+// nor for one that lost its core amid a restartable task: the caller computes the task once more, and what the helper
+// has of it in the end does not count.
 class Team {
   public:
     // kernels: what the programs are made of; leave: what a thread does before it rests.
@@ -54,9 +82,29 @@ class Team {
         }, &body);
     }
 
+    // The same for restartable tasks, with body(find(i), worker), which writes nothing unless `worker.may_write()`.
+    // A thread whose task was taken over may go on with it during later operations. So `body` is copied, and must hold
+    // values, no references to what ends with the operation; and what it reads of memory that later operations write
+    // may be anything. What must not be read so late, `find` reads.
+    template <class Find, class Body>
+    void for_each_restartable(int64_t count, const Find& find, const Body& body) {
+        static_assert(std::is_trivially_copyable_v<Body>, "a lambda that captures plain values");
+        struct Task {
+            const Find& find;
+            const Body& body;
+        } const task{find, body};
+        do_tasks(count, [](const void* task_, int64_t i, Worker& worker) {
+            const Task& task = *static_cast<const Task*>(task_);
+            const auto found = task.find(i);
+            const Body own = task.body;
+            worker.offer(i);
+            own(found, worker);
+        }, &task);
+    }
+
     int threads() const { return static_cast<int>(helpers_.size()) + 1; }
     // Memory that all threads see, until the next call.
-    void* shared(size_t bytes) { return shared_.take(bytes); }
+    void* shared(size_t bytes);
     // Reports an error of the program; the first one stays.
     void fail(int code);
 
@@ -76,8 +124,13 @@ class Team {
     void or_fail(const Work& work);
     void do_tasks(int64_t count, Body body, const void* context);
     bool do_one(Worker& worker);
+    void do_task(const Job& job, int64_t task, Worker& worker);
+    // Computes a task that a helper is at; false where there is none on offer.
+    bool take_over_one(const Job& job);
+    // Returns when no helper is at a task that was taken over.
+    void await_late_helpers() const;
     bool has_tasks() const;
-    void help();
+    void help(Worker& worker);
 
     const KernelTable& kernels_;
     void (*const leave_)();
@@ -97,7 +150,11 @@ class Team {
     std::atomic<int> sleepers_{0};
     std::mutex sleep_;
     std::condition_variable wake_;
-    std::vector<std::thread> helpers_;
+    struct Helper {
+        Worker worker;
+        std::thread thread;
+    };
+    std::deque<Helper> helpers_;
 };
 
 }  // namespace paceline
