@@ -50,13 +50,21 @@ def tokenize(folder: Path, prompts: tuple[str, ...]) -> list[list[int]]:
 
 
 def generate(folder: Path, prompts: tuple[str, ...], max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the prompts, and greedy tokens behind each up to its end or `max_tokens`, in fp32, one by one."""
+    """Token ids of the prompts, and greedy tokens behind each up to its end or `max_tokens`, in fp32, all together."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    inputs, outputs = tokenize(folder, prompts), []
-    for prompt in inputs:
-        ids = torch.tensor([prompt])
-        generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
-        )
-        outputs.append(generated[0, ids.shape[1] :].tolist())
-    return inputs, outputs
+    inputs = tokenize(folder, prompts)
+    longest = max(map(len, inputs))
+    generated = model.generate(
+        torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in inputs]),
+        attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in inputs]),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    ends = model.generation_config.eos_token_id
+    return inputs, [_until(row, ends if isinstance(ends, list) else [ends]) for row in generated[:, longest:].tolist()]
+
+
+def _until(tokens: list[int], ends: list[int]) -> list[int]:
+    """The tokens up to the first that is an end, which is one of them."""
+    return tokens[: next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))]
