@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AttentionBatch, Forward, LayerCache
+from paceline.kernels.interface import AttentionBatch, Forward, LayerCache, PackedWeight
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
+from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 
 ROOT = Path(__file__).parents[2]
 RECORD = """
@@ -39,17 +40,26 @@ LENGTHS = [[(1, 5)], [(3, 20), (90, 130)], [(1, 40), (1, 2), (1, 7)]]
 class Counting:
     """A small model, and how often Python has gone through it."""
 
-    def __init__(self, kernels: NativeKernels) -> None:
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        hidden: int = HIDDEN,
+        quantize: Callable[[Tensor], QuantizedMatrix] | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
 
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator) / 8
 
+        def matrix(size_out: int, size_in: int) -> PackedWeight:
+            weight = randn(size_out, size_in)
+            return kernels.pack(weight if quantize is None else quantize(weight))
+
         self.calls = 0
         self._kernels = kernels
-        self._embedding = kernels.pack(randn(50, HIDDEN))
-        self._up, self._gate, self._down = (kernels.pack(randn(HIDDEN, HIDDEN)) for _ in range(3))
-        self._norm = randn(HIDDEN)
+        self._embedding = kernels.pack(randn(50, hidden))
+        self._up, self._gate, self._down = matrix(60, hidden), matrix(hidden, hidden), matrix(hidden, 60)
+        self._norm = randn(hidden)
         self._frequencies = torch.rand(10, generator=generator)
 
     def forward(
@@ -236,29 +246,20 @@ def test_a_gated_layer_is_one_operation_with_the_same_bits(
         assert torch.equal(replayed, forward(*inputs))
 
 
-def test_nothing_comes_late_from_threads_that_lost_their_core(paged_case: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("lengths", [[(1, 2000)] * 3, [(1, 120)] * 60, [(40, 90)]], ids=["pieces", "whole", "prompt"])
+@pytest.mark.parametrize("quantize", [None, quantize_int8], ids=["packed", "quantized"])
+def test_nothing_comes_late_from_threads_that_lost_their_core(
+    paged_case: Callable[..., Any],
+    lengths: list[tuple[int, int]],
+    quantize: Callable[[Tensor], QuantizedMatrix] | None,
+) -> None:
     """Of more threads than cores, some lose theirs amid a task, which another one takes over; later they go on."""
-    weights = [torch.randn(512, 512, generator=torch.Generator().manual_seed(layer)) / 20 for layer in range(40)]
 
     def passes(kernels: NativeKernels, count: int) -> list[Tensor]:
-        packed = [kernels.pack(weight) for weight in weights]
-
-        def forward(
-            token_ids: Tensor,
-            positions: Tensor,
-            caches: Sequence[LayerCache],
-            batch: AttentionBatch,
-            layers: int | None = None,
-        ) -> Tensor:
-            x = kernels.embed(token_ids, packed[0], 1.0)
-            for weight in packed:
-                x = kernels.linear(x, weight)
-            return x
-
-        replay = kernels.compile(forward)
-        case = paged_case(kernels, [(8, 8)])
+        replay = kernels.compile(Counting(kernels, hidden=512, quantize=quantize).forward)
+        case = paged_case(kernels, lengths, block_tokens=128)
         return [run(replay, case) for _ in range(count)]
 
     expected = passes(NativeKernels(1), 1)[0]
-    for result in passes(NativeKernels(4 * (os.cpu_count() or 1)), 100):
+    for result in passes(NativeKernels(4 * (os.cpu_count() or 1)), 150):
         assert torch.equal(result, expected)

@@ -277,9 +277,9 @@ async def test_workers_that_refuse_cost_no_attempt(start_stack: StartStack) -> N
 
 
 async def test_choices_of_one_request_meet_no_full_line(start_stack: StartStack) -> None:
-    stack = await start_stack(max_waiting=1, queue_seconds=0.3)
+    stack = await start_stack(max_waiting=1, queue_seconds=2)
     decode = stack.workers["decode-0"]
-    decode.max_seqs, decode.token_delay = 1, 0.01
+    decode.max_seqs, decode.token_delay = 1, 0.05
     answer = (await stack.post("/v1/completions", prompt=["a", "b"], n=3, max_tokens=12, seed=0)).json()
     assert [len(choice["text"]) for choice in answer["choices"]] == [12] * 6
 
