@@ -71,15 +71,6 @@ struct Attention {
                 static_cast<T*>(parts[3]), static_cast<float*>(parts[4]), partial_at(parts[5]), partial_at(parts[6])};
     }
 
-    void copy_queries(const Rows& rows, T* to) const {
-        for (int64_t token = rows.begin; token < rows.end; ++token)
-            for (int64_t head = 0; head < shared_by; ++head, to += depth) {
-                const T* from = static_cast<const T*>(op.a) + (token * heads + rows.kv_head * shared_by + head) * dim;
-                memcpy(to, from, dim * sizeof(T));
-                memset(to + dim, 0, (depth - dim) * sizeof(T));
-            }
-    }
-
     // Columns [from, to) of a piece, in whole depths: so sums begin and end at the same places for every row.
     struct Span {
         int64_t from, to;
@@ -88,6 +79,56 @@ struct Attention {
     Span seen(int64_t base, int64_t first, int64_t last) const {
         const int64_t from = group.window ? most(0, first - group.window + 1 - base) : 0;
         return {from / kDepth * kDepth, least(kPiece, round_up(most(0, last + 1 - base), kDepth))};
+    }
+
+    // Few rows do not repay the packing of keys. Tiles can take keys as they lie in their blocks and multiply them by
+    // packed queries instead: each score is the same sum in the same order.
+    bool in_place(const Rows& rows) const {
+        return kTiles<T> && count(rows) <= kOutBlock && dim == depth && group.block_tokens % kLanes == 0;
+    }
+
+    // Into space.queries; where keys stay in place, packed into space.keys.
+    void take_queries(const Rows& rows, const Space& space) const {
+        const auto find = [&](int64_t row) {
+            const int64_t token = rows.begin + row / shared_by, head = rows.kv_head * shared_by + row % shared_by;
+            return static_cast<const T*>(op.a) + (token * heads + head) * dim;
+        };
+        const int64_t row_count = count(rows);
+        if (in_place(rows)) {
+            for (int64_t first = 0; first < row_count; first += kLanes)
+                paged.pack_rows([&](int64_t i) { return first + i < row_count ? find(first + i) : nullptr; },
+                                space.keys + first * depth);
+            return;
+        }
+        for (int64_t row = 0; row < row_count; ++row) {
+            memcpy(space.queries + row * depth, find(row), dim * sizeof(T));
+            memset(space.queries + row * depth + dim, 0, (depth - dim) * sizeof(T));
+        }
+    }
+
+    // Scores of keys in the columns of `span`, for packed queries. What no row sees may be anything. Meanwhile keys and
+    // values of the piece behind come nearer, where this thread will need them.
+    void score_in_place(
+        const Rows& rows, int64_t base, Span span, bool goes_on, const Space& space, Worker& worker) const {
+        alignas(64) float products[kPiece * kOutBlock];
+        const int64_t row_count = count(rows), groups = row_count > kLanes ? 2 : 1, stride = groups * kLanes;
+        for (int64_t i = span.from; i < span.to; i += kLanes) {
+            const int64_t place = paged.place_of(rows, base + i), ahead = base + kPiece + i;
+            if (goes_on && ahead < end_key(rows))
+                paged.fetch(paged.place_of(rows, ahead), kLanes * op.cache.token_stride);
+            if (place == Paged<T>::kNowhere) continue;
+            multiply(worker, static_cast<const T*>(op.cache.keys) + place, op.cache.token_stride, space.keys,
+                     depth * kLanes, depth, kLanes, groups, products + i * stride, stride);
+        }
+        for (int64_t i = span.from; i < span.to; i += kLanes)
+            for (int64_t first = 0; first < row_count; first += kLanes) {
+                u32x16 square[kLanes];
+                for (int64_t key = 0; key < kLanes; ++key)
+                    square[key] = read<u32x16>(products + (i + key) * stride + first);
+                transpose(square);
+                for (int64_t row = first; row < least(row_count, first + kLanes); ++row)
+                    memcpy(space.scores + row * kPiece + i, &square[row - first], 64);
+            }
     }
 
     // Softmax weights of one row, which sees `count` columns from `first` on, in Vectors * kLanes columns.
@@ -150,27 +191,34 @@ struct Attention {
             for (int64_t i = row; i < row + height; ++i) space.piece.max[i] = kNothing, space.piece.sum[i] = 0.0f;
             return;
         }
-        for (int64_t i = span.from; i < span.to; i += kOutBlock)
+        const bool scored = in_place(rows);
+        for (int64_t i = span.from; i < span.to && !scored; i += kOutBlock)
             multiply(worker, space.queries + row * depth, depth, space.keys + i * depth, depth * kLanes, depth, height,
                      2, space.scores + i, kPiece);
         weigh_rows(rows, base, row, height, span, space);
+        // Going from sixteen rows to fewer and back would take tiles longer than the rows that nobody needs.
+        const int64_t tile_height = scored ? round_up(height, kLanes) : height;
         for (int64_t d = 0; d < width; d += kOutBlock)
             multiply(worker, space.weights + span.from, kPiece, space.values + d * kPiece + span.from * kLanes,
-                     kPiece * kLanes, span.to - span.from, height, width - d > kLanes ? 2 : 1,
+                     kPiece * kLanes, span.to - span.from, tile_height, width - d > kLanes ? 2 : 1,
                      space.piece.values + row * width + d, width);
     }
 
-    // The same for all rows, whose queries are in space.queries.
-    void attend(const Rows& rows, int64_t piece, const Space& space, Worker& worker) const {
+    // The same for all rows, whose queries were taken. goes_on: whether this thread takes the next piece, too.
+    void attend(const Rows& rows, int64_t piece, bool goes_on, const Space& space, Worker& worker) const {
         const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
         const Span span = seen(base, rows.first_position, end - 1);
+        const bool packs = !in_place(rows);
+        if (!packs) score_in_place(rows, base, span, goes_on, space, worker);
         typename Paged<T>::Places places[2];
         paged.locate(rows, base + span.from, first_key(rows), end, places[span.from / kDepth % 2]);
         for (int64_t i = span.from; i < span.to; i += kDepth) {
             auto &these = places[i / kDepth % 2], &others = places[(i / kDepth + 1) % 2];
             paged.locate(rows, base + i + kDepth, first_key(rows), end, others);
-            paged.fetch(others);
-            paged.pack_keys(these, space.keys + i * depth);
+            if (packs) {
+                for (int64_t place : others) paged.fetch(place, dim);
+                paged.pack_keys(these, space.keys + i * depth);
+            }
             paged.pack_values(these, space.values + i * kLanes);
         }
         for (int64_t row = 0; row < row_count; row += kRowBlock)
@@ -218,10 +266,10 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
     const auto find = [&](int64_t task) { return attention.tasks.rows_of(task); };
     attention.team.for_each_restartable(tasks, find, [=](const Rows& rows, Worker& worker) {
         const auto space = attention.space(worker);
-        attention.copy_queries(rows, space.queries);
+        attention.take_queries(rows, space);
         attention.begin(rows, space.total);
         for (int64_t piece = attention.first_piece(rows); piece < attention.end_piece(rows); ++piece) {
-            attention.attend(rows, piece, space, worker);
+            attention.attend(rows, piece, true, space, worker);
             attention.join(rows, space.piece, space.total);
         }
         if (!worker.may_write()) return;
@@ -246,8 +294,8 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
     team.for_each_restartable(tasks * pieces, find, [=](const Piece& piece, Worker& worker) {
         if (piece.number >= attention.end_piece(piece.rows)) return;
         const auto space = attention.space(worker);
-        attention.copy_queries(piece.rows, space.queries);
-        attention.attend(piece.rows, piece.number, space, worker);
+        attention.take_queries(piece.rows, space);
+        attention.attend(piece.rows, piece.number, false, space, worker);
         if (worker.may_write()) memcpy(piece.partial, space.piece.values, bytes);
     });
     team.for_each(tasks, [&](int64_t task, Worker& worker) {

@@ -79,7 +79,14 @@ static inline void multiply(
     multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra.add);
 }
 
+// Whether a tile takes sixteen rows of x for the price of a few.
+template <class T>
+constexpr bool kTiles = false;
+
 #ifdef PACELINE_AMX
+template <>
+constexpr bool kTiles<bf16> = true;
+
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};

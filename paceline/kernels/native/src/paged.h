@@ -37,49 +37,60 @@ struct Paged {
     using Places = int64_t[kDepth];
     static constexpr int64_t kNowhere = -1;
     void locate(const Rows& rows, int64_t position, int64_t first, int64_t end, Places& places) const {
-        const int32_t* table = group.tables + rows.request * group.table_width;
-        int64_t block = position / group.block_tokens, offset = position % group.block_tokens;
-        for (int64_t i = 0; i < kDepth; ++i, ++offset) {
-            if (offset == group.block_tokens) ++block, offset = 0;
-            places[i] = kNowhere;
-            if (position + i < first || position + i >= end) continue;
-            const int64_t slot = block < group.table_width ? table[block] : -1;
-            if (slot >= 0 && slot < cache.slots)
-                places[i] =
-                    slot * cache.slot_stride + rows.kv_head * cache.head_stride + offset * cache.token_stride;
-            else
-                team.fail(kNoSuchSlot);
+        for (int64_t i = 0; i < kDepth; ++i) places[i] = kNowhere;
+        const int64_t from = most(0, first - position), to = least(kDepth, end - position);
+        for (int64_t i = from, next; i < to; i = next) {
+            const int64_t offset = (position + i) % group.block_tokens;
+            next = least(to, i + group.block_tokens - offset);
+            const int64_t place = place_of(rows, position + i);
+            if (place == kNowhere) return team.fail(kNoSuchSlot);
+            for (int64_t j = i; j < next; ++j) places[j] = place + (j - i) * cache.token_stride;
         }
+    }
+
+    int64_t place_of(const Rows& rows, int64_t position) const {
+        const int64_t block = position / group.block_tokens, offset = position % group.block_tokens;
+        const int64_t slot = block < group.table_width ? group.tables[rows.request * group.table_width + block] : -1;
+        if (slot < 0 || slot >= cache.slots) return kNowhere;
+        return slot * cache.slot_stride + rows.kv_head * cache.head_stride + offset * cache.token_stride;
     }
 
     static const T* at(const void* plane, int64_t place) {
         return place == kNowhere ? nullptr : static_cast<const T*>(plane) + place;
     }
 
-    // Brings keys and values nearer while others are packed.
-    void fetch(const Places& places) const {
-        for (int64_t place : places)
-            for (int64_t d = 0; place != kNowhere && d < dim; d += 64 / sizeof(T)) {
-                __builtin_prefetch(at(cache.keys, place) + d);
-                __builtin_prefetch(at(cache.values, place) + d);
-            }
+    // Brings so many elements of keys and of values nearer while others are computed with.
+    void fetch(int64_t place, int64_t count) const {
+        if (place == kNowhere) return;
+        const T *keys = at(cache.keys, place), *values = at(cache.values, place);
+        for (int64_t i = 0; i < count; i += 64 / sizeof(T)) {
+            __builtin_prefetch(keys + i);
+            __builtin_prefetch(values + i);
+        }
     }
 
     // Packs kDepth keys, sixteen side by side: [2][depth / pair][16][pair].
     void pack_keys(const Places& places, T* to) const {
-        constexpr int64_t per_line = 64 / sizeof(T);
         for (int64_t lane = 0; lane < kDepth; lane += kLanes, to += depth * kLanes)
-            for (int64_t d = 0; d < depth; d += per_line) {
-                u32x16 square[kLanes];
-                for (int64_t i = 0; i < kLanes; ++i) {
-                    const T* key = at(cache.keys, places[lane + i]);
-                    square[i] = key ? read_line(key + d, dim - d) : u32x16{};
-                }
-                transpose(square);
-                const int64_t lines = least(kLanes, (depth - d) * int64_t(sizeof(T)) / 4);
-                for (int64_t i = 0; i < lines; ++i) memcpy(to + d * kLanes + i * per_line, &square[i], 64);
-            }
+            pack_rows([&](int64_t i) { return at(cache.keys, places[lane + i]); }, to);
     }
+
+    // The same for sixteen rows of `dim` elements; zeros for null.
+    template <class Find>
+    void pack_rows(const Find& find, T* to) const {
+        constexpr int64_t per_line = 64 / sizeof(T);
+        for (int64_t d = 0; d < depth; d += per_line) {
+            u32x16 square[kLanes];
+            for (int64_t i = 0; i < kLanes; ++i) {
+                const T* row = find(i);
+                square[i] = row ? read_line(row + d, dim - d) : u32x16{};
+            }
+            transpose(square);
+            const int64_t lines = least(kLanes, (depth - d) * int64_t(sizeof(T)) / 4);
+            for (int64_t i = 0; i < lines; ++i) memcpy(to + d * kLanes + i * per_line, &square[i], 64);
+        }
+    }
+
 
     static u32x16 read_line(const T* from, int64_t count) {
         if (count >= int64_t(64 / sizeof(T))) return read<u32x16>(from);
@@ -93,10 +104,25 @@ struct Paged {
         constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
         for (int64_t i = 0; i < kDepth; i += pair) {
             const T *a = at(cache.values, places[i]), *b = at(cache.values, places[i + pair - 1]);
-            for (int64_t d = 0; d < width; d += kLanes)
+            int64_t d = 0;
+#ifdef PACELINE_AVX512
+            if constexpr (sizeof(T) == sizeof(bf16))
+                for (; a && b && d + 2 * kLanes <= dim; d += 2 * kLanes)
+                    interleave(a + d, b + d, to + d * kPiece + i * kLanes);
+#endif
+            for (; d < width; d += kLanes)
                 pack_lanes(a ? a + d : nullptr, b ? b + d : nullptr, dim - d, to + d * kPiece + i * kLanes);
         }
     }
+#ifdef PACELINE_AVX512
+    static void interleave(const bf16* a, const bf16* b, bf16* to) {
+        const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+        const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const __m512i low = bits<__m512i>(lane | (lane + 32) << 16), high = bits<__m512i>((lane + 16) | (lane + 48) << 16);
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, low, y));
+        _mm512_storeu_si512(to + kLanes * kPiece, _mm512_permutex2var_epi16(x, high, y));
+    }
+#endif
     static void pack_lanes(const float* a, const float*, int64_t count, float* to) {
         store(to, a ? load_some(a, count) : f32x16{});
     }
