@@ -48,8 +48,11 @@ class Turns(Protocol):
     def begin(self) -> None:
         """Returns when it is this worker's turn."""
 
-    def end(self) -> None:
-        """The step is over."""
+    def end(self) -> bool:
+        """The step is over. True where it is the turn of others now, however much this worker still has to do."""
+
+    def wait(self, early: float) -> float:
+        """Returns `early` seconds before this worker's next turn or later: how many seconds are left."""
 
 
 class DecodeTurns:
@@ -76,21 +79,26 @@ class DecodeTurns:
         self._began = 0
 
     def begin(self) -> None:
-        words = self._words
-        while (now := self._clock()) < words[_PREFILL_UNTIL]:
-            if words[_WANTED_UNTIL] <= now:
-                words[_PREFILL_UNTIL] = 0
-                break
-            self._sleep(_POLL_SECONDS)
-        words[_FIRST_SLOT + self.slot] = now + _ALIVE
-        self._began = now
+        self.wait(0.0)
+        self._began = self._clock()
+        self._words[_FIRST_SLOT + self.slot] = self._began + _ALIVE
 
-    def end(self) -> None:
+    def end(self) -> bool:
         words, now = self._words, self._clock()
         words[_FIRST_SLOT + self.slot] = 0
         if words[_PREFILL_UNTIL] <= now < words[_WANTED_UNTIL]:
             took = now - self._began
             words[_PREFILL_UNTIL] = now + max(self._target - took, int(took * _LEAST_SHARE))
+        return now < words[_PREFILL_UNTIL]
+
+    def wait(self, early: float) -> float:
+        words = self._words
+        while (left := words[_PREFILL_UNTIL] - self._clock()) > early * 1e9:
+            if words[_WANTED_UNTIL] <= self._clock():
+                words[_PREFILL_UNTIL] = 0
+                return 0.0
+            self._sleep(_POLL_SECONDS)
+        return max(0, left) / 1e9
 
 
 class PrefillTurns:
@@ -119,5 +127,9 @@ class PrefillTurns:
         words[_WANTED_UNTIL] = now + _ALIVE
         return now < words[_PREFILL_UNTIL] or all(busy <= now for busy in words[_FIRST_SLOT : _FIRST_SLOT + SLOTS])
 
-    def end(self) -> None:
+    def end(self) -> bool:
         self._words[_WANTED_UNTIL] = self._clock() + _BETWEEN_STEPS
+        return False
+
+    def wait(self, early: float) -> float:
+        return 0.0

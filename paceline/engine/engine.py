@@ -3,8 +3,11 @@
     host:    obey ─▶ plan step n+1 ─▶ launch ─▶ report ─▶ obey (the results of step n are a command like any other)
     compute: ······ step n ······│······ step n+1 ······│
 
-Two steps are in flight: while one is computed, the next one waits in the queue already. It knows neither sockets nor
-event loops: commands come through a thread-safe queue, events leave through a callback.
+Two steps are in flight: while one is computed, the next one waits in the queue already. Where the cores are left to
+prefill between two steps, that time hides the planning, so the next step is planned just before it begins: requests
+that were handed over meanwhile are in it.
+
+It knows neither sockets nor event loops: commands come through a thread-safe queue, events leave through a callback.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import Event, Step, StepResult
 
 STEPS_IN_FLIGHT = 2
+
+PLAN_SECONDS = 0.003
+"""Longer than planning a step takes, also where the host thread has to wait for a core."""
 
 TIMES = ("busy_seconds", "bubble_seconds", "yielded_seconds", "plan_seconds", "output_seconds")
 
@@ -68,7 +74,7 @@ class Engine:
         self._runner = runner
         self._on_events = on_events
         self._on_failure = on_failure
-        self._most_in_flight = steps_in_flight
+        self._most_in_flight = self._depth = steps_in_flight
         self._turns = turns
         self._in_flight = 0
         self._stopping = False
@@ -143,11 +149,12 @@ class Engine:
 
     def _run(self) -> None:
         while self._obey_commands():
-            while self._in_flight < self._most_in_flight and (step := self._scheduler.plan()) is not None:
+            while self._in_flight < self._depth and (step := self._scheduler.plan()) is not None:
                 self._launched.put(_Launch(step, self._woken if self._idle else None))
                 self._in_flight += 1
                 self._idle = False
-            self._idle = self._in_flight == 0
+            if self._in_flight == 0 and self._depth > 0:
+                self._idle, self._depth = True, self._most_in_flight
             planned = time.perf_counter()
             self._report()
             self.plan_seconds += planned - self._woken
@@ -167,9 +174,14 @@ class Engine:
                 return True
         return False
 
-    def _take_result(self, step: Step, result: StepResult) -> None:
+    def _take_result(self, step: Step, result: StepResult, yields: bool) -> None:
         self._in_flight -= 1
+        self._depth = 0 if yields else self._most_in_flight
         self._scheduler.apply(step, result)
+
+    def _end_yield(self) -> None:
+        """One step, and the next one behind its result: prefill probably goes on."""
+        self._depth = 1
 
     def _report(self) -> None:
         if events := self._scheduler.take_events():
@@ -182,17 +194,22 @@ class Engine:
         while (launch := self._launched.get()) is not None and not self._stopping:
             began = self._step_began = time.perf_counter()
             # Time without any work is no bubble: it ends with the command that brought some.
-            self.bubble_seconds += began - max(ended, launch.idle_until or ended)
+            self.bubble_seconds += max(0.0, began - max(ended, launch.idle_until or ended))
             if self._turns is not None:
                 self._turns.begin()
                 asked, began = began, time.perf_counter()
                 self.yielded_seconds += began - asked
             result = self._runner.execute(launch.step)
-            if self._turns is not None:
-                self._turns.end()
+            yields = self._turns is not None and self._turns.end()
             self._step_began, ended = None, time.perf_counter()
             self.busy_seconds += ended - began
-            self._inbox.put(partial(self._take_result, launch.step, result))
+            self._inbox.put(partial(self._take_result, launch.step, result, yields))
+            if self._turns is not None and yields:
+                left = self._turns.wait(PLAN_SECONDS)
+                asked, ended = ended, time.perf_counter()
+                self.yielded_seconds += ended - asked
+                ended += left  # no bubble before that
+                self._inbox.put(self._end_yield)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

@@ -89,6 +89,21 @@ def test_decode_that_has_more_to_do_leaves_the_rest_of_its_target(
     assert not prefill._may_compute(clock())
 
 
+def test_decode_is_told_that_it_has_to_wait_and_can_be_woken_early(
+    clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
+) -> None:
+    decode.begin()
+    assert decode.end() is False
+    assert decode.wait(0.004) == 0
+    decode.begin()
+    clock.pass_ms(20)
+    prefill._may_compute(clock())
+    assert decode.end() is True
+    assert 25 <= clock.waited(lambda: decode.wait(0.004)) <= 27
+    assert 0.0035 <= decode.wait(0.004) <= 0.004
+    assert 3 <= clock.waited(decode.begin) <= 5
+
+
 def test_decode_goes_on_when_prefill_is_done(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns) -> None:
     decode.begin()
     clock.after(10, decode.end)

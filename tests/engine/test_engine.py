@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Limits, Scheduler
@@ -41,8 +42,40 @@ class SlowRunner:
         return compute(step)
 
 
+class Recorder(ToyRunner):
+    """Names of the requests of each step."""
+
+    def __init__(self) -> None:
+        self.steps: queue.Queue[set[str]] = queue.Queue()
+
+    def execute(self, step: Step) -> StepResult:
+        self.steps.put({chunk.request.key.request_id for chunk in step.chunks})
+        return super().execute(step)
+
+
+class TurnsOfOthers:
+    """Behind each step others have their turn, until they are told to end it."""
+
+    page, slot = memoryview(b""), 0
+
+    def __init__(self) -> None:
+        self.began: queue.Queue[None] = queue.Queue()
+        self.ended: queue.Queue[None] = queue.Queue()
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> bool:
+        return True
+
+    def wait(self, early: float) -> float:
+        self.began.put(None)
+        self.ended.get(timeout=WAIT)
+        return 0.0
+
+
 def start(
-    runner: ToyRunner | BrokenRunner | SlowRunner,
+    runner: ToyRunner | BrokenRunner | SlowRunner, turns: Turns | None = None
 ) -> tuple[Engine, queue.Queue[Event], queue.Queue[BaseException]]:
     events: queue.Queue[Event] = queue.Queue()
     failures: queue.Queue[BaseException] = queue.Queue()
@@ -51,6 +84,7 @@ def start(
         runner,
         lambda batch: [events.put(event) for event in batch] and None,
         failures.put,
+        turns=turns,
     )
     engine.start()
     return engine, events, failures
@@ -67,6 +101,29 @@ def test_requests_run_to_their_end_side_by_side() -> None:
             ended.add(event.key.request_id)
     engine.stop()
     assert engine.stats.sampled_tokens == 24
+
+
+def test_who_comes_while_others_have_their_turn_is_in_the_next_step() -> None:
+    runner, turns = Recorder(), TurnsOfOthers()
+    engine, _, _ = start(runner, turns)
+    there = {"a"}
+    engine.add(make_request("a", list(range(4)), 40))
+    turns.began.get(timeout=WAIT)
+    assert runner.steps.get(timeout=WAIT) == there
+    turns.ended.put(None)  # the second step was planned before anybody knew of others
+    turns.began.get(timeout=WAIT)
+    assert runner.steps.get(timeout=WAIT) == there
+    for name in ("b", "c", "d"):
+        engine.add(make_request(name, list(range(4)), 40))
+        there.add(name)
+        turns.ended.put(None)
+        turns.began.get(timeout=WAIT)
+        assert runner.steps.get(timeout=WAIT) == there
+    assert runner.steps.empty()
+    assert engine._launched.empty()
+    turns.ended.put(None)
+    assert engine.stop()
+    assert engine.bubble_seconds < engine.yielded_seconds
 
 
 def test_an_idle_engine_obeys_commands() -> None:
