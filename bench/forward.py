@@ -30,6 +30,7 @@ DTYPE, CPU = torch.bfloat16, torch.device("cpu")
 PASSES = {
     "one token behind 256": (1, 1, 256),
     "a token for each of 8 behind 256": (8, 1, 256),
+    "a token for each of 16 behind 544": (16, 1, 544),
     "a prompt of 512": (1, 512, 512),
     "a prompt of 2048": (1, 2048, 2048),
 }
@@ -85,7 +86,7 @@ def main() -> None:
     slots = max(requests * layout.slots_for(context) for requests, _, context in PASSES.values())
     caches = layer_caches(layout, torch.zeros(slots * layout.slot_bytes // DTYPE.itemsize, dtype=DTYPE))
     read = torch.ones(layer_bytes(options.model) // 4)
-    print(f"{'pass':<34}{'floor':>9}" + "".join(f"{name:>12}" for name in models))
+    print(f"{'pass':<36}{'floor':>9}" + "".join(f"{name:>12}" for name in models))
     with torch.inference_mode():
         for name, (requests, count, context) in PASSES.items():
             batch = make_batch(layout, requests, count, context)
@@ -94,7 +95,7 @@ def main() -> None:
             runs: list[Callable[[], object]] = [read.sum]
             runs += [lambda m=model: m.forward(ids, positions, caches, batch) for model in models.values()]  # noqa: B023
             floor, *each = (seconds * 1e3 for seconds in medians(options.rounds, *runs))
-            print(f"{name:<34}{floor:>9.1f}" + "".join(f"{own:>12.1f}" for own in each), flush=True)
+            print(f"{name:<36}{floor:>9.1f}" + "".join(f"{own:>12.1f}" for own in each), flush=True)
 
 
 if __name__ == "__main__":

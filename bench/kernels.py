@@ -87,10 +87,13 @@ def linear_case(name: str, rows: int, size_in: int, size_out: int, dtype: torch.
 
 
 def attention_case(shape: Shape, count: int, context: int, requests: int, dtype: torch.dtype) -> Case:
+    """Decoding goes through as many layers as no cache holds; a prompt's keys and values were written just before."""
     blocks = -(-context // BLOCK_TOKENS)
     elements = 2 * shape.kv_heads * BLOCK_TOKENS * shape.head_dim
-    pool = torch.randn(requests * blocks * elements).to(dtype)
-    cache = view_pool(pool, elements, 1, shape.kv_heads, BLOCK_TOKENS, shape.head_dim)[0]
+    layer_bytes = requests * blocks * elements * dtype.itemsize
+    layers = max(1, COPIES_BYTES // layer_bytes) if count == 1 else 1
+    pool = torch.randn(requests * blocks * elements).to(dtype).repeat(layers)
+    caches = view_pool(pool, layers * elements, layers, shape.kv_heads, BLOCK_TOKENS, shape.head_dim)
     tables = torch.randperm(requests * blocks).view(requests, blocks).int()
     nothing = torch.zeros(0, dtype=torch.int64)
     group = GroupTables(BLOCK_TOKENS, 0, tables, nothing, nothing)
@@ -98,11 +101,12 @@ def attention_case(shape: Shape, count: int, context: int, requests: int, dtype:
     queries = torch.randn(requests * count, shape.heads, shape.head_dim).to(dtype)
 
     def make(kernels: Kernels) -> Callable[[], object]:
-        return lambda: kernels.attention(queries, cache, batch, group, 0.1, 0.0)
+        each = itertools.cycle(caches)
+        return lambda: kernels.attention(queries, next(each), batch, group, 0.1, 0.0)
 
     pairs = requests * count * (context - (count - 1) / 2)
     name = f"attention, context {context}"
-    return Case(name, f"{requests}x{count}", make, pool.nbytes, 4.0 * pairs * shape.heads * shape.head_dim)
+    return Case(name, f"{requests}x{count}", make, layer_bytes, 4.0 * pairs * shape.heads * shape.head_dim)
 
 
 def row_cases(shape: Shape, rows: int, dtype: torch.dtype) -> Iterator[Case]:
