@@ -87,13 +87,13 @@ def linear_case(name: str, rows: int, size_in: int, size_out: int, dtype: torch.
 
 
 def attention_case(shape: Shape, count: int, context: int, requests: int, dtype: torch.dtype) -> Case:
-    """Decoding goes through as many layers as no cache holds; a prompt's keys and values were written just before."""
+    """Decoding goes through so many layers that no cache holds them; what a prompt sees was written just before."""
     blocks = -(-context // BLOCK_TOKENS)
     elements = 2 * shape.kv_heads * BLOCK_TOKENS * shape.head_dim
     layer_bytes = requests * blocks * elements * dtype.itemsize
     layers = max(1, COPIES_BYTES // layer_bytes) if count == 1 else 1
     pool = torch.randn(requests * blocks * elements).to(dtype).repeat(layers)
-    caches = view_pool(pool, layers * elements, layers, shape.kv_heads, BLOCK_TOKENS, shape.head_dim)
+    caches = itertools.cycle(view_pool(pool, layers * elements, layers, shape.kv_heads, BLOCK_TOKENS, shape.head_dim))
     tables = torch.randperm(requests * blocks).view(requests, blocks).int()
     nothing = torch.zeros(0, dtype=torch.int64)
     group = GroupTables(BLOCK_TOKENS, 0, tables, nothing, nothing)
@@ -101,8 +101,7 @@ def attention_case(shape: Shape, count: int, context: int, requests: int, dtype:
     queries = torch.randn(requests * count, shape.heads, shape.head_dim).to(dtype)
 
     def make(kernels: Kernels) -> Callable[[], object]:
-        each = itertools.cycle(caches)
-        return lambda: kernels.attention(queries, next(each), batch, group, 0.1, 0.0)
+        return lambda: kernels.attention(queries, next(caches), batch, group, 0.1, 0.0)
 
     pairs = requests * count * (context - (count - 1) / 2)
     name = f"attention, context {context}"

@@ -52,7 +52,10 @@ class Turns(Protocol):
         """The step is over. True where it is the turn of others now, however much this worker still has to do."""
 
     def wait(self, early: float) -> float:
-        """Returns `early` seconds before this worker's next turn or later: how many seconds are left."""
+        """Waits until `early` seconds before this worker's next turn, or until others want none.
+
+        Returns the seconds that are left, for which `begin` would wait.
+        """
 
 
 class DecodeTurns:

@@ -1,11 +1,11 @@
-"""The engine: two threads, so that the one that computes never waits for the one that plans.
+"""The engine: two threads, so that computing never waits for planning.
 
     host:    obey ─▶ plan step n+1 ─▶ launch ─▶ report ─▶ obey (the results of step n are a command like any other)
     compute: ······ step n ······│······ step n+1 ······│
 
-Two steps are in flight: while one is computed, the next one waits in the queue already. Where the cores are left to
-prefill between two steps, that time hides the planning, so the next step is planned just before it begins: requests
-that were handed over meanwhile are in it.
+Two steps are in flight: while one is computed, the next one waits in the queue already. Where others have their turn
+between two steps, that time hides the planning, so the next step is planned just before it begins: requests that were
+handed over meanwhile are in it.
 
 It knows neither sockets nor event loops: commands come through a thread-safe queue, events leave through a callback.
 """
@@ -31,7 +31,7 @@ from paceline.engine.step import Event, Step, StepResult
 STEPS_IN_FLIGHT = 2
 
 PLAN_SECONDS = 0.003
-"""Longer than planning a step takes, also where the host thread has to wait for a core."""
+"""So long before its turn a step is planned. Where that takes longer, the others compute on."""
 
 TIMES = ("busy_seconds", "bubble_seconds", "yielded_seconds", "plan_seconds", "output_seconds")
 
@@ -89,9 +89,9 @@ class Engine:
         self.bubble_seconds = 0.0
         """Time that the compute thread waited although a step could be planned; a wait for blocks counts as idle."""
         self.yielded_seconds = 0.0
-        """Time that it waited before steps because it was the turn of other workers."""
+        """Time that it left to other workers, whose turn it was."""
         self.plan_seconds = 0.0
-        """Time that the host thread spent on commands, results and plans; hidden behind steps, as is the next."""
+        """Time that the host thread spent on commands, results and plans; hidden, like the next, behind steps."""
         self.output_seconds = 0.0
         """Time that it spent on telling events."""
         self._step_began: float | None = None
@@ -105,8 +105,8 @@ class Engine:
     def stop(self, timeout: float = 10.0) -> bool:
         """Ends the threads once they have obeyed what came before and the step under way is over.
 
-        A step behind that one is not begun: nobody would hear of its results. Returns False where all this takes longer
-        than `timeout` seconds; then the step may still write into its blocks.
+        A step behind that one is not begun: nobody would hear of its results. The turn of others is waited for. Returns
+        False where all this takes longer than `timeout` seconds; then the step may still write into its blocks.
         """
         self._stopping = True
         self._inbox.put(None)
@@ -179,9 +179,9 @@ class Engine:
         self._depth = 0 if yields else self._most_in_flight
         self._scheduler.apply(step, result)
 
-    def _end_yield(self) -> None:
-        """One step, and the next one behind its result: prefill probably goes on."""
-        self._depth = 1
+    def _end_yield(self, others_go_on: bool) -> None:
+        """Where others go on, they will want a turn behind the next step, too, in which the one after it is planned."""
+        self._depth = 1 if others_go_on else self._most_in_flight
 
     def _report(self) -> None:
         if events := self._scheduler.take_events():
@@ -197,19 +197,19 @@ class Engine:
             self.bubble_seconds += max(0.0, began - max(ended, launch.idle_until or ended))
             if self._turns is not None:
                 self._turns.begin()
-                asked, began = began, time.perf_counter()
-                self.yielded_seconds += began - asked
+                asked, began = max(began, ended), time.perf_counter()
+                self.yielded_seconds += max(0.0, began - asked)
             result = self._runner.execute(launch.step)
             yields = self._turns is not None and self._turns.end()
             self._step_began, ended = None, time.perf_counter()
             self.busy_seconds += ended - began
             self._inbox.put(partial(self._take_result, launch.step, result, yields))
-            if self._turns is not None and yields:
+            if self._turns is not None and yields and not self._stopping:
                 left = self._turns.wait(PLAN_SECONDS)
-                asked, ended = ended, time.perf_counter()
+                self._inbox.put(partial(self._end_yield, left > 0))
+                # Planning belongs to the others' time as long as their turn goes on.
+                asked, ended = ended, time.perf_counter() + left
                 self.yielded_seconds += ended - asked
-                ended += left  # no bubble before that
-                self._inbox.put(self._end_yield)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

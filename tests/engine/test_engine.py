@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -60,7 +61,7 @@ class TurnsOfOthers:
 
     def __init__(self) -> None:
         self.began: queue.Queue[None] = queue.Queue()
-        self.ended: queue.Queue[None] = queue.Queue()
+        self.ended: queue.Queue[float] = queue.Queue()
 
     def begin(self) -> None:
         pass
@@ -70,8 +71,7 @@ class TurnsOfOthers:
 
     def wait(self, early: float) -> float:
         self.began.put(None)
-        self.ended.get(timeout=WAIT)
-        return 0.0
+        return self.ended.get(timeout=WAIT)
 
 
 def start(
@@ -110,20 +110,56 @@ def test_who_comes_while_others_have_their_turn_is_in_the_next_step() -> None:
     engine.add(make_request("a", list(range(4)), 40))
     turns.began.get(timeout=WAIT)
     assert runner.steps.get(timeout=WAIT) == there
-    turns.ended.put(None)  # the second step was planned before anybody knew of others
+    turns.ended.put(0.001)  # the second step was planned before anybody knew of others
     turns.began.get(timeout=WAIT)
     assert runner.steps.get(timeout=WAIT) == there
     for name in ("b", "c", "d"):
         engine.add(make_request(name, list(range(4)), 40))
         there.add(name)
-        turns.ended.put(None)
+        turns.ended.put(0.001)
         turns.began.get(timeout=WAIT)
         assert runner.steps.get(timeout=WAIT) == there
     assert runner.steps.empty()
     assert engine._launched.empty()
-    turns.ended.put(None)
+    engine.stop(timeout=0)
+    turns.ended.put(0.001)
     assert engine.stop()
-    assert engine.bubble_seconds < engine.yielded_seconds
+
+
+def test_when_others_want_no_more_two_steps_are_in_flight_again() -> None:
+    runner, turns = SlowRunner(), TurnsOfOthers()
+    engine, _, _ = start(runner, turns)
+    engine.add(make_request("a", list(range(4)), 40))
+    runner.go_on.set()
+    for left in (0.001, 0.001, 0.0):
+        turns.began.get(timeout=WAIT)
+        runner.began.clear()
+        if left == 0:
+            runner.go_on.clear()
+        turns.ended.put(left)
+    assert runner.began.wait(WAIT)
+    while engine._launched.empty():
+        time.sleep(0.001)
+    engine.stop(timeout=0)
+    runner.go_on.set()
+    assert engine.stop()
+
+
+def test_a_turn_of_others_behind_the_last_token_is_no_obstacle_to_the_next_request() -> None:
+    runner, turns = Recorder(), TurnsOfOthers()
+    engine, events, _ = start(runner, turns)
+    for name in ("a", "b"):
+        engine.add(make_request(name, list(range(4)), 2))
+        ended = False
+        while not ended:
+            with contextlib.suppress(queue.Empty):
+                turns.began.get(timeout=0.01)
+                turns.ended.put(0.0)
+            with contextlib.suppress(queue.Empty):
+                event = events.get(timeout=0.01)
+                ended = isinstance(event, Sampled) and event.reason is not None
+    turns.ended.put(0.0)
+    assert engine.stop()
 
 
 def test_an_idle_engine_obeys_commands() -> None:

@@ -1,8 +1,8 @@
 // Attention over the paged cache.
 //
-// A context is cut at fixed positions into pieces of kPiece keys. Each piece is a softmax of its own over packed keys
-// and values; pieces are joined in their order. So a row's result depends on its own context alone: not on where blocks
-// lie, which rows are computed beside it, or whether one thread takes all pieces of a row or several share them.
+// A context is cut at fixed positions into pieces of kPiece keys. Each piece is a softmax of its own; pieces are joined
+// in their order. So a row's result depends on its own context alone: not on where blocks lie, which rows are computed
+// beside it, or whether one thread takes all pieces of a row or several share them.
 
 constexpr int64_t kMostPartialBytes = 64 << 20;
 constexpr float kNothing = -1e30f;  // the maximum of no scores; unlike -inf it can be subtracted from itself
@@ -83,21 +83,21 @@ struct Attention {
 
     // Few rows do not repay the packing of keys. Tiles can take keys as they lie in their blocks and multiply them by
     // packed queries instead: each score is the same sum in the same order.
-    bool in_place(const Rows& rows) const {
-        return kTiles<T> && count(rows) <= kOutBlock && dim == depth && group.block_tokens % kLanes == 0;
+    bool keys_stay(const Rows& rows) const {
+        return kTiles<T> && count(rows) <= kRowBlock && dim == depth && group.block_tokens % kLanes == 0;
     }
 
-    // Into space.queries; where keys stay in place, packed into space.keys.
+    // Into space.queries, packed where keys stay.
     void take_queries(const Rows& rows, const Space& space) const {
         const auto find = [&](int64_t row) {
             const int64_t token = rows.begin + row / shared_by, head = rows.kv_head * shared_by + row % shared_by;
             return static_cast<const T*>(op.a) + (token * heads + head) * dim;
         };
         const int64_t row_count = count(rows);
-        if (in_place(rows)) {
+        if (keys_stay(rows)) {
             for (int64_t first = 0; first < row_count; first += kLanes)
                 paged.pack_rows([&](int64_t i) { return first + i < row_count ? find(first + i) : nullptr; },
-                                space.keys + first * depth);
+                                space.queries + first * depth);
             return;
         }
         for (int64_t row = 0; row < row_count; ++row) {
@@ -106,18 +106,18 @@ struct Attention {
         }
     }
 
-    // Scores of keys in the columns of `span`, for packed queries. What no row sees may be anything. Meanwhile keys and
-    // values of the piece behind come nearer, where this thread will need them.
+    // Scores of keys in the columns of `span`, for packed queries. What no row sees may be anything. Where this thread
+    // goes on to the next piece, that comes nearer meanwhile.
     void score_in_place(
         const Rows& rows, int64_t base, Span span, bool goes_on, const Space& space, Worker& worker) const {
-        alignas(64) float products[kPiece * kOutBlock];
+        alignas(64) float products[kPiece * kRowBlock];
         const int64_t row_count = count(rows), groups = row_count > kLanes ? 2 : 1, stride = groups * kLanes;
         for (int64_t i = span.from; i < span.to; i += kLanes) {
             const int64_t place = paged.place_of(rows, base + i), ahead = base + kPiece + i;
             if (goes_on && ahead < end_key(rows))
                 paged.fetch(paged.place_of(rows, ahead), kLanes * op.cache.token_stride);
             if (place == Paged<T>::kNowhere) continue;
-            multiply(worker, static_cast<const T*>(op.cache.keys) + place, op.cache.token_stride, space.keys,
+            multiply(worker, static_cast<const T*>(op.cache.keys) + place, op.cache.token_stride, space.queries,
                      depth * kLanes, depth, kLanes, groups, products + i * stride, stride);
         }
         for (int64_t i = span.from; i < span.to; i += kLanes)
@@ -191,13 +191,13 @@ struct Attention {
             for (int64_t i = row; i < row + height; ++i) space.piece.max[i] = kNothing, space.piece.sum[i] = 0.0f;
             return;
         }
-        const bool scored = in_place(rows);
+        const bool scored = keys_stay(rows);
         for (int64_t i = span.from; i < span.to && !scored; i += kOutBlock)
             multiply(worker, space.queries + row * depth, depth, space.keys + i * depth, depth * kLanes, depth, height,
                      2, space.scores + i, kPiece);
         weigh_rows(rows, base, row, height, span, space);
-        // Going from sixteen rows to fewer and back would take tiles longer than the rows that nobody needs.
-        const int64_t tile_height = scored ? round_up(height, kLanes) : height;
+        // Tiles that were made for sixteen keys stay as they are: changing them takes longer than some idle rows.
+        const int64_t tile_height = scored ? most(height, kLanes) : height;
         for (int64_t d = 0; d < width; d += kOutBlock)
             multiply(worker, space.weights + span.from, kPiece, space.values + d * kPiece + span.from * kLanes,
                      kPiece * kLanes, span.to - span.from, tile_height, width - d > kLanes ? 2 : 1,
@@ -208,14 +208,14 @@ struct Attention {
     void attend(const Rows& rows, int64_t piece, bool goes_on, const Space& space, Worker& worker) const {
         const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
         const Span span = seen(base, rows.first_position, end - 1);
-        const bool packs = !in_place(rows);
-        if (!packs) score_in_place(rows, base, span, goes_on, space, worker);
+        const bool scored = keys_stay(rows);
+        if (scored) score_in_place(rows, base, span, goes_on, space, worker);
         typename Paged<T>::Places places[2];
         paged.locate(rows, base + span.from, first_key(rows), end, places[span.from / kDepth % 2]);
         for (int64_t i = span.from; i < span.to; i += kDepth) {
             auto &these = places[i / kDepth % 2], &others = places[(i / kDepth + 1) % 2];
             paged.locate(rows, base + i + kDepth, first_key(rows), end, others);
-            if (packs) {
+            if (!scored) {
                 for (int64_t place : others) paged.fetch(place, dim);
                 paged.pack_keys(these, space.keys + i * depth);
             }

@@ -75,7 +75,7 @@ struct Paged {
             pack_rows([&](int64_t i) { return at(cache.keys, places[lane + i]); }, to);
     }
 
-    // The same for sixteen rows of `dim` elements; zeros for null.
+    // Packs sixteen rows side by side: [depth / pair][16][pair]. find(i): the `dim` elements of row i; null for zeros.
     template <class Find>
     void pack_rows(const Find& find, T* to) const {
         constexpr int64_t per_line = 64 / sizeof(T);
@@ -91,7 +91,6 @@ struct Paged {
         }
     }
 
-
     static u32x16 read_line(const T* from, int64_t count) {
         if (count >= int64_t(64 / sizeof(T))) return read<u32x16>(from);
         u32x16 line = {};
@@ -104,25 +103,10 @@ struct Paged {
         constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
         for (int64_t i = 0; i < kDepth; i += pair) {
             const T *a = at(cache.values, places[i]), *b = at(cache.values, places[i + pair - 1]);
-            int64_t d = 0;
-#ifdef PACELINE_AVX512
-            if constexpr (sizeof(T) == sizeof(bf16))
-                for (; a && b && d + 2 * kLanes <= dim; d += 2 * kLanes)
-                    interleave(a + d, b + d, to + d * kPiece + i * kLanes);
-#endif
-            for (; d < width; d += kLanes)
+            for (int64_t d = 0; d < width; d += kLanes)
                 pack_lanes(a ? a + d : nullptr, b ? b + d : nullptr, dim - d, to + d * kPiece + i * kLanes);
         }
     }
-#ifdef PACELINE_AVX512
-    static void interleave(const bf16* a, const bf16* b, bf16* to) {
-        const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-        const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const __m512i low = bits<__m512i>(lane | (lane + 32) << 16), high = bits<__m512i>((lane + 16) | (lane + 48) << 16);
-        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(x, low, y));
-        _mm512_storeu_si512(to + kLanes * kPiece, _mm512_permutex2var_epi16(x, high, y));
-    }
-#endif
     static void pack_lanes(const float* a, const float*, int64_t count, float* to) {
         store(to, a ? load_some(a, count) : f32x16{});
     }
