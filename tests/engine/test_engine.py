@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -146,20 +145,37 @@ def test_when_others_want_no_more_two_steps_are_in_flight_again() -> None:
 
 
 def test_a_turn_of_others_behind_the_last_token_is_no_obstacle_to_the_next_request() -> None:
-    runner, turns = Recorder(), TurnsOfOthers()
+    runner, turns = SlowRunner(), TurnsOfOthers()
     engine, events, _ = start(runner, turns)
-    for name in ("a", "b"):
-        engine.add(make_request(name, list(range(4)), 2))
-        ended = False
-        while not ended:
-            with contextlib.suppress(queue.Empty):
-                turns.began.get(timeout=0.01)
-                turns.ended.put(0.0)
-            with contextlib.suppress(queue.Empty):
-                event = events.get(timeout=0.01)
-                ended = isinstance(event, Sampled) and event.reason is not None
-    turns.ended.put(0.0)
+    runner.go_on.set()
+    engine.add(make_request("a", list(range(4)), 2))
+    for _ in range(2):
+        turns.began.get(timeout=WAIT)
+        turns.ended.put(0.001)
+    while not (isinstance(event := events.get(timeout=WAIT), Sampled) and event.reason is not None):
+        pass
+    while not engine._idle:
+        time.sleep(0.001)
+    runner.go_on.clear()
+    runner.began.clear()
+    engine.add(make_request("b", list(range(4)), 40))
+    assert runner.began.wait(WAIT)
+    while engine._launched.empty():
+        time.sleep(0.001)
+    engine.stop(timeout=0)
+    runner.go_on.set()
     assert engine.stop()
+
+
+def test_time_without_work_is_no_bubble() -> None:
+    engine, events, _ = start(ToyRunner())
+    for name in ("a", "b"):
+        time.sleep(1)
+        engine.add(make_request(name, list(range(4)), 2))
+        while not (isinstance(event := events.get(timeout=WAIT), Sampled) and event.reason is not None):
+            pass
+    assert engine.stop()
+    assert engine.bubble_seconds < 1
 
 
 def test_an_idle_engine_obeys_commands() -> None:
