@@ -89,6 +89,16 @@ def start(
     return engine, events, failures
 
 
+def stop_amid_two_steps(engine: Engine, runner: SlowRunner) -> None:
+    """Once one is computed and the next one waits behind it."""
+    assert runner.began.wait(WAIT)
+    while engine._launched.empty():
+        time.sleep(0.001)
+    assert not engine.stop(timeout=0)
+    runner.go_on.set()
+    assert engine.stop()
+
+
 def test_requests_run_to_their_end_side_by_side() -> None:
     engine, events, _ = start(ToyRunner())
     for name in ("a", "b"):
@@ -136,12 +146,7 @@ def test_when_others_want_no_more_two_steps_are_in_flight_again() -> None:
         if left == 0:
             runner.go_on.clear()
         turns.ended.put(left)
-    assert runner.began.wait(WAIT)
-    while engine._launched.empty():
-        time.sleep(0.001)
-    engine.stop(timeout=0)
-    runner.go_on.set()
-    assert engine.stop()
+    stop_amid_two_steps(engine, runner)
 
 
 def test_a_turn_of_others_behind_the_last_token_is_no_obstacle_to_the_next_request() -> None:
@@ -159,12 +164,7 @@ def test_a_turn_of_others_behind_the_last_token_is_no_obstacle_to_the_next_reque
     runner.go_on.clear()
     runner.began.clear()
     engine.add(make_request("b", list(range(4)), 40))
-    assert runner.began.wait(WAIT)
-    while engine._launched.empty():
-        time.sleep(0.001)
-    engine.stop(timeout=0)
-    runner.go_on.set()
-    assert engine.stop()
+    stop_amid_two_steps(engine, runner)
 
 
 def test_time_without_work_is_no_bubble() -> None:
@@ -220,12 +220,7 @@ def test_a_step_that_waits_behind_the_one_under_way_is_not_begun_after_the_stop(
     runner = SlowRunner()
     engine, _, _ = start(runner)
     engine.add(make_request("a", list(range(40)), 4))  # more than one step takes
-    assert runner.began.wait(WAIT)
-    while engine._launched.empty():
-        time.sleep(0.001)
-    assert not engine.stop(timeout=0)
-    runner.go_on.set()
-    assert engine.stop()
+    stop_amid_two_steps(engine, runner)
     assert runner.steps == 1
 
 
