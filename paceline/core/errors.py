@@ -41,5 +41,10 @@ class UnavailableError(PacelineError):
     """The other side is gone, draining or unreachable."""
 
 
+class TransferError(PacelineError):
+    """KV blocks could not be brought over from another host. Neither the worker that says so nor the other one need be
+    at fault: it may be the link between their hosts."""
+
+
 class StaleError(PacelineError):
     """The hold belongs to somebody else now, was released, or has expired."""

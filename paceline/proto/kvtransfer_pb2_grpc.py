@@ -49,6 +49,21 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerReply.FromString,
                 _registered_method=True)
+        self.Fetch = channel.unary_unary(
+                '/paceline.v1.KVTransfer/Fetch',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchReply.FromString,
+                _registered_method=True)
+        self.Export = channel.unary_stream(
+                '/paceline.v1.KVTransfer/Export',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
+                _registered_method=True)
+        self.Read = channel.unary_stream(
+                '/paceline.v1.KVTransfer/Read',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ReadRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ReadReply.FromString,
+                _registered_method=True)
 
 
 class KVTransferServicer:
@@ -76,6 +91,29 @@ class KVTransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request, context):
+        """Brings the blocks of a context that is being computed on another host into a reserved hold. Ends when all of them
+        are here and verified: the hold is filled then. Cancelling the call ends the transfer; the hold stays the caller's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Export(self, request, context):
+        """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
+        the hold is filled. Ending the call says that they have been read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Read(self, request, context):
+        """Asked by another host's service: the bytes of blocks that Export has named, in the order of the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVTransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +131,21 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.Ledger,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerReply.SerializeToString,
+            ),
+            'Fetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchReply.SerializeToString,
+            ),
+            'Export': grpc.unary_stream_rpc_method_handler(
+                    servicer.Export,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.SerializeToString,
+            ),
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ReadRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ReadReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +229,87 @@ class KVTransfer:
             '/paceline.v1.KVTransfer/Ledger',
             paceline_dot_proto_dot_kvtransfer__pb2.LedgerRequest.SerializeToString,
             paceline_dot_proto_dot_kvtransfer__pb2.LedgerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/Fetch',
+            paceline_dot_proto_dot_kvtransfer__pb2.FetchRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.FetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Export(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/Export',
+            paceline_dot_proto_dot_kvtransfer__pb2.ExportRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/Read',
+            paceline_dot_proto_dot_kvtransfer__pb2.ReadRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.ReadReply.FromString,
             options,
             channel_credentials,
             insecure,

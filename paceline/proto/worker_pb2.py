@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.proto import common_pb2 as paceline_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/proto/worker.proto\x12\x0bpaceline.v1\x1a\x1bpaceline/proto/common.proto\"1\n\x0ePrefillRequest\x12\x1f\n\x04work\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Work\"\xcb\x01\n\x0cPrefillEvent\x12\x36\n\x0fprompt_logprobs\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x17.paceline.v1.FirstTokenH\x00\x12%\n\x06\x66illed\x18\x03 \x01(\x0b\x32\x13.paceline.v1.FilledH\x00\x12#\n\x05\x61live\x18\x04 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x42\x07\n\x05\x65vent\"a\n\nFirstToken\x12!\n\x05token\x18\x01 \x01(\x0b\x32\x12.paceline.v1.Token\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\"\'\n\x06\x46illed\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\"\x99\x01\n\rDecodeCommand\x12\"\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x11.paceline.v1.WorkH\x00\x12\'\n\x07handoff\x18\x02 \x01(\x0b\x32\x14.paceline.v1.HandoffH\x00\x12\x30\n\x0cprefill_here\x18\x03 \x01(\x0b\x32\x18.paceline.v1.PrefillHereH\x00\x42\t\n\x07\x63ommand\"@\n\x07Handoff\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\"\r\n\x0bPrefillHere\"\xf0\x01\n\x0b\x44\x65\x63odeEvent\x12)\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x15.paceline.v1.AdmittedH\x00\x12\x36\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.paceline.v1.TokensH\x00\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.paceline.v1.FinishedH\x00\x12#\n\x05\x61live\x18\x05 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x42\x07\n\x05\x65vent\"@\n\x08\x41\x64mitted\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\",\n\x06Tokens\x12\"\n\x06tokens\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Token\"5\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason2J\n\x07Prefill\x12?\n\x03Run\x12\x1b.paceline.v1.PrefillRequest\x1a\x19.paceline.v1.PrefillEvent0\x01\x32N\n\x06\x44\x65\x63ode\x12\x44\n\x08Generate\x12\x1a.paceline.v1.DecodeCommand\x1a\x18.paceline.v1.DecodeEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/proto/worker.proto\x12\x0bpaceline.v1\x1a\x1bpaceline/proto/common.proto\"B\n\x0ePrefillRequest\x12\x1f\n\x04work\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Work\x12\x0f\n\x07host_id\x18\x02 \x01(\t\"\xf2\x01\n\x0cPrefillEvent\x12\x36\n\x0fprompt_logprobs\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x17.paceline.v1.FirstTokenH\x00\x12%\n\x06\x66illed\x18\x03 \x01(\x0b\x32\x13.paceline.v1.FilledH\x00\x12#\n\x05\x61live\x18\x04 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x12%\n\x06opened\x18\x05 \x01(\x0b\x32\x13.paceline.v1.OpenedH\x00\x42\x07\n\x05\x65vent\"7\n\x06Opened\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x0e\n\x06source\x18\x02 \x01(\t\"a\n\nFirstToken\x12!\n\x05token\x18\x01 \x01(\x0b\x32\x12.paceline.v1.Token\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\"\'\n\x06\x46illed\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\"\xbe\x01\n\rDecodeCommand\x12\"\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x11.paceline.v1.WorkH\x00\x12\'\n\x07handoff\x18\x02 \x01(\x0b\x32\x14.paceline.v1.HandoffH\x00\x12\x30\n\x0cprefill_here\x18\x03 \x01(\x0b\x32\x18.paceline.v1.PrefillHereH\x00\x12#\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x12.paceline.v1.FetchH\x00\x42\t\n\x07\x63ommand\"6\n\x05\x46\x65tch\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x0e\n\x06source\x18\x02 \x01(\t\"@\n\x07Handoff\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\"\r\n\x0bPrefillHere\"\xf0\x01\n\x0b\x44\x65\x63odeEvent\x12)\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x15.paceline.v1.AdmittedH\x00\x12\x36\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.paceline.v1.TokensH\x00\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.paceline.v1.FinishedH\x00\x12#\n\x05\x61live\x18\x05 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x42\x07\n\x05\x65vent\"@\n\x08\x41\x64mitted\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\",\n\x06Tokens\x12\"\n\x06tokens\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Token\"5\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason2J\n\x07Prefill\x12?\n\x03Run\x12\x1b.paceline.v1.PrefillRequest\x1a\x19.paceline.v1.PrefillEvent0\x01\x32N\n\x06\x44\x65\x63ode\x12\x44\n\x08Generate\x12\x1a.paceline.v1.DecodeCommand\x1a\x18.paceline.v1.DecodeEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,29 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.proto.worker_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=73
-  _globals['_PREFILLREQUEST']._serialized_end=122
-  _globals['_PREFILLEVENT']._serialized_start=125
-  _globals['_PREFILLEVENT']._serialized_end=328
-  _globals['_FIRSTTOKEN']._serialized_start=330
-  _globals['_FIRSTTOKEN']._serialized_end=427
-  _globals['_FILLED']._serialized_start=429
-  _globals['_FILLED']._serialized_end=468
-  _globals['_DECODECOMMAND']._serialized_start=471
-  _globals['_DECODECOMMAND']._serialized_end=624
-  _globals['_HANDOFF']._serialized_start=626
-  _globals['_HANDOFF']._serialized_end=690
-  _globals['_PREFILLHERE']._serialized_start=692
-  _globals['_PREFILLHERE']._serialized_end=705
-  _globals['_DECODEEVENT']._serialized_start=708
-  _globals['_DECODEEVENT']._serialized_end=948
-  _globals['_ADMITTED']._serialized_start=950
-  _globals['_ADMITTED']._serialized_end=1014
-  _globals['_TOKENS']._serialized_start=1016
-  _globals['_TOKENS']._serialized_end=1060
-  _globals['_FINISHED']._serialized_start=1062
-  _globals['_FINISHED']._serialized_end=1115
-  _globals['_PREFILL']._serialized_start=1117
-  _globals['_PREFILL']._serialized_end=1191
-  _globals['_DECODE']._serialized_start=1193
-  _globals['_DECODE']._serialized_end=1271
+  _globals['_PREFILLREQUEST']._serialized_end=139
+  _globals['_PREFILLEVENT']._serialized_start=142
+  _globals['_PREFILLEVENT']._serialized_end=384
+  _globals['_OPENED']._serialized_start=386
+  _globals['_OPENED']._serialized_end=441
+  _globals['_FIRSTTOKEN']._serialized_start=443
+  _globals['_FIRSTTOKEN']._serialized_end=540
+  _globals['_FILLED']._serialized_start=542
+  _globals['_FILLED']._serialized_end=581
+  _globals['_DECODECOMMAND']._serialized_start=584
+  _globals['_DECODECOMMAND']._serialized_end=774
+  _globals['_FETCH']._serialized_start=776
+  _globals['_FETCH']._serialized_end=830
+  _globals['_HANDOFF']._serialized_start=832
+  _globals['_HANDOFF']._serialized_end=896
+  _globals['_PREFILLHERE']._serialized_start=898
+  _globals['_PREFILLHERE']._serialized_end=911
+  _globals['_DECODEEVENT']._serialized_start=914
+  _globals['_DECODEEVENT']._serialized_end=1154
+  _globals['_ADMITTED']._serialized_start=1156
+  _globals['_ADMITTED']._serialized_end=1220
+  _globals['_TOKENS']._serialized_start=1222
+  _globals['_TOKENS']._serialized_end=1266
+  _globals['_FINISHED']._serialized_start=1268
+  _globals['_FINISHED']._serialized_end=1321
+  _globals['_PREFILL']._serialized_start=1323
+  _globals['_PREFILL']._serialized_end=1397
+  _globals['_DECODE']._serialized_start=1399
+  _globals['_DECODE']._serialized_end=1477
 # @@protoc_insertion_point(module_scope)

@@ -24,6 +24,9 @@ class PrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORK_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """Where these blocks are reserved. A worker of another host computes in blocks of its own host, which are brought over."""
     @_builtins.property
     def work(self) -> _common_pb2.Work:
         """key is that of Admitted."""
@@ -32,10 +35,11 @@ class PrefillRequest(_message.Message):
         self,
         *,
         work: _common_pb2.Work | None = ...,
+        host_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -49,6 +53,7 @@ class PrefillEvent(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     FILLED_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_logprobs(self) -> _common_pb2.PromptLogprobs: ...
     @_builtins.property
@@ -57,6 +62,8 @@ class PrefillEvent(_message.Message):
     def filled(self) -> Global___Filled: ...
     @_builtins.property
     def alive(self) -> _common_pb2.Alive: ...
+    @_builtins.property
+    def opened(self) -> Global___Opened: ...
     def __init__(
         self,
         *,
@@ -64,16 +71,43 @@ class PrefillEvent(_message.Message):
         first_token: Global___FirstToken | None = ...,
         filled: Global___Filled | None = ...,
         alive: _common_pb2.Alive | None = ...,
+        opened: Global___Opened | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "event", b"event", "filled", b"filled", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "event", b"event", "filled", b"filled", "first_token", b"first_token", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "event", b"event", "filled", b"filled", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "event", b"event", "filled", b"filled", "first_token", b"first_token", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prompt_logprobs", "first_token", "filled", "alive"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prompt_logprobs", "first_token", "filled", "alive", "opened"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
+
+@_typing.final
+class Opened(_message.Message):
+    """The work is accepted. It is computed in the blocks of this key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Address of the kvtransfer service that owns them."""
+    @_builtins.property
+    def key(self) -> _common_pb2.Key: ...
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.Key | None = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Opened: _TypeAlias = Opened  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
@@ -128,6 +162,7 @@ class DecodeCommand(_message.Message):
     ADMIT_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     PREFILL_HERE_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admit(self) -> _common_pb2.Work:
         """The first command, exactly once."""
@@ -136,22 +171,51 @@ class DecodeCommand(_message.Message):
     def handoff(self) -> Global___Handoff: ...
     @_builtins.property
     def prefill_here(self) -> Global___PrefillHere: ...
+    @_builtins.property
+    def fetch(self) -> Global___Fetch: ...
     def __init__(
         self,
         *,
         admit: _common_pb2.Work | None = ...,
         handoff: Global___Handoff | None = ...,
         prefill_here: Global___PrefillHere | None = ...,
+        fetch: Global___Fetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "handoff", b"handoff", "prefill_here", b"prefill_here"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "fetch", b"fetch", "handoff", b"handoff", "prefill_here", b"prefill_here"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "handoff", b"handoff", "prefill_here", b"prefill_here"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "fetch", b"fetch", "handoff", b"handoff", "prefill_here", b"prefill_here"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["admit", "handoff", "prefill_here"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["admit", "handoff", "prefill_here", "fetch"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
+
+@_typing.final
+class Fetch(_message.Message):
+    """Begin to bring over what is being computed on another host. Handoff follows when it is computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Address of that host's kvtransfer service."""
+    @_builtins.property
+    def key(self) -> _common_pb2.Key: ...
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.Key | None = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fetch: _TypeAlias = Fetch  # noqa: Y015
 
 @_typing.final
 class Handoff(_message.Message):
@@ -163,7 +227,9 @@ class Handoff(_message.Message):
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
     @_builtins.property
-    def key(self) -> _common_pb2.Key: ...
+    def key(self) -> _common_pb2.Key:
+        """To adopt the blocks with; behind Fetch that of the blocks on the other host."""
+
     def __init__(
         self,
         *,

@@ -46,7 +46,7 @@ class PrefillServicer:
 
     def Run(self, request, context):
         """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token. The first
-        event is Alive, as soon as the work is accepted.
+        event is Opened, as soon as the work is accepted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +119,8 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request_iterator, context):
-        """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished.
+        """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished. Before
+        Handoff comes Fetch where the prompt is computed on another host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

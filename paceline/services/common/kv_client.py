@@ -18,7 +18,7 @@ from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.batch_sender import BatchSender
-from paceline.services.common.rpc import open_channel, unmapped_error
+from paceline.services.common.rpc import heeding_cancellation, open_channel, unmapped_error
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb
 
@@ -68,6 +68,9 @@ class KVClient:
         self._stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
         self.on_hold_lost: Callable[[Key], None] = lambda key: None
         self.session = 0
+        self.host_id = ""
+        self.source = ""
+        """Where services of other hosts reach that of this one."""
         self._lease_seconds = 10.0
         self._sender = BatchSender(self._call)
         self._held: dict[tuple[str, int], Key] = {}
@@ -95,6 +98,7 @@ class KVClient:
         if not isinstance(event, pb.AttachEvent):
             raise UnavailableError(f"kvtransfer at {self._address} ended the session at once")
         self.session = event.session
+        self.host_id, self.source = event.host_id, event.address
         self._lease_seconds = event.lease_ms / 1000
         self._tasks = [
             asyncio.create_task(self._watch(call), name="kv-session"),
@@ -135,6 +139,37 @@ class KVClient:
     async def adopt(self, key: Key) -> Hold:
         """Takes over filled blocks."""
         return self._keep(await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))), _next(key)))
+
+    async def fetch(self, key: Key, source: str, source_key: Key) -> Key:
+        """Brings over what another host computes; returns what to adopt the hold with, which is filled then.
+
+        Takes as long as the prompt does. A hold whose transfer failed has ended. Cancelling ends the transfer.
+
+        Args:
+            source: address of that host's kvtransfer service.
+            source_key: of the hold there.
+
+        Raises:
+            TransferError: the blocks could not be brought over.
+        """
+        request = pb.FetchRequest(
+            session=self.session, key=key_to_pb(key), source=source, source_key=key_to_pb(source_key)
+        )
+        call = self._stub.Fetch(request, metadata=trace_headers())
+        try:
+            reply = await heeding_cancellation(call)
+        except grpc.aio.AioRpcError as error:
+            raise unmapped_error(error, f"kvtransfer at {self._address}") from error
+        finally:
+            call.cancel()
+        log.info(
+            "%d blocks came over %s, %d ms after the last token",
+            reply.blocks,
+            reply.path,
+            reply.exposed_ms,
+            extra={"request_id": key.request_id},
+        )
+        return key_from_pb(reply.key)
 
     def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | PacelineError], None]) -> None:
         """Grows a hold; the answer is BusyError where there are no blocks now."""

@@ -19,6 +19,7 @@ from paceline.core.errors import (
     InvalidRequestError,
     PacelineError,
     StaleError,
+    TransferError,
     UnavailableError,
 )
 
@@ -45,6 +46,7 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (StaleError, grpc.StatusCode.ABORTED),
+    (TransferError, grpc.StatusCode.DATA_LOSS),
     (PacelineError, grpc.StatusCode.FAILED_PRECONDITION),
 )
 
@@ -174,4 +176,6 @@ def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
         return BusyError(details)
     if error.code() is grpc.StatusCode.ABORTED:
         return StaleError(details)
+    if error.code() is grpc.StatusCode.DATA_LOSS:
+        return TransferError(details)
     return UnavailableError(f"{who}: {details}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -212,6 +212,20 @@ class Worker:
 
     def hash_chain(self, work: pb.Work) -> HashChain:
         return HashChain(self.layout.fingerprint, work.cache_salt)
+
+    async def reserve(
+        self, work: pb.Work, key: Key, chain: HashChain, token_ids: Sequence[int], token_count: int
+    ) -> Hold:
+        """Blocks for token_count tokens, those of the context that are cached among them. Raises BusyError if there
+        are none.
+
+        Args:
+            chain: that of the context; is extended to all of token_ids.
+        """
+        # The last token is always computed, because its logits are needed; scores need those of the whole prompt.
+        reusable = 0 if work.sampling.HasField("prompt_logprobs") else len(token_ids) - 1
+        chain.extend(token_ids)
+        return await self.kv.reserve(key, chain.hashes, token_count, reusable)
 
     def make_request(
         self,

@@ -8,18 +8,20 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
 
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
-from paceline.core.types import FinishReason
+from paceline.core.types import FinishReason, Key
 from paceline.engine.constraint import Matcher
 from paceline.engine.scheduler import GROWTH_TOKENS
 from paceline.engine.step import Preempted, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.kv_client import Hold
 from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
 from paceline.services.common.worker import ALIVE_SECONDS, RequestEvent, Worker
 
@@ -72,9 +74,12 @@ class _Attempt:
             admitted = worker_pb2.Admitted(key=key_to_pb(hold.key), cached_tokens=hold.filled_tokens)
             await self._write(worker_pb2.DecodeEvent(admitted=admitted))
             # The gateway's silence needs no deadline: when it goes, the call is cancelled.
-            command = await _next(commands, "handoff", "prefill_here")
+            command = await _next(commands, "handoff", "prefill_here", "fetch")
+            key = key_from_pb(command.handoff.key)
+            if command.HasField("fetch"):
+                key, command = await self._fetch(hold.key, command.fetch, commands)
             if command.HasField("handoff"):
-                hold = await self._worker.kv.adopt(key_from_pb(command.handoff.key))
+                hold = await self._worker.kv.adopt(key)
                 self._key = hold.key
                 self._token_ids.append(command.handoff.first_token_id)
             reason = await self._generate(hold)
@@ -88,12 +93,27 @@ class _Attempt:
         context = len(self._token_ids)
         output_left = self._work.sampling.max_tokens - (context - self._work.prompt_tokens)
         token_count = min(context + min(output_left, GROWTH_TOKENS), self._worker.limits.max_model_len)
-        # The last token is always computed, because its logits are needed; scores need those of the whole prompt.
-        reusable = 0 if self._work.sampling.HasField("prompt_logprobs") else context - 1
-        self._chain.extend(self._token_ids)
-        hold = await self._worker.kv.reserve(self._key, self._chain.hashes, token_count, reusable)
+        hold = await self._worker.reserve(self._work, self._key, self._chain, self._token_ids, token_count)
         self._key = hold.key
         return hold
+
+    async def _fetch(
+        self, key: Key, fetch: worker_pb2.Fetch, commands: Commands
+    ) -> tuple[Key, worker_pb2.DecodeCommand]:
+        """Brings the prompt over while another host computes it; returns what to adopt it with, and the handoff."""
+        fetching = asyncio.create_task(self._worker.kv.fetch(key, fetch.source, key_from_pb(fetch.key)))
+        handoff = asyncio.create_task(_next(commands, "handoff"))
+        pending: set[asyncio.Task[Any]] = {fetching, handoff}
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if not done and handoff.done():
+                    await self._write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
+            return fetching.result(), handoff.result()
+        finally:
+            await end_tasks(fetching, handoff)
 
     async def _generate(self, hold: Hold) -> FinishReason:
         """Runs the request in the engine and streams its tokens, over preemptions, until it ends."""

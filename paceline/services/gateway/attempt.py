@@ -1,9 +1,10 @@
 """One attempt at one request: the two calls that make it up, and what comes out of them in order.
 
     decode:   Admit ─▶ Admitted ───────────────(Handoff | PrefillHere)─▶ Tokens… ─▶ Finished
-    prefill:                    Run ─▶ Alive ─▶ PromptLogprobs… ─▶ FirstToken ─▶ Filled
+    prefill:                    Run ─▶ Opened ─▶ PromptLogprobs… ─▶ FirstToken ─▶ Filled
 
-A worker says Alive from time to time while a request waits its turn there: only a longer silence is a failure. Both
+Where the two are on different hosts, decode is told with Fetch, behind Opened, to bring the blocks over meanwhile. A
+worker says Alive from time to time while a request waits its turn there: only a longer silence is a failure. Both
 calls are linked: when one fails, the other is cancelled at once.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError, UnavailableError
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason, Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
@@ -26,6 +27,7 @@ from paceline.services.common.rpc import heeding_cancellation, is_cancelled, is_
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import reason_from_pb, token_from_pb
 from paceline.services.gateway.fleet import Fleet, Worker
+from paceline.services.gateway.router import Link
 
 ADMIT_SECONDS = 10.0
 """A worker answers an admission without computing anything, so a longer silence is a failure."""
@@ -70,13 +72,15 @@ Event = PromptScores | Generated | HandedOver | Ended
 class WorkerFailedError(UnavailableError):
     """An attempt ended without a result; another one may succeed.
 
-    `unreachable` says that the worker itself seems to be gone, rather than to have failed at this request.
+    `unreachable` says that the worker itself seems to be gone, rather than to have failed at this request. `link` names
+    two hosts where it is between them that blocks did not get through.
     """
 
-    def __init__(self, message: str, worker: Worker, unreachable: bool) -> None:
+    def __init__(self, message: str, worker: Worker, unreachable: bool, link: Link | None = None) -> None:
         super().__init__(message)
         self.worker = worker
         self.unreachable = unreachable
+        self.link = link
 
 
 class WorkerBusyError(BusyError):
@@ -173,13 +177,19 @@ class Attempt:
         work.CopyFrom(self._work)
         work.key.CopyFrom(key)
         self._prefill_call = worker_pb2_grpc.PrefillStub(self.prefill.channel).Run(
-            worker_pb2.PrefillRequest(work=work), timeout=self._seconds, metadata=trace_headers()
+            worker_pb2.PrefillRequest(work=work, host_id=self.decode.member.host_id),
+            timeout=self._seconds,
+            metadata=trace_headers(),
         )
         self._resources.callback(self._prefill_call.cancel)
         prefill_call = self._prefill_call
         self._decode_call.add_done_callback(lambda _: prefill_call.cancel())
-        if not (await self._answer(self._read_prefill(ADMIT_SECONDS), self.prefill)).HasField("alive"):
+        event = await self._answer(self._read_prefill(ADMIT_SECONDS), self.prefill)
+        if not event.HasField("opened"):
             raise self._out_of_turn(self.prefill)
+        if self._link is not None:
+            fetch = worker_pb2.Fetch(key=event.opened.key, source=event.opened.source)
+            await self._command(worker_pb2.DecodeCommand(fetch=fetch))
 
     async def next(self) -> Event:
         """What happens next. Raises what `admit` does. Behind Ended comes nothing."""
@@ -263,7 +273,7 @@ class Attempt:
         except TimeoutError:
             raise WorkerFailedError(f"{worker} was silent for {seconds:g} seconds", worker, True) from None
         except grpc.aio.AioRpcError as error:
-            raise _error_of(error, worker) from error
+            raise self._error_of(error, worker) from error
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -272,18 +282,25 @@ class Attempt:
             raise WorkerFailedError(f"{worker} ended the call early", worker, True)
         return message
 
+    @property
+    def _link(self) -> Link | None:
+        """From where to where blocks have to be moved."""
+        if self.prefill is None or self.prefill.member.host_id == self.decode.member.host_id:
+            return None
+        return self.prefill.member.host_id, self.decode.member.host_id
+
+    def _error_of(self, error: grpc.aio.AioRpcError, worker: Worker) -> PacelineError:
+        mapped = unmapped_error(error, str(worker))
+        if isinstance(mapped, InvalidRequestError):
+            return mapped
+        if isinstance(mapped, BusyError):
+            return WorkerBusyError(str(mapped), worker)
+        link = self._link if isinstance(mapped, TransferError) else None
+        return WorkerFailedError(str(mapped), worker, error.code() is grpc.StatusCode.UNAVAILABLE, link)
+
     @staticmethod
     def _out_of_turn(worker: Worker) -> WorkerFailedError:
         return WorkerFailedError(f"{worker} said something that was not its turn to say", worker, False)
-
-
-def _error_of(error: grpc.aio.AioRpcError, worker: Worker) -> PacelineError:
-    mapped = unmapped_error(error, str(worker))
-    if isinstance(mapped, InvalidRequestError):
-        return mapped
-    if isinstance(mapped, BusyError):
-        return WorkerBusyError(str(mapped), worker)
-    return WorkerFailedError(str(mapped), worker, error.code() is grpc.StatusCode.UNAVAILABLE)
 
 
 def _scores(message: common_pb2.PromptLogprobs) -> PromptScores:

@@ -21,11 +21,12 @@ from redis.exceptions import RedisError
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.router import Candidate
+from paceline.services.gateway.router import Candidate, Link
 
 REFRESH_SECONDS = 0.5
 ASIDE_SECONDS = (0.25, 0.75)
 FAILED_PROBES = 2
+CUT_SECONDS = (10.0, 20.0)
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,24 @@ class Worker:
         self.aside_until = time.monotonic() + random.uniform(*ASIDE_SECONDS)
 
 
+class Links:
+    """Over which links between hosts KV blocks did not get through lately."""
+
+    def __init__(self) -> None:
+        self._cut_until: dict[Link, float] = {}
+        """On time.monotonic()."""
+
+    def avoid(self, link: Link) -> None:
+        """Nothing is sent over this link for a while; then it is tried again."""
+        self._cut_until[link] = time.monotonic() + random.uniform(*CUT_SECONDS)
+        log.warning("KV blocks do not get from host %s to host %s; going on without", *link)
+
+    def cut(self) -> frozenset[Link]:
+        now = time.monotonic()
+        self._cut_until = {link: until for link, until in self._cut_until.items() if until > now}
+        return frozenset(self._cut_until)
+
+
 class Fleet:
     """Members of one cluster, from `start` to `close`.
 
@@ -86,6 +105,7 @@ class Fleet:
         self._redis = redis
         self._cluster = cluster
         self.model = model
+        self.links = Links()
         self._workers: dict[str, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()

@@ -161,6 +161,30 @@ class _FleetCollector(Collector):
                     by_position.add_metric([*label, name.removeprefix("accepted_at_")], value)
         yield from (up, running, waiting, usage, preemptions, *speculation.values(), by_position, stats)
         yield from self._step_times(labels)
+        yield from self._transfers()
+
+    def _transfers(self) -> Iterator[Metric]:
+        labels = ["model_name", "worker"]
+        count = CounterMetricFamily(
+            "paceline:kv_transfers", "Prompts whose KV blocks came from another host", labels=[*labels, "path"]
+        )
+        sums = {
+            f"transfer_{name}": CounterMetricFamily(f"paceline:kv_transfer_{name}", help, labels=labels)
+            for name, help in (
+                ("failures", "Transfers between hosts that failed"),
+                ("bytes", "Bytes of KV blocks that came from other hosts"),
+                ("read_seconds", "Time in which blocks were read from other hosts"),
+                ("exposed_seconds", "Of this, when the prompt had been computed already"),
+            )
+        }
+        for member in (worker.member for worker in self._workers() if worker.member.role == "kvtransfer"):
+            for name, value in member.stats.items():
+                label = [self._model, member.worker_id]
+                if name in sums:
+                    sums[name].add_metric(label, value)
+                elif name.startswith("transfers_"):
+                    count.add_metric([*label, name.removeprefix("transfers_")], value)
+        yield from (count, *sums.values())
 
     def _step_times(self, labels: list[str]) -> Iterator[Metric]:
         times = CounterMetricFamily(
@@ -174,7 +198,7 @@ class _FleetCollector(Collector):
             "Time of steps, counted for each request in them; model: forward pass and logits; other: the rest",
             labels=[*labels, "phase", "kind"],
         )
-        for member in (worker.member for worker in self._workers()):
+        for member in (worker.member for worker in self._workers() if worker.member.role != "kvtransfer"):
             label = [self._model, member.worker_id, member.role]
             for name, value in member.stats.items():
                 if name in _REQUEST_TIMES:

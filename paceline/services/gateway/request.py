@@ -241,7 +241,8 @@ class RequestRunner:
         while True:
             self._check_can_go_on(progress, deadline)
             snapshot = self._fleet.snapshot()
-            placement = place(Need(context_tokens, refused, progress.failed), snapshot)
+            need = Need(context_tokens, refused, progress.failed, self._fleet.links.cut())
+            placement = place(need, snapshot)
             if placement is None:
                 if record.attempts == 0 and self._fleet.max_model_len() < context_tokens:
                     raise NoWorkerError
@@ -278,7 +279,10 @@ class RequestRunner:
         attempt.close()
 
     def _note_failure(self, error: WorkerFailedError, progress: _Progress, begun: bool = True) -> None:
-        progress.failed |= {error.worker.member.worker_id}
+        if error.link is not None:
+            self._fleet.links.avoid(error.link)
+        else:
+            progress.failed |= {error.worker.member.worker_id}
         progress.failures += begun
         progress.last_failure = error
         if self._aborted:

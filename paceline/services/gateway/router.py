@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from paceline.services.common.registry import Member
 
+Link = tuple[str, str]
+"""Hosts, from where to where KV blocks are moved."""
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -18,6 +21,8 @@ class Need:
     """Workers that have just said that they are full: not asked again."""
     failed: frozenset[str] = frozenset()
     """Workers on which an earlier attempt failed: taken only where there is no other."""
+    cut: frozenset[Link] = frozenset()
+    """Over which blocks do not get through now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,8 @@ class Placement:
 
 
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
-    """The least loaded decode worker, and the least loaded prefill worker that hands over to it without moving bytes.
+    """The least loaded decode worker, and the least loaded prefill worker that can hand over to it: without moving
+    bytes, where one on its host has room.
 
     A decode worker computes prompts itself only where there is no prefill worker for it at all. Where there are some,
     all full, the request waits for them, so that a burst of prompts does not slow down everybody's tokens.
@@ -68,15 +74,16 @@ def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     for decode in fitting:
         if decode.member.role != "decode" or decode.member.worker_id in need.refused:
             continue
-        neighbours = [c for c in prefills if _can_hand_over(c.member, decode.member)]
-        open_ones = [c for c in neighbours if c.member.worker_id not in need.refused and c.has_room]
-        if open_ones or not neighbours:
-            choices.append((not neighbours, decode, min(open_ones, key=rank, default=None)))
+        partners = [c for c in prefills if _can_hand_over(c.member, decode.member, need.cut)]
+        open_ones = [c for c in partners if c.member.worker_id not in need.refused and c.has_room]
+        near_ones = [c for c in open_ones if c.member.host_id == decode.member.host_id]
+        if open_ones or not partners:
+            choices.append((not partners, decode, min(near_ones or open_ones, key=rank, default=None)))
     if not choices:
         return None
     _, decode, prefill = min(choices, key=lambda choice: (choice[0], rank(choice[1])))
     return Placement(decode.member, prefill.member if prefill is not None else None)
 
 
-def _can_hand_over(prefill: Member, decode: Member) -> bool:
-    return prefill.host_id == decode.host_id and prefill.layout == decode.layout
+def _can_hand_over(prefill: Member, decode: Member, cut: frozenset[Link]) -> bool:
+    return prefill.layout == decode.layout and (prefill.host_id, decode.host_id) not in cut

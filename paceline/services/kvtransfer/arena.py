@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import mmap
 import os
 import secrets
 import stat
@@ -43,6 +44,8 @@ class Arena:
             raise ConfigError(
                 f"cannot make an arena of {_mib(size)} in {folder} ({error.strerror}); lower it with --kv-memory"
             ) from error
+        self.memory = memoryview(mmap.mmap(self._descriptor, size))
+        """The blocks. Stays readable after `close`, for who still moves some of them."""
 
     def close(self) -> None:
         """Removes the file. Its memory is free once no worker maps it."""

@@ -13,6 +13,9 @@ from paceline.core.types import Key
 NOBODY = 0
 """Stands for a session where no worker is meant."""
 
+TRANSFER = 2
+"""The session of this service itself, in which it moves blocks between hosts. Those of workers are odd."""
+
 
 class UnknownHoldError(StaleError):
     """No such hold: never made, released, or expired."""

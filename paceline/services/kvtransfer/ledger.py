@@ -207,6 +207,15 @@ class Ledger:
 
     # ---- what observers see
 
+    def find(self, key: Key, now: float) -> Hold:
+        """The hold, for reading, if it has not ended and `key` is not from before its time."""
+        return self._book.find(key, now)
+
+    def hash_of(self, slot: int) -> bytes | None:
+        """The name of a sealed block's content."""
+        name = self._pool.name(slot)
+        return None if name is None else name[1]
+
     def counts(self) -> Counts:
         return self._pool.counts()
 

@@ -37,7 +37,7 @@ async def run(config: KVTransferConfig) -> None:
     server = RpcServer(config.host, config.port, host_id)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     address = reachable_address(config, await server.start())
-    await service.start()
+    await service.start(address)
     epoch = time.time_ns()
     registrar = Registrar(config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address))
     publisher = BlockEventPublisher(config.redis, config.cluster, host_id, service.take_events)
@@ -92,5 +92,6 @@ def _describe(service: KVTransferService, host_id: str, epoch: int, address: str
             "evicted_blocks": snapshot.evicted_blocks,
             "prefix_queries_tokens": snapshot.prefix_queries_tokens,
             "prefix_hits_tokens": snapshot.prefix_hits_tokens,
+            **snapshot.transfers,
         },
     )

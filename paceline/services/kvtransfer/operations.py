@@ -64,24 +64,24 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
         case "reserve":
             reserve = operation.reserve
             return ledger.reserve(
-                session, _key(reserve.key), reserve.hashes, reserve.token_count, reserve.max_cached_tokens, now
+                session, key_of(reserve.key), reserve.hashes, reserve.token_count, reserve.max_cached_tokens, now
             )
         case "open":
-            return ledger.open(session, _key(operation.open.key), now)
+            return ledger.open(session, key_of(operation.open.key), now)
         case "fill":
-            return ledger.fill(session, _key(operation.fill.key), operation.fill.filled_tokens, now)
+            return ledger.fill(session, key_of(operation.fill.key), operation.fill.filled_tokens, now)
         case "adopt":
-            return ledger.adopt(session, _key(operation.adopt.key), now)
+            return ledger.adopt(session, key_of(operation.adopt.key), now)
         case "extend":
-            return ledger.extend(session, _key(operation.extend.key), operation.extend.token_count, now)
+            return ledger.extend(session, key_of(operation.extend.key), operation.extend.token_count, now)
         case "seal":
             seal = operation.seal
-            ledger.seal(session, _key(seal.key), seal.group, seal.first_block, seal.hashes, now)
+            ledger.seal(session, key_of(seal.key), seal.group, seal.first_block, seal.hashes, now)
         case "trim":
             trim = operation.trim
-            ledger.trim(session, _key(trim.key), trim.group, trim.first_kept_block, now)
+            ledger.trim(session, key_of(trim.key), trim.group, trim.first_kept_block, now)
         case "release":
-            ledger.release(session, _key(operation.release.key), now)
+            ledger.release(session, key_of(operation.release.key), now)
         case _:
             raise InvalidRequestError("an operation is empty or of a newer version than this service")
     return None
@@ -92,7 +92,7 @@ def _renew(ledger: Ledger, session: int, message: pb.Renew, now: float) -> pb.Re
     result = pb.Result()
     for key in message.keys:
         try:
-            ledger.renew(session, _key(key), now)
+            ledger.renew(session, key_of(key), now)
         except PacelineError as error:
             if not result.lost:
                 result.MergeFrom(_refused(error))
@@ -104,7 +104,8 @@ def _refused(error: PacelineError) -> pb.Result:
     return pb.Result(code=next(code for kind, code in _CODES if isinstance(error, kind)), message=str(error))
 
 
-def _key(message: common_pb2.Key) -> Key:
+def key_of(message: common_pb2.Key) -> Key:
+    """Raises InvalidRequestError for what no service of ours says."""
     if not 0 < len(message.request_id) <= _MAX_REQUEST_ID:
         raise InvalidRequestError(f"key.request_id must have 1 to {_MAX_REQUEST_ID} characters")
     if message.generation > _MAX_GENERATION:

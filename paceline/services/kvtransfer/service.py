@@ -16,16 +16,18 @@ import grpc.aio
 
 from paceline.core.errors import ConfigError, InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.kv_layout import KVLayout
+from paceline.core.telemetry import carrier_of, request_span
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_to_pb
-from paceline.services.kvtransfer.arena import Arena, check_room, remove_stale_arenas
+from paceline.services.kvtransfer.arena import check_room, remove_stale_arenas
 from paceline.services.kvtransfer.awake_clock import AwakeClock
-from paceline.services.kvtransfer.hold import NOBODY, Hold
+from paceline.services.kvtransfer.grpc_transport import GrpcTransport
+from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold
+from paceline.services.kvtransfer.host_memory import HostMemory, MakeTransports
 from paceline.services.kvtransfer.layout import difference, layout_from_pb
-from paceline.services.kvtransfer.ledger import Ledger
-from paceline.services.kvtransfer.operations import apply
+from paceline.services.kvtransfer.operations import apply, key_of
 from paceline.services.kvtransfer.pool import BlockEvent, Counts
 
 _TICK_SECONDS = 0.25
@@ -57,15 +59,8 @@ class Snapshot:
     evicted_blocks: int = 0
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Shaped:
-    """What exists from the first worker on."""
-
-    layout: KVLayout
-    arena: Arena
-    ledger: Ledger
+    transfers: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Blocks that came from other hosts, see `fetches.Totals`."""
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):
@@ -89,6 +84,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         lease_seconds: float,
         clock: Callable[[], float] | None = None,
         enough_tokens: int = 0,
+        make_transports: MakeTransports = lambda memory: (GrpcTransport(memory),),
     ) -> None:
         self._host_id = host_id
         self._kv_memory_bytes = kv_memory_bytes
@@ -96,7 +92,10 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self._arena_dir = arena_dir
         self._lease_seconds = lease_seconds
         self._clock = clock or AwakeClock()
-        self._shaped: _Shaped | None = None
+        self._make_transports = make_transports
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._address = ""
+        self._memory: HostMemory | None = None
         self._sessions: dict[int, str] = {}  # worker ids
         self._closing = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -105,8 +104,13 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self._proved_at = self._clock()
         self._healthy = True
 
-    async def start(self) -> None:
-        """Removes what a killed predecessor left. Raises ConfigError where an arena of this size cannot be made."""
+    async def start(self, address: str = "") -> None:
+        """Removes what a killed predecessor left. Raises ConfigError where an arena of this size cannot be made.
+
+        Args:
+            address: where services of other hosts reach this one.
+        """
+        self._address = address
         remove_stale_arenas(self._arena_dir)
         check_room(self._arena_dir, self._kv_memory_bytes)
         self._keeper = asyncio.create_task(self._keep(), name="ledger keeper")
@@ -120,6 +124,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 await self._keeper
         self._sessions.clear()
         self._unshape()
+        await asyncio.gather(*self._leaving)
 
     @property
     def healthy(self) -> bool:
@@ -127,48 +132,50 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         return self._healthy
 
     def snapshot(self) -> Snapshot:
-        shaped = self._shaped
-        if shaped is None:
+        memory = self._memory
+        if memory is None:
             return Snapshot(healthy=self._healthy)
         return Snapshot(
-            counts=shaped.ledger.counts(),
-            slot_bytes=shaped.layout.slot_bytes,
-            fingerprint=shaped.layout.fingerprint,
+            counts=memory.ledger.counts(),
+            slot_bytes=memory.layout.slot_bytes,
+            fingerprint=memory.layout.fingerprint,
             workers=len(self._sessions),
-            holds=len(shaped.ledger.holds()),
-            expired_holds=shaped.ledger.expired_holds,
-            evicted_blocks=shaped.ledger.evicted_blocks,
-            prefix_queries_tokens=shaped.ledger.queried_tokens,
-            prefix_hits_tokens=shaped.ledger.cached_tokens,
+            holds=len(memory.ledger.holds()),
+            expired_holds=memory.ledger.expired_holds,
+            evicted_blocks=memory.ledger.evicted_blocks,
+            prefix_queries_tokens=memory.ledger.queried_tokens,
+            prefix_hits_tokens=memory.ledger.cached_tokens,
+            transfers=memory.fetches.totals.stats(),
             healthy=self._healthy,
         )
 
     def take_events(self) -> list[BlockEvent]:
         """Blocks that became or ceased to be reusable since the last call."""
-        return [] if self._shaped is None else self._shaped.ledger.take_events()
+        return [] if self._memory is None else self._memory.ledger.take_events()
 
     # ---- the wire
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachEvent]:
         async with mapped_errors(context):
-            session, shaped = self._join(request)
+            session, memory = self._join(request)
             try:
                 yield pb.AttachEvent(
                     session=session,
                     host_id=self._host_id,
-                    arena_path=str(shaped.arena.path),
-                    arena_bytes=shaped.arena.size,
-                    slots=shaped.ledger.counts().total,
+                    arena_path=str(memory.arena.path),
+                    arena_bytes=memory.arena.size,
+                    slots=memory.ledger.counts().total,
                     lease_ms=round(self._lease_seconds * 1000),
+                    address=self._address,
                 )
                 await self._closing.wait()
                 raise UnavailableError("the kvtransfer service is stopping")
             finally:
-                self._leave(session, shaped)
+                self._leave(session, memory)
 
     async def Batch(self, request: pb.BatchRequest, context: Context) -> pb.BatchReply:
         async with mapped_errors(context):
-            if request.session not in self._sessions or self._shaped is None:
+            if request.session not in self._sessions or self._memory is None:
                 raise PacelineError(f"session {request.session} is over; attach again")
             if len(request.operations) > _MAX_OPERATIONS:
                 raise InvalidRequestError(
@@ -176,14 +183,50 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 )
             self._calls_in_tick += 1
             now = self._clock()
-            ledger = self._shaped.ledger
-            return pb.BatchReply(results=[apply(ledger, request.session, each, now) for each in request.operations])
+            memory = self._memory
+            results = [apply(memory.ledger, request.session, each, now) for each in request.operations]
+            memory.exports.note(request.operations)
+            return pb.BatchReply(results=results)
         raise AssertionError("mapped_errors ended the call")
+
+    async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
+        async with mapped_errors(context):
+            if request.session not in self._sessions:
+                raise PacelineError(f"session {request.session} is over; attach again")
+            key, source_key = key_of(request.key), key_of(request.source_key)
+            with request_span("fetch", key.request_id, carrier_of(context.invocation_metadata())) as span:
+                reply = await self._need().fetches.run(request.session, key, request.source, source_key)
+                span.set_attributes({"paceline.path": reply.path, "paceline.bytes": reply.bytes})
+                log.info("%d blocks came from %s over %s", reply.blocks, request.source, reply.path)
+                return reply
+        raise AssertionError("mapped_errors ended the call")
+
+    async def Export(self, request: pb.ExportRequest, context: Context) -> None:  # type: ignore[override]
+        # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
+        async with mapped_errors(context):
+            memory = self._need()
+            if request.fingerprint != memory.layout.fingerprint:
+                raise PacelineError(
+                    "the KV blocks of these hosts differ; all workers of a cluster must serve the same model with the "
+                    "same dtype and version"
+                )
+            key = key_of(request.key)
+            with request_span("export", key.request_id, carrier_of(context.invocation_metadata())):
+                await memory.exports.run(key, request.cached_tokens, context.write)
+
+    async def Read(self, request: pb.ReadRequest, context: Context) -> None:  # type: ignore[override]
+        async with mapped_errors(context):
+            await self._need().exports.read(key_of(request.key), request.slots, context.write)
+
+    def _need(self) -> HostMemory:
+        if self._memory is None:
+            raise PacelineError("this host has no KV blocks: no worker has come yet")
+        return self._memory
 
     async def Ledger(self, request: pb.LedgerRequest, context: Context) -> pb.LedgerReply:
         snapshot = self.snapshot()
         now = self._clock()
-        holds = self._shaped.ledger.holds() if self._shaped is not None and request.with_holds else []
+        holds = self._memory.ledger.holds() if self._memory is not None and request.with_holds else []
         return pb.LedgerReply(
             host_id=self._host_id,
             **snapshot.counts._asdict(),
@@ -200,46 +243,49 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         return pb.HoldInfo(
             key=key_to_pb(hold.key),
             state=hold.state.value,
-            owner=self._sessions.get(hold.owner, "gone"),
-            writer="" if hold.writer == NOBODY else self._sessions.get(hold.writer, "gone"),
+            owner=self._name(hold.owner),
+            writer="" if hold.writer == NOBODY else self._name(hold.writer),
             blocks=len(hold.slots()),
             age_ms=round((now - hold.created) * 1000),
             expires_in_ms=0 if math.isinf(hold.deadline) else max(0, round((hold.deadline - now) * 1000)),
         )
 
+    def _name(self, session: int) -> str:
+        return "kvtransfer" if session == TRANSFER else self._sessions.get(session, "gone")
+
     # ---- workers come and go
 
-    def _join(self, request: pb.AttachRequest) -> tuple[int, _Shaped]:
+    def _join(self, request: pb.AttachRequest) -> tuple[int, HostMemory]:
         if self._closing.is_set():
             raise UnavailableError("the kvtransfer service is stopping")
         if not request.worker_id:
             raise InvalidRequestError("worker_id is empty")
         layout = layout_from_pb(request.layout)
-        shaped = self._shaped
-        if shaped is not None and shaped.layout != layout and not self._sessions:
+        memory = self._memory
+        if memory is not None and memory.layout != layout and not self._sessions:
             # What still drains is of sessions that are gone: such a worker writes to a file that is nobody's any more.
             self._unshape()
-            shaped = None
-        if shaped is None:
-            shaped = self._shape(layout, request.context_tokens)
-        elif shaped.layout != layout:
+            memory = None
+        if memory is None:
+            memory = self._shape(layout, request.context_tokens)
+        elif memory.layout != layout:
             raise ConfigError(
-                f"worker {request.worker_id} cannot share this host's KV blocks: {difference(shaped.layout, layout)}; "
+                f"worker {request.worker_id} cannot share this host's KV blocks: {difference(memory.layout, layout)}; "
                 "all workers of a host must serve the same model with the same dtype and version"
             )
         # Random, so that a session of this service's predecessor is not taken for one of ours.
         session = secrets.randbits(63) | 1
         self._sessions[session] = request.worker_id
         log.info("%s worker %s attached", request.role, request.worker_id)
-        return session, shaped
+        return session, memory
 
-    def _leave(self, session: int, shaped: _Shaped) -> None:
+    def _leave(self, session: int, memory: HostMemory) -> None:
         worker_id = self._sessions.pop(session, None)
-        shaped.ledger.lose_session(session, self._clock())
+        memory.ledger.lose_session(session, self._clock())
         self._unproved = True
         log.info("worker %s left", worker_id)
 
-    def _shape(self, layout: KVLayout, context_tokens: int) -> _Shaped:
+    def _shape(self, layout: KVLayout, context_tokens: int) -> HostMemory:
         slots = min(_MAX_SLOTS, self._kv_memory_bytes // layout.slot_bytes)
         if self._enough_tokens:
             slots = min(slots, layout.slots_for(max(self._enough_tokens, context_tokens)))
@@ -248,15 +294,24 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "
                 f"{self._kv_memory_bytes}; raise --kv-memory"
             )
-        arena = Arena(self._arena_dir, slots * layout.slot_bytes)
-        self._shaped = _Shaped(layout, arena, Ledger(layout, slots, self._lease_seconds))
-        log.info("arena %s: %d blocks of %d bytes", arena.path, slots, layout.slot_bytes)
-        return self._shaped
+        self._memory = HostMemory(
+            self._host_id,
+            self._arena_dir,
+            layout,
+            slots,
+            self._lease_seconds,
+            self._clock,
+            self._make_transports,
+        )
+        log.info("arena %s: %d blocks of %d bytes", self._memory.arena.path, slots, layout.slot_bytes)
+        return self._memory
 
     def _unshape(self) -> None:
-        if self._shaped is not None:
-            self._shaped.arena.close()
-            self._shaped = None
+        if self._memory is not None:
+            leaving = asyncio.create_task(self._memory.close())
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+            self._memory = None
 
     # ---- keeping the ledger
 
@@ -265,16 +320,18 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             await asyncio.sleep(_TICK_SECONDS)
             try:
                 self._tick()
+                if self._memory is not None:
+                    await self._memory.sweep()
             except Exception:
                 log.exception("the ledger cannot be kept")
                 self._healthy = False
 
     def _tick(self) -> None:
-        if self._shaped is None:
+        if self._memory is None:
             return
         now = self._clock()
-        self._shaped.ledger.expire(now)
-        overdue = self._shaped.ledger.take_overdue()
+        self._memory.ledger.expire(now)
+        overdue = self._memory.ledger.take_overdue()
         for key in overdue:
             log.warning("hold %s ended: its lease or its worker is gone", key, extra={"request_id": key.request_id})
         busy = self._calls_in_tick > 0
@@ -286,7 +343,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     def _prove(self) -> bool:
         self._unproved = False
         self._proved_at = self._clock()
-        wrong = self._shaped.ledger.check() if self._shaped is not None else []
+        wrong = self._memory.ledger.check() if self._memory is not None else []
         if wrong:
             self._healthy = False
             log.error("THE KV LEDGER IS OUT OF BALANCE, restart this host's services: %s", "; ".join(wrong[:10]))

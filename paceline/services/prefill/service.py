@@ -9,6 +9,7 @@ import grpc.aio
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.engine.step import Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.kv_client import Hold
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
 from paceline.services.common.worker import RequestEvent, Worker
@@ -32,18 +33,20 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             async with mapped_errors(context):
                 with self._worker.admission():
                     self._worker.check(work)
-                    await self._prefill(work, context)
+                    await self._prefill(request, context)
                     log.info("prefilled %d tokens", len(work.token_ids))
 
-    async def _prefill(self, work: common_pb2.Work, context: Context) -> None:
+    async def _prefill(self, request: worker_pb2.PrefillRequest, context: Context) -> None:
         """Computes the context, reports on the way, and ends with the key under which the blocks can be adopted."""
-        worker = self._worker
+        worker, work = self._worker, request.work
         matcher = await worker.matcher(work)
-        hold = await worker.kv.open(key_from_pb(work.key))
+        hold = await self._open(request)
         try:
-            await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive()))
-            request = worker.make_request(work, hold, list(work.token_ids), matcher, only_first_token=True)
-            events = worker.submit(request)
+            opened = worker_pb2.Opened(key=key_to_pb(hold.key), source=worker.kv.source)
+            await context.write(worker_pb2.PrefillEvent(opened=opened))
+            events = worker.submit(
+                worker.make_request(work, hold, list(work.token_ids), matcher, only_first_token=True)
+            )
             while True:
                 batch = await events.batch()
                 await self._report(batch, context)
@@ -61,6 +64,19 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             raise
         worker.forget(hold.key)
         await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(key))))
+
+    async def _open(self, request: worker_pb2.PrefillRequest) -> Hold:
+        """Becomes the writer of what decode has reserved; where that is on another host, of blocks of this one, which
+        are brought over from here."""
+        worker, work, key = self._worker, request.work, key_from_pb(request.work.key)
+        if request.host_id == worker.kv.host_id:
+            return await worker.kv.open(key)
+        hold = await worker.reserve(work, key, worker.hash_chain(work), list(work.token_ids), len(work.token_ids))
+        try:
+            return await worker.kv.open(hold.key)
+        except BaseException:
+            worker.kv.release(hold.key)
+            raise
 
     async def _report(self, batch: list[RequestEvent], context: Context) -> None:
         """Writes what happened before the first token; or that the request waits its turn."""

@@ -101,7 +101,8 @@ class Host:
             call.cancel()
 
     async def _prefill(self, work: common_pb2.Work, outcome: Outcome, decode: object) -> bool:
-        call = self.prefill_stub.Run(worker_pb2.PrefillRequest(work=work), timeout=60)
+        request = worker_pb2.PrefillRequest(work=work, host_id="host")
+        call = self.prefill_stub.Run(request, timeout=60)
         while not (event := await call.read()).HasField("first_token"):
             outcome.scores += event.prompt_logprobs.tokens
             outcome.alive += event.HasField("alive")

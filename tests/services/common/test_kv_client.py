@@ -193,7 +193,7 @@ async def test_what_comes_after_its_caller_has_gone_is_given_back(host: Host, ac
 
 
 def holds(host: Host) -> list[Hold]:
-    shaped = host.service._shaped
+    shaped = host.service._memory
     return shaped.ledger.holds() if shaped else []
 
 

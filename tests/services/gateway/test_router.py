@@ -53,8 +53,23 @@ def test_own_calls_count_once() -> None:
     assert placed(NEED, others, ours) == ("a", None)
 
 
-def test_a_prefill_worker_must_share_the_arena_and_the_layout() -> None:
-    assert placed(NEED, member("d"), member("p", "prefill", host_id="other")) == ("d", None)
+def test_a_prefill_worker_on_the_host_is_preferred_to_others() -> None:
+    near, far = member("p1", "prefill", running=7), member("p2", "prefill", host_id="other")
+    assert placed(NEED, member("d"), near, far) == ("d", "p1")
+    assert placed(NEED, member("d"), far) == ("d", "p2")
+    assert placed(NEED, member("d"), Candidate(near, in_flight=8), far) == ("d", "p2")
+    assert placed(Need(100, refused=frozenset({"p1"})), member("d"), near, far) == ("d", "p2")
+
+
+def test_nothing_is_moved_over_a_cut_link() -> None:
+    need = Need(100, cut=frozenset({("other", "host")}))
+    far = member("p", "prefill", host_id="other")
+    assert placed(need, member("d"), far) == ("d", None)
+    assert placed(need, member("d"), far, member("p2", "prefill", host_id="third")) == ("d", "p2")
+    assert placed(need, member("d1"), far, member("d2", host_id="other", running=5)) == ("d2", "p")
+
+
+def test_a_prefill_worker_must_share_the_layout() -> None:
     assert placed(NEED, member("d"), member("p", "prefill", layout="other")) == ("d", None)
 
 
@@ -77,8 +92,8 @@ def test_full_prefill_workers_are_waited_for() -> None:
     assert placed(NEED, member("d"), full, member("p2", "prefill", running=9)) == ("d", "p2")
 
 
-def test_a_host_with_prefill_workers_is_preferred() -> None:
-    apart = member("d1", host_id="other")
+def test_a_decode_worker_that_prefill_workers_can_reach_is_preferred() -> None:
+    apart = member("d1", layout="other")
     assert placed(NEED, apart, member("d2", running=5), member("p", "prefill")) == ("d2", "p")
     full = Candidate(member("p", "prefill", max_seqs=3), in_flight=3)
     assert placed(NEED, apart, member("d2", running=5), full) == ("d1", None)
@@ -95,6 +110,7 @@ members = st.builds(
     st.text("abcdef", min_size=1, max_size=3),
     st.sampled_from(["decode", "prefill", "kvtransfer"]),
     host_id=st.sampled_from(["h1", "h2"]),
+    layout=st.sampled_from(["m", "other"]),
     state=st.sampled_from(["ready", "draining"]),
     running=st.integers(0, 9),
     waiting=st.integers(0, 9),
@@ -104,33 +120,43 @@ members = st.builds(
 fleets = st.lists(st.builds(Candidate, members, st.integers(0, 5)), max_size=12, unique_by=lambda c: c.member.worker_id)
 
 
-@given(fleets, st.randoms())
-def test_a_placement_is_allowed_and_does_not_depend_on_the_order(fleet: list[Candidate], random: object) -> None:
-    placement = place(NEED, fleet)
+links = st.frozensets(st.sampled_from([("h1", "h2"), ("h2", "h1")]))
+
+
+@given(fleets, links, st.randoms())
+def test_a_placement_is_allowed_and_does_not_depend_on_the_order(
+    fleet: list[Candidate], cut: frozenset[tuple[str, str]], random: object
+) -> None:
+    need = Need(100, cut=cut)
+    placement = place(need, fleet)
     shuffled = list(fleet)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert place(NEED, shuffled) == placement
+    assert place(need, shuffled) == placement
     can_decode = [
         c for c in fleet if (c.member.role, c.member.state) == ("decode", "ready") and c.member.max_model_len >= 100
     ]
-    neighbours = {
+    partners = {
         decode.member.worker_id: [
             c
             for c in fleet
-            if (c.member.role, c.member.state, c.member.host_id) == ("prefill", "ready", decode.member.host_id)
+            if (c.member.role, c.member.state, c.member.layout) == ("prefill", "ready", decode.member.layout)
             and c.member.max_model_len >= 100
+            and (c.member.host_id, decode.member.host_id) not in cut
         ]
         for decode in can_decode
     }
-    open_ones = {name: [c for c in found if c.in_flight < c.member.max_seqs] for name, found in neighbours.items()}
-    placeable = [c for c in can_decode if open_ones[c.member.worker_id] or not neighbours[c.member.worker_id]]
+    open_ones = {name: [c for c in found if c.in_flight < c.member.max_seqs] for name, found in partners.items()}
+    placeable = [c for c in can_decode if open_ones[c.member.worker_id] or not partners[c.member.worker_id]]
     assert (placement is None) == (not placeable)
     if placement is None:
         return
     decode, prefill = placement.decode, placement.prefill
-    equals = [c for c in placeable if bool(neighbours[c.member.worker_id]) == (prefill is not None)]
+    equals = [c for c in placeable if bool(partners[c.member.worker_id]) == (prefill is not None)]
     assert decode.worker_id in [c.member.worker_id for c in equals if c.load == min(c.load for c in equals)]
     if prefill is None:
-        assert not any(neighbours[c.member.worker_id] for c in placeable)
+        assert not any(partners[c.member.worker_id] for c in placeable)
     else:
-        assert prefill in [c.member for c in open_ones[decode.worker_id]]
+        found = [c.member for c in open_ones[decode.worker_id]]
+        assert prefill in found
+        if any(near.host_id == decode.host_id for near in found):
+            assert prefill.host_id == decode.host_id

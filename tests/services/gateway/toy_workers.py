@@ -143,7 +143,7 @@ class ToyWorker(
         async with mapped_errors(context), _Tracked(self, request.work, context) as call:
             work = request.work
             await self._progress(call, ADMISSION, context)
-            await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive()))
+            await context.write(worker_pb2.PrefillEvent(opened=worker_pb2.Opened(key=work.key)))
             await self._progress(call, 0, context)
             for scores in self._scores(work):
                 await context.write(worker_pb2.PrefillEvent(prompt_logprobs=scores))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -60,11 +61,13 @@ class Host:
         kv_memory: int = SLOTS * SLOT,
         clock: Callable[[], float] | None = None,
         enough_tokens: int = 0,
+        name: str = "host-1",
+        **options: Any,
     ) -> None:
         self.now = 1000.0
         self.folder = folder
         clock = clock or (lambda: self.now)
-        self.service = KVTransferService("host-1", kv_memory, folder, LEASE, clock, enough_tokens)
+        self.service = KVTransferService(name, kv_memory, folder, LEASE, clock, enough_tokens, **options)
         self.server = RpcServer("127.0.0.1", 0)
         pb_grpc.add_KVTransferServicer_to_server(self.service, self.server.server)
 

@@ -113,7 +113,7 @@ async def test_the_ledger_shows_who_has_what(host: Host) -> None:
 async def test_an_imbalance_is_loud(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     worker = await host.attach()
     await worker.do(reserve(key(), tokens=16))
-    (hold,) = host.service._shaped.ledger.holds()  # type: ignore[union-attr]
+    (hold,) = host.service._memory.ledger.holds()  # type: ignore[union-attr]
     hold.tables[0].append(hold.tables[0][0])
     with caplog.at_level(logging.ERROR):
         async with asyncio.timeout(20):

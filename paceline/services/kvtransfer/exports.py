@@ -1,0 +1,167 @@
+"""The source's side of a handoff to another host: which blocks of a hold are complete, as they become so.
+
+To the ledger the reader is what a decode worker is on one host: it adopts the hold once it is filled, keeps its lease,
+and releases it when all blocks have been read. Until then the hold is the prefill worker's, and only blocks that it has
+sealed are named: their content never changes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+
+import xxhash
+
+from paceline.core.errors import InvalidRequestError, PacelineError
+from paceline.core.kv_layout import NO_SLOT, KVGroup, KVLayout
+from paceline.core.types import Key
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
+from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.transport import ArenaMemory
+
+ALIVE_SECONDS = 1.0
+"""Something is said at least this often, so that silence is a failure."""
+_PIECE_BYTES = 1 << 20
+_BLOCKS = 256
+"""In one message: their digests are taken in one go, and nobody else is served meanwhile."""
+
+Write = Callable[[pb.ExportEvent], Awaitable[None]]
+
+
+def digest_of(block: memoryview) -> bytes:
+    """XXH3-128 of a slot's bytes. It finds damage and what was overwritten, not malice: hosts trust each other."""
+    return xxhash.xxh3_128_digest(block)
+
+
+class Exports:
+    """Tells services of other hosts what they may read from this arena.
+
+    Args:
+        clock: that of the ledger, in seconds.
+        offer: how the arena can be read, by name of transport.
+    """
+
+    def __init__(
+        self, layout: KVLayout, ledger: Ledger, memory: ArenaMemory, clock: Callable[[], float], offer: pb.Offer
+    ) -> None:
+        self._layout = layout
+        self._ledger = ledger
+        self._memory = memory
+        self._clock = clock
+        self._offer = offer
+        self._changes: dict[tuple[str, int], asyncio.Event] = {}
+
+    def note(self, operations: Iterable[pb.Operation]) -> None:
+        """What has been carried out: it may have completed blocks, or ended a hold."""
+        if not self._changes:
+            return
+        for operation in operations:
+            if (name := operation.WhichOneof("op")) in ("seal", "fill", "release"):
+                key = getattr(operation, name).key
+                if change := self._changes.get((key.request_id, key.attempt)):
+                    change.set()
+
+    async def run(self, key: Key, cached_tokens: int, write: Write) -> None:
+        """Names blocks until the reader ends the call, which cancels this.
+
+        Args:
+            cached_tokens: at the front, which the reader has.
+
+        Raises:
+            InvalidRequestError: this cannot be exported, or is being exported.
+            StaleError: the hold has ended.
+        """
+        if cached_tokens % self._layout.alignment:
+            raise InvalidRequestError(f"cached_tokens must be a multiple of {self._layout.alignment}")
+        if key[:2] in self._changes:
+            raise InvalidRequestError(f"hold {key} is being exported already")
+        cursor = _Cursor(self._layout.groups, cached_tokens)
+        change = self._changes[key[:2]] = asyncio.Event()
+        try:
+            await write(pb.ExportEvent(offer=self._offer))
+            while (hold := self._ledger.find(key, self._clock())).state is not State.FILLED:
+                if hold.state is not State.FILLING:
+                    raise InvalidRequestError(f"hold {hold.key} is {hold.state.value}; nobody computes a prompt in it")
+                change.clear()
+                await self._name(hold, cursor.sealed(hold, self._ledger.hash_of), write)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ALIVE_SECONDS):
+                        await change.wait()
+            hold = self._ledger.adopt(TRANSFER, hold.key, self._clock())
+            try:
+                await self._name(hold, cursor.rest(hold, self._ledger.hash_of), write, last=True)
+                while True:
+                    await asyncio.sleep(ALIVE_SECONDS)
+                    self._ledger.renew(TRANSFER, hold.key, self._clock())
+                    await write(pb.ExportEvent(exported=pb.Exported()))
+            finally:
+                with contextlib.suppress(PacelineError):
+                    self._ledger.release(TRANSFER, hold.key, self._clock())
+        finally:
+            del self._changes[key[:2]]
+
+    async def _name(self, hold: Hold, blocks: Iterator[pb.ExportedBlock], write: Write, last: bool = False) -> None:
+        """Writes these blocks with their digests; without any too, to say that all is well."""
+        found = list(blocks)
+        while True:
+            part, found = found[:_BLOCKS], found[_BLOCKS:]
+            # In between others may have ended the hold, and its slots may be somebody else's.
+            self._ledger.find(hold.key, self._clock())
+            for block in part:
+                block.digest = digest_of(self._memory.slot(block.slot))
+            exported = pb.Exported(blocks=part)
+            if last and not found:
+                exported.filled_tokens = hold.filled_tokens
+            await write(pb.ExportEvent(exported=exported))
+            if not found:
+                return
+
+    async def read(self, key: Key, slots: Sequence[int], write: Callable[[pb.ReadReply], Awaitable[None]]) -> None:
+        """Writes the bytes of a hold's blocks.
+
+        Raises:
+            InvalidRequestError: these are not its slots.
+            StaleError: the hold has ended.
+        """
+        for slot in slots:
+            for first in range(0, self._memory.slot_bytes, _PIECE_BYTES):
+                # Each time, because others may have ended it since the last piece.
+                if slot not in self._ledger.find(key, self._clock()).slots():
+                    raise InvalidRequestError(f"hold {key} has no slot {slot}")
+                piece = self._memory.slot(slot)[first : first + _PIECE_BYTES]
+                await write(pb.ReadReply(data=bytes(piece)))
+
+
+class _Cursor:
+    """How far each group's blocks have been named.
+
+    Blocks before `cached_tokens` and those that no query behind the context reads are left out.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], cached_tokens: int) -> None:
+        self._groups = groups
+        self._next = [cached_tokens // group.block_tokens for group in groups]
+
+    def sealed(self, hold: Hold, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:
+        """Blocks that have been sealed since; each group's in order."""
+        return self._take(hold, hold.token_count, hash_of, only_sealed=True)
+
+    def rest(self, hold: Hold, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:
+        """All that is left of a filled hold."""
+        return self._take(hold, hold.filled_tokens, hash_of, only_sealed=False)
+
+    def _take(
+        self, hold: Hold, tokens: int, hash_of: Callable[[int], bytes | None], only_sealed: bool
+    ) -> Iterator[pb.ExportedBlock]:
+        for number, (group, table) in enumerate(zip(self._groups, hold.tables)):
+            index = max(self._next[number], group.first_needed_block(tokens))
+            while index < group.blocks_for(tokens):
+                slot = table[index]
+                name = None if slot == NO_SLOT else hash_of(slot)
+                if slot == NO_SLOT or (only_sealed and name is None):
+                    break
+                yield pb.ExportedBlock(group=number, index=index, slot=slot, hash=name or b"")
+                index += 1
+            self._next[number] = index

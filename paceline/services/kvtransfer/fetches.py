@@ -1,0 +1,208 @@
+"""The destination's side of a handoff between hosts: blocks of a prompt are pulled while it is being computed.
+
+To the ledger this service is what a prefill worker is on one host: it opens the reserved hold, writes its blocks, seals
+and fills it. The source names blocks as they become complete (`exports`), so that only the last ones are waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from paceline.core.errors import PacelineError, TransferError, UnavailableError
+from paceline.core.kv_layout import NO_SLOT, KVGroup, KVLayout
+from paceline.core.types import Key
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.rpc import heeding_cancellation, unmapped_error
+from paceline.services.common.wire import key_to_pb
+from paceline.services.kvtransfer.exports import digest_of
+from paceline.services.kvtransfer.hold import TRANSFER, Hold
+from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.peers import Peer, Peers
+from paceline.services.kvtransfer.transport import ArenaMemory
+
+SILENCE_SECONDS = 5.0
+"""The source says something every second."""
+
+Call = grpc.aio.UnaryStreamCall[pb.ExportRequest, pb.ExportEvent]
+
+
+@dataclass(slots=True)
+class Totals:
+    """What was brought over so far, for metrics."""
+
+    transfers: Counter[str] = field(default_factory=Counter)
+    """By path; without one, those that had no block to move."""
+    failures: int = 0
+    bytes: int = 0
+    read_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    """Of these, from the news that the context is computed until its last block was here."""
+
+    def stats(self) -> dict[str, float]:
+        """For the report to Redis."""
+        return {
+            "transfer_failures": self.failures,
+            "transfer_bytes": self.bytes,
+            "transfer_read_seconds": self.read_seconds,
+            "transfer_exposed_seconds": self.exposed_seconds,
+            **{f"transfers_{path or 'empty'}": count for path, count in self.transfers.items()},
+        }
+
+
+class Fetches:
+    """Brings prompts from other hosts into holds of this one.
+
+    Args:
+        clock: that of the ledger, in seconds.
+    """
+
+    def __init__(
+        self, layout: KVLayout, ledger: Ledger, memory: ArenaMemory, clock: Callable[[], float], peers: Peers
+    ) -> None:
+        self.totals = Totals()
+        self._layout = layout
+        self._ledger = ledger
+        self._memory = memory
+        self._clock = clock
+        self._peers = peers
+
+    async def run(self, session: int, key: Key, source: str, source_key: Key) -> pb.FetchReply:
+        """Fills the hold, which ends where that fails.
+
+        Args:
+            session: of the worker that reserved it.
+            source: address of the service that exports `source_key`.
+
+        Raises:
+            StaleError: the hold is not, or not any more, this worker's.
+            TransferError: the blocks could not be brought over.
+        """
+        self._ledger.renew(session, key, self._clock())
+        hold = self._ledger.open(TRANSFER, key, self._clock())
+        try:
+            with self._peers.at(source) as peer:
+                reply = await self._bring(hold, peer, source_key)
+        except BaseException as error:
+            with contextlib.suppress(PacelineError):
+                self._ledger.release(TRANSFER, hold.key, self._clock())
+            self.totals.failures += 1
+            if isinstance(error, PacelineError):
+                raise TransferError(f"{key} could not be brought over from {source}: {error}") from error
+            raise
+        self._count(reply)
+        return reply
+
+    def _count(self, reply: pb.FetchReply) -> None:
+        totals = self.totals
+        totals.transfers[reply.path] += 1
+        totals.bytes += reply.bytes
+        totals.read_seconds += reply.read_ms / 1000
+        totals.exposed_seconds += reply.exposed_ms / 1000
+
+    async def _bring(self, hold: Hold, peer: Peer, source_key: Key) -> pb.FetchReply:
+        """Pulls all blocks that the source names, and fills the hold."""
+        stub: pb_grpc.KVTransferAsyncStub = pb_grpc.KVTransferStub(peer.channel)
+        request = pb.ExportRequest(
+            fingerprint=self._layout.fingerprint, key=key_to_pb(source_key), cached_tokens=hold.filled_tokens
+        )
+        call = stub.Export(request)
+        arrivals = _Arrivals(self._layout.groups, hold)
+        reply = pb.FetchReply(key=key_to_pb(hold.key))
+        try:
+            offer = (await _next(call, "offer")).offer
+            while True:
+                exported = (await _next(call, "exported")).exported
+                named = time.monotonic()
+                if exported.blocks:
+                    reply.path = await self._read(peer, source_key, offer, exported.blocks, arrivals)
+                    self._seal(hold.key, exported.blocks)
+                elapsed = round((time.monotonic() - named) * 1000)
+                reply.blocks += len(exported.blocks)
+                reply.read_ms += elapsed
+                if exported.HasField("filled_tokens"):
+                    arrivals.check_all(exported.filled_tokens)
+                    self._ledger.fill(TRANSFER, hold.key, exported.filled_tokens, self._clock())
+                    reply.exposed_ms = elapsed
+                    reply.bytes = reply.blocks * self._layout.slot_bytes
+                    return reply
+        except grpc.aio.AioRpcError as error:
+            raise unmapped_error(error, f"kvtransfer at {peer.address}") from error
+        finally:
+            call.cancel()
+
+    async def _read(
+        self,
+        peer: Peer,
+        key: Key,
+        offer: pb.Offer,
+        blocks: Sequence[pb.ExportedBlock],
+        arrivals: _Arrivals,
+    ) -> str:
+        """Pulls and verifies blocks; returns the name of the path."""
+        places = arrivals.places(blocks)
+
+        def damaged() -> int:
+            return sum(digest_of(self._memory.slot(here)) != block.digest for block, here in zip(blocks, places))
+
+        slots = [(block.slot, here) for block, here in zip(blocks, places)]
+        return await peer.read(key, offer, slots, damaged)
+
+    def _seal(self, key: Key, blocks: Sequence[pb.ExportedBlock]) -> None:
+        """Publishes those that have a name, one call for each run of neighbours."""
+        named = [(place, block) for place, block in enumerate(blocks) if block.hash]
+        # Within a run of neighbours the index grows as fast as the place in the message.
+        for _, run in itertools.groupby(named, lambda entry: (entry[1].group, entry[1].index - entry[0])):
+            first, *others = (block for _, block in run)
+            hashes = [block.hash for block in (first, *others)]
+            self._ledger.seal(TRANSFER, key, first.group, first.index, hashes, self._clock())
+
+
+class _Arrivals:
+    """Which blocks of a hold have come: each that is needed has to, once."""
+
+    def __init__(self, groups: Sequence[KVGroup], hold: Hold) -> None:
+        self._groups = groups
+        self._hold = hold
+        self._first = [hold.filled_tokens // group.block_tokens for group in groups]
+        """Of each group, the first block that is not here from the beginning."""
+        self._come: list[set[int]] = [set() for _ in groups]
+
+    def places(self, blocks: Sequence[pb.ExportedBlock]) -> list[int]:
+        """The slot here for each block. Raises TransferError for what was not to come."""
+        return [self._place(block.group, block.index) for block in blocks]
+
+    def _place(self, group: int, index: int) -> int:
+        table = self._hold.tables[group] if group < len(self._groups) else []
+        if index >= len(table) or table[index] == NO_SLOT or index < self._first[group] or index in self._come[group]:
+            raise TransferError(f"block {index} of group {group} came, and there is no place for it")
+        self._come[group].add(index)
+        return table[index]
+
+    def check_all(self, filled_tokens: int) -> None:
+        """Raises TransferError where a block is missing without which the context cannot be read."""
+        for number, group in enumerate(self._groups):
+            first = max(self._first[number], group.first_needed_block(filled_tokens))
+            missing = set(range(first, group.blocks_for(filled_tokens))) - self._come[number]
+            if missing:
+                raise TransferError(f"{len(missing)} blocks of group {number} have not come")
+
+
+async def _next(call: Call, expected: str) -> pb.ExportEvent:
+    """What the source says next. Raises UnavailableError where it is nothing, or not what is expected."""
+    try:
+        async with asyncio.timeout(SILENCE_SECONDS):
+            event = await heeding_cancellation(call.read())
+    except TimeoutError:
+        raise UnavailableError(f"it was silent for {SILENCE_SECONDS:g} seconds") from None
+    if not isinstance(event, pb.ExportEvent) or event.WhichOneof("event") != expected:
+        raise UnavailableError(f"it ended the call, or said something else, where {expected} was to come")
+    return event

@@ -1,0 +1,59 @@
+"""The KV memory of a host: the arena, its ledger, and the ways in and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+
+from paceline.core.kv_layout import KVLayout
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.kvtransfer.arena import Arena
+from paceline.services.kvtransfer.exports import Exports
+from paceline.services.kvtransfer.fetches import Fetches
+from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.peers import Peers
+from paceline.services.kvtransfer.transport import ArenaMemory, Transport
+
+MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]
+"""The ways to read blocks of other hosts into this memory, best first."""
+
+
+class HostMemory:
+    """Exists from the first worker on, whose layout it has, until `close`.
+
+    Args:
+        slots: blocks of the arena.
+        clock: monotonic seconds, of the ledger.
+
+    Raises:
+        ConfigError: an arena of this size cannot be made.
+    """
+
+    def __init__(
+        self,
+        host_id: str,
+        folder: Path,
+        layout: KVLayout,
+        slots: int,
+        lease_seconds: float,
+        clock: Callable[[], float],
+        make_transports: MakeTransports,
+    ) -> None:
+        self.layout = layout
+        self.arena = Arena(folder, slots * layout.slot_bytes)
+        self.ledger = Ledger(layout, slots, lease_seconds)
+        blocks = ArenaMemory(self.arena.memory, layout.slot_bytes, slots)
+        transports = make_transports(blocks)
+        offer = pb.Offer(host_id=host_id, transports={each.name: each.offer() for each in transports})
+        self._peers = Peers(transports)
+        self.exports = Exports(layout, self.ledger, blocks, clock, offer)
+        self.fetches = Fetches(layout, self.ledger, blocks, clock, self._peers)
+
+    async def sweep(self) -> None:
+        """Lets go of hosts that have not been heard of for long."""
+        await self._peers.sweep()
+
+    def close(self) -> Coroutine[None, None, None]:
+        """Removes the arena now; its memory is free once no worker maps it. What is returned lets go of other hosts."""
+        self.arena.close()
+        return self._peers.close()

@@ -1,0 +1,107 @@
+"""Prompts are computed on one host and continued on another one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.stack.cluster import Cluster
+
+pytestmark = [pytest.mark.model, pytest.mark.stack]
+
+PROMPT = " ".join(f"{number} riders in a pace line take turns at the front." for number in range(120))
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> AsyncIterator[Cluster]:
+    """Host 0 will prefill, host 1 decodes."""
+    running = Cluster(tmp_path, real_model("smollm2-135m-instruct"), hosts=2)
+    try:
+        decode = running.start_worker("decode", 0, host=1)
+        running.start_gateway()
+        running.wait_ready(decode)
+        await running.wait_workers(1)
+        yield running
+    finally:
+        running.close()
+
+
+async def transfers(cluster: Cluster) -> dict[str, float]:
+    """What has come to host 1, as of its last report."""
+    hosts = [each for each in (await cluster.fleet())["workers"] if each["worker_id"] == "host-1"]
+    return {name: value for name, value in hosts[0]["stats"].items() if name.startswith("transfer")}
+
+
+async def settled(cluster: Cluster) -> None:
+    """Returns when no host holds anything."""
+    async with asyncio.timeout(20):
+        while True:
+            ledgers = [host for host in (await cluster.fleet())["hosts"] if "error" not in host]
+            assert all(ledger["balanced"] for ledger in ledgers)
+            if not any(ledger["held"] or ledger["in_flight"] or ledger["holds"] for ledger in ledgers):
+                return
+            await asyncio.sleep(0.1)
+
+
+async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluster) -> None:
+    expected = [await cluster.stream(prompt=PROMPT + end) for end in ("", " And", " But then")]
+    salted = cluster.start_worker("prefill", 0, host=0)
+    cluster.wait_ready(salted)
+    await cluster.wait_workers(2)
+
+    # What decode has in its cache from before is not moved; of the new prompt everything is.
+    new = "A new beginning. "
+    assert await cluster.stream(prompt=PROMPT) == expected[0]
+    texts = await asyncio.gather(*(cluster.stream(prompt=new + PROMPT + str(number)) for number in range(4)))
+    await settled(cluster)
+    async with asyncio.timeout(10):
+        while (seen := await transfers(cluster)).get("transfers_grpc", 0) < 5:
+            await asyncio.sleep(0.1)
+    assert seen["transfer_failures"] == 0
+    assert seen["transfer_bytes"] > 4 * 2_000 / 16 * 368_640 * 0.5  # four prompts of some 1,500 tokens
+
+    # Without the other host decode computes them itself, and comes to the same.
+    assert cluster.processes.pop("prefill-0").stop() == 0
+    await cluster.wait_workers(1)
+    again = await asyncio.gather(*(cluster.stream(prompt=new + PROMPT + str(number)) for number in range(4)))
+    assert again == texts
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "kvtransfer-0"])
+async def test_the_death_of_the_other_host_amid_a_transfer_is_not_seen(cluster: Cluster, victim: str) -> None:
+    expected = await cluster.stream(prompt=PROMPT)
+    cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
+    await cluster.wait_workers(2)
+    async with asyncio.timeout(120):
+        # Another prompt of the same length says how long one takes; the victim dies in the middle of the next.
+        tasks = [asyncio.create_task(cluster.stream(prompt=f"{number} {PROMPT}")) for number in range(3)]
+        while not any(ledger["in_flight"] for ledger in (await cluster.fleet())["hosts"]):
+            await asyncio.sleep(0.02)
+        cluster.processes[victim].popen.send_signal(signal.SIGKILL)
+        texts = await asyncio.gather(*tasks)
+    again = [await cluster.stream(prompt=f"{number} {PROMPT}") for number in range(3)]
+    assert texts == again
+    assert await cluster.stream(prompt=PROMPT) == expected
+    await settled(cluster)
+
+
+async def test_over_a_link_that_is_cut_nothing_is_tried_for_long(cluster: Cluster) -> None:
+    cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
+    await cluster.wait_workers(2)
+    expected = await cluster.stream(prompt=PROMPT)
+    # The service of host 0 stands still: its worker lives, and nothing can be read from it.
+    cluster.processes["kvtransfer-0"].popen.send_signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(60):
+            assert await cluster.stream(prompt=PROMPT) == expected
+            assert await cluster.stream(prompt=f"1 {PROMPT}")
+    finally:
+        cluster.processes["kvtransfer-0"].popen.send_signal(signal.SIGCONT)
+    async with httpx.AsyncClient(base_url=cluster.url) as client:
+        assert (await client.get("/health")).status_code == 200
+    await settled(cluster)
