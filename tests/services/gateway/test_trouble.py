@@ -57,6 +57,34 @@ async def test_a_worker_fails_and_another_goes_on(
     assert [call.outcome for call in failing.calls] == ["failed"]
 
 
+async def test_a_prompt_computed_elsewhere_is_fetched_before_it_is_handed_over(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=1)
+    await stack.add("prefill", "far", host_id="elsewhere")
+    await eventually(lambda: _is_known(stack, 2))
+    answer = (await stack.post("/v1/completions", prompt="x", max_tokens=30, seed=0)).json()
+    assert answer["choices"][0]["text"] == TEXT[:30]
+    (call,) = stack.workers["decode-0"].calls
+    assert (call.commands, call.source) == (["fetch", "handoff"], "kv of elsewhere")
+    assert len(stack.workers["far"].calls) == 1
+
+
+async def test_over_a_link_that_loses_blocks_nothing_more_is_moved(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=1)
+    await stack.add("prefill", "far", host_id="elsewhere")
+    await eventually(lambda: _is_known(stack, 2))
+    decode = stack.workers["decode-0"]
+    decode.loses_transfers = True
+    for _ in range(2):
+        answer = (await stack.post("/v1/completions", prompt="x", max_tokens=30, seed=0)).json()
+        assert answer["choices"][0]["text"] == TEXT[:30]
+    # The worker that could not fetch is not to blame: it goes on with the prompt itself, and so does the next request.
+    assert [call.commands for call in decode.calls] == [["fetch"], ["prefill_here"], ["prefill_here"]]
+
+
+async def _is_known(stack: Stack, count: int) -> bool:
+    return len((await stack.http.get("/fleet")).json()["workers"]) == count
+
+
 async def test_the_next_attempt_starts_from_what_has_come(start_stack: StartStack) -> None:
     stack = await start_stack(decode=2)
     stack.workers["decode-0"].fail_after = 4

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from paceline.core.errors import BusyError, InvalidRequestError, PacelineError
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError
 from paceline.core.telemetry import carrier_of
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, Registrar, Role, State
@@ -36,6 +36,8 @@ class Call:
     work: common_pb2.Work
     metadata: dict[str, str]
     commands: list[str] = field(default_factory=list)
+    source: str = ""
+    """From where a decode worker was told to fetch."""
     outcome: str = "running"
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -65,6 +67,8 @@ class ToyWorker(
         self.fail_after: int | None = None
         """Tokens of a call behind which it fails, with `fail_code`; all calls do."""
         self.fail_code = grpc.StatusCode.UNAVAILABLE
+        self.loses_transfers = False
+        """Whether what it is to fetch does not come."""
         self.refusal: PacelineError | None = None
         """What it says instead of admitting."""
         self.stop_at: int | None = None
@@ -143,7 +147,7 @@ class ToyWorker(
         async with mapped_errors(context), _Tracked(self, request.work, context) as call:
             work = request.work
             await self._progress(call, ADMISSION, context)
-            await context.write(worker_pb2.PrefillEvent(opened=worker_pb2.Opened(key=work.key)))
+            await context.write(worker_pb2.PrefillEvent(opened=worker_pb2.Opened(key=work.key, source=f"kv of {self.host_id}")))
             await self._progress(call, 0, context)
             for scores in self._scores(work):
                 await context.write(worker_pb2.PrefillEvent(prompt_logprobs=scores))
@@ -170,6 +174,12 @@ class ToyWorker(
                 # A gateway never ends its commands: this is how a cancelled call shows while a command is awaited.
                 raise asyncio.CancelledError
             call.commands.append(command.WhichOneof("command") or "")
+            if command.HasField("fetch"):
+                call.source = command.fetch.source
+                if self.loses_transfers:
+                    raise TransferError("the toy was told to lose what it fetches")
+                command = await anext(commands)
+                call.commands.append(command.WhichOneof("command") or "")
             position = len(work.token_ids) - work.prompt_tokens
             if command.HasField("handoff"):
                 expected, _ = self._token(work, position)
