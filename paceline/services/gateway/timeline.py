@@ -101,7 +101,8 @@ def _prefill(attempt: AttemptRecord, at: Clock) -> Json | None:
     if not chunks.count:
         return None
     return {
-        "began_ms": at(chunks.began),
+        # A short step may have begun before the gateway knew that it was admitted.
+        "began_ms": at(max(chunks.began, attempt.admitted or 0.0)),
         "ended_ms": at(chunks.ended),
         "tokens": chunks.tokens,
         "steps": chunks.count,
