@@ -32,6 +32,7 @@ from paceline.core.config import (
 )
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.top import top
+from paceline.trace import trace
 
 OVERVIEW = """\
 usage: paceline COMMAND [options]
@@ -49,6 +50,7 @@ one service each, for containers and clusters
 
 tools
   top                 show the fleet and its speed, live
+  trace REQUEST_ID    show one request's life
   prepare MODEL       fetch or convert a model and print its folder
   version             print the version
 
@@ -128,20 +130,29 @@ def build_parser() -> argparse.ArgumentParser:
     fields = [field for field in dataclasses.fields(ServeConfig) if field.name in ("cache_dir", "quantization")]
     _add_fields(prepare, ServeConfig, fields)
     watch = _add_command(commands, "top", "[options]", "Show the fleet and its speed, live; Ctrl-C ends it.")
-    watch.add_argument("--url", default="http://127.0.0.1:8000", help="where the gateway is [%(default)s]")
-    watch.add_argument("--api-key", default="", metavar="KEY", help="key to send; empty takes $PACELINE_API_KEY")
+    _add_gateway(watch)
     watch.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks [%(default)s]")
     watch.add_argument("--count", type=int, default=0, metavar="N", help="looks to print; 0 goes on")
+    look = _add_command(commands, "trace", "REQUEST_ID [options]", "Show one request's life, while it runs and after.")
+    look.add_argument("request_id", metavar="REQUEST_ID", help="from the answer, or its header x-request-id")
+    _add_gateway(look)
+    look.add_argument("--json", action="store_true", help="print all that the gateway knows")
     _add_command(commands, "version", "", "Print the version.")
     return parser
+
+
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the gateway is [%(default)s]")
+    parser.add_argument("--api-key", default="", metavar="KEY", help="key to send; empty takes $PACELINE_API_KEY")
 
 
 def _run(name: str, arguments: dict[str, Any]) -> None:
     if name == "version":
         print(f"paceline {__version__}")
     elif name == "top":
-        key = arguments["api_key"] or next(iter(env.api_keys()), "")
-        top(arguments["url"], key, max(arguments["interval"], 0.1), arguments["count"])
+        top(arguments["url"], _api_key(arguments), max(arguments["interval"], 0.1), arguments["count"])
+    elif name == "trace":
+        trace(arguments["request_id"], arguments["url"], _api_key(arguments), arguments["json"])
     elif name == "prepare":
         cache_dir = Path(arguments.get("cache_dir", ServeConfig().cache_dir))
         _prepare(arguments["model"], cache_dir, arguments.get("quantization", "none"))
@@ -156,6 +167,10 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         _setup_telemetry(getattr(config, "worker_id", "") or name, config)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run(config))
+
+
+def _api_key(arguments: dict[str, Any]) -> str:
+    return arguments["api_key"] or next(iter(env.api_keys()), "")
 
 
 def _prepare(model: str, cache_dir: Path, quantization: Quantization) -> None:

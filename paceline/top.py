@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.core.errors import UnavailableError
+from paceline.client import fetch
 
+_PATH = "/fleet?holds=1"
 _COLUMNS = (
     ("WORKER", 20),
     ("ROLE", 8),
@@ -31,13 +29,13 @@ _COLUMNS = (
 def top(url: str, api_key: str, interval: float, count: int) -> None:
     """Prints the fleet every `interval` seconds, `count` times, or until it is interrupted where that is 0.
 
-    Raises UnavailableError where the gateway does not answer.
+    Raises what `fetch` does.
     """
-    before, shown = _fetch(url, api_key), 0
+    before, shown = fetch(url, _PATH, api_key), 0
     began = time.monotonic()
     while count == 0 or shown < count:
         time.sleep(interval)
-        now, at = _fetch(url, api_key), time.monotonic()
+        now, at = fetch(url, _PATH, api_key), time.monotonic()
         # Cursor home and erase below, rather than erase all: nothing flickers.
         print("\x1b[H\x1b[J" if count == 0 else "", end="")
         print("\n".join(render(before, now, at - began)), flush=True)
@@ -86,21 +84,16 @@ def _ledger(host: Mapping[str, Any]) -> str:
         return f"{host['host_id']}: {host['error']}"
     blocks = ", ".join(f"{host[name]} {name.replace('_', ' ')}" for name in ("held", "in_flight", "cached", "free"))
     hits = "-" if host["hit_rate"] is None else f"{100 * host['hit_rate']:.0f}%"
-    return f"{host['host_id']}: {host['total']} blocks: {blocks}; prefix hits {hits}"
+    text = f"{host['host_id']}: {host['total']} blocks: {blocks}; prefix hits {hits}"
+    if not host["balanced"]:
+        text += "; OUT OF BALANCE: restart this host's services"
+    return text + (f"; oldest hold {_hold(host['holds'][0])}" if host["holds"] else "")
+
+
+def _hold(hold: Mapping[str, Any]) -> str:
+    age = f"{hold['age_ms'] / 1000:.1f} s"
+    return f"{age} ({hold['blocks']} blocks, {hold['state']}, of {hold['owner']}, {hold['key']['request_id']})"
 
 
 def _row(cells: Sequence[str]) -> str:
     return "".join(cell[: width - 1].ljust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
-
-
-def _fetch(url: str, api_key: str) -> dict[str, Any]:
-    request = urllib.request.Request(f"{url.rstrip('/')}/fleet")
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
-    try:
-        with urllib.request.urlopen(request, timeout=5) as response:
-            fleet: dict[str, Any] = json.load(response)
-    except (OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise UnavailableError(f"no fleet at {url} ({reason}); name the gateway with --url") from error
-    return fleet

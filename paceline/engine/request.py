@@ -12,6 +12,26 @@ from paceline.engine.constraint import Matcher
 from paceline.engine.speculation import Acceptance
 
 
+@dataclass(slots=True)
+class Effort:
+    """What a request has taken so far."""
+
+    steps: int = 0
+    """Those that gave tokens."""
+    drafts: int = 0
+    """Times that drafts were verified."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def count(self, tokens: int, drafted: int, accepted: int) -> None:
+        """A step gave `tokens`; of `drafted` tokens that were verified `accepted` came true."""
+        if tokens:
+            self.steps += 1
+            self.drafts += drafted > 0
+            self.draft_tokens += drafted
+            self.accepted_tokens += accepted
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A context that grows by sampling.
@@ -34,6 +54,7 @@ class Request:
     """The request leaves after its first token, and its blocks stay: somebody else decodes it."""
     matcher: Matcher | None = None
     """Keeps the output to `sampling.constraint`, where there is one; for the device alone."""
+    effort: Effort = field(default_factory=Effort)
     sealed_blocks: list[int] = field(init=False)
     """One a group: blocks before this one are sealed."""
     growing: bool = field(default=False, init=False)

@@ -22,6 +22,7 @@ from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import (
     Chunk,
     ChunkResult,
+    Computed,
     Event,
     Failed,
     Grown,
@@ -70,9 +71,6 @@ class Scheduler:
         self._starved: list[Request] = []
         self.stats = SchedulerStats()
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def add(self, request: Request) -> None:
         """A request with the blocks for its context. Its key must be new."""
         if request.key in self._requests or request.key in self._leaving:
@@ -81,9 +79,8 @@ class Scheduler:
 
     def remove(self, key: Key) -> None:
         """Drops a request, if it is still here; confirms with `Removed` as soon as no step in flight includes it."""
-        request = self._requests.pop(key, None)
-        if request is None and key in self._leaving:
-            request = self._leaving[key][0]
+        leaving, _ = self._leaving.get(key, (None, None))
+        request = self._requests.pop(key, leaving)
         if request is None:
             self._events.append(Removed(key))
         else:
@@ -215,7 +212,7 @@ class Scheduler:
             if chunk.samples:
                 request.unknown.popleft()
             if request.key in self._requests or self._is_preempted(request.key):
-                self._take(chunk, own, drafter_len)
+                self._take(chunk, own, drafter_len, result.seconds)
             if request.in_flight == 0 and request.key in self._leaving:
                 self._let_go(request)
 
@@ -231,8 +228,10 @@ class Scheduler:
             given = sum(len(chunk.tokens) for chunk in result.chunks)
             self._speculation.observe_step(tokens, given, result.drafted, result.seconds, result.draft_seconds)
 
-    def _take(self, chunk: Chunk, result: ChunkResult, drafter_len: int) -> None:
+    def _take(self, chunk: Chunk, result: ChunkResult, drafter_len: int, seconds: float) -> None:
         request, events = chunk.request, self._events
+        if chunk.prefills:
+            events.append(Computed(request.key, chunk.start, chunk.length, seconds))
         if result.scores:
             events.append(Scored(request.key, chunk.scored.start, result.scores))
         sampled: list[Sampled] = []
@@ -247,6 +246,7 @@ class Scheduler:
         request.drafter_len = min(drafter_len, request.computed_len)  # what it computed for drafts may be refused
         self.stats.computed_tokens += 1 + result.drafted if chunk.follows else chunk.length
         self.stats.sampled_tokens += len(sampled)
+        request.effort.count(len(sampled), result.drafted, result.accepted)
         if result.drafted and result.tokens:
             assert request.acceptance is not None
             self._speculation.observe_drafts(request.acceptance, result.drafted, result.accepted)

@@ -34,6 +34,11 @@ class Chunk:
         return self.start + self.length
 
     @property
+    def prefills(self) -> bool:
+        """Whether it computes what the request came with, rather than what was sampled here."""
+        return not self.follows or self.request.only_first_token or self.end <= self.request.prompt_len
+
+    @property
     def scored(self) -> range:
         """Positions of prompt tokens whose logprobs this chunk gives: each token is predicted by the one before it."""
         if self.request.sampling.prompt_logprobs is None:
@@ -116,6 +121,17 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """A step has computed tokens [first, first + length) of what the request came with."""
+
+    key: Key
+    first: int
+    length: int
+    seconds: float
+    """That the whole step took."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """Logprobs of prompt tokens [first, first + len(tokens))."""
 
@@ -174,4 +190,4 @@ class Removed:
     key: Key
 
 
-Event = Sampled | Scored | Failed | Sealed | Trimmed | NeedsBlocks | Preempted | Removed
+Event = Sampled | Computed | Scored | Failed | Sealed | Trimmed | NeedsBlocks | Preempted | Removed

@@ -895,15 +895,19 @@ class LedgerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WITH_HOLDS_FIELD_NUMBER: _builtins.int
+    MAX_HOLDS_FIELD_NUMBER: _builtins.int
     with_holds: _builtins.bool
+    max_holds: _builtins.int
+    """The oldest so many; 0 shows all."""
     def __init__(
         self,
         *,
         with_holds: _builtins.bool = ...,
+        max_holds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_holds", b"with_holds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_holds", b"max_holds", "with_holds", b"with_holds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -926,6 +930,8 @@ class LedgerReply(_message.Message):
     PREFIX_HITS_TOKENS_FIELD_NUMBER: _builtins.int
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
+    HOLDS_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    BLOCKS_LEFT_OUT_FIELD_NUMBER: _builtins.int
     host_id: _builtins.str
     total: _builtins.int
     free: _builtins.int
@@ -939,8 +945,13 @@ class LedgerReply(_message.Message):
     prefix_queries_tokens: _builtins.int
     prefix_hits_tokens: _builtins.int
     slot_bytes: _builtins.int
+    holds_left_out: _builtins.int
+    blocks_left_out: _builtins.int
+    """Blocks that only holds that are left out have."""
     @_builtins.property
-    def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___HoldInfo]: ...
+    def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___HoldInfo]:
+        """Oldest first. The sum of blocks - shared_blocks over them, with blocks_left_out, is held + in_flight."""
+
     def __init__(
         self,
         *,
@@ -957,10 +968,12 @@ class LedgerReply(_message.Message):
         prefix_hits_tokens: _builtins.int = ...,
         slot_bytes: _builtins.int = ...,
         holds: _abc.Iterable[Global___HoldInfo] | None = ...,
+        holds_left_out: _builtins.int = ...,
+        blocks_left_out: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "cached", b"cached", "evicted_blocks", b"evicted_blocks", "expired_holds", b"expired_holds", "free", b"free", "held", b"held", "holds", b"holds", "host_id", b"host_id", "in_flight", b"in_flight", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "slot_bytes", b"slot_bytes", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "blocks_left_out", b"blocks_left_out", "cached", b"cached", "evicted_blocks", b"evicted_blocks", "expired_holds", b"expired_holds", "free", b"free", "held", b"held", "holds", b"holds", "holds_left_out", b"holds_left_out", "host_id", b"host_id", "in_flight", b"in_flight", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "slot_bytes", b"slot_bytes", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -970,6 +983,26 @@ Global___LedgerReply: _TypeAlias = LedgerReply  # noqa: Y015
 class HoldInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class BlocksByGroupEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     KEY_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
@@ -977,6 +1010,10 @@ class HoldInfo(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: _builtins.int
+    BLOCKS_BY_GROUP_FIELD_NUMBER: _builtins.int
+    SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
+    FILLED_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     owner: _builtins.str
     writer: _builtins.str
@@ -984,8 +1021,17 @@ class HoldInfo(_message.Message):
     age_ms: _builtins.int
     expires_in_ms: _builtins.int
     """0 while it drains: then the writer's word or the end of its session ends it."""
+    shared_blocks: _builtins.int
+    """Of `blocks`, those that an older hold has, too."""
+    filled_tokens: _builtins.int
+    """Tokens at the front whose KV is in the blocks, and tokens for which there are blocks."""
+    token_count: _builtins.int
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
+    @_builtins.property
+    def blocks_by_group(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """`blocks` by the name of the KV group."""
+
     def __init__(
         self,
         *,
@@ -996,10 +1042,14 @@ class HoldInfo(_message.Message):
         blocks: _builtins.int = ...,
         age_ms: _builtins.int = ...,
         expires_in_ms: _builtins.int = ...,
+        blocks_by_group: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        shared_blocks: _builtins.int = ...,
+        filled_tokens: _builtins.int = ...,
+        token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "blocks", b"blocks", "expires_in_ms", b"expires_in_ms", "key", b"key", "owner", b"owner", "state", b"state", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "blocks", b"blocks", "blocks_by_group", b"blocks_by_group", "expires_in_ms", b"expires_in_ms", "filled_tokens", b"filled_tokens", "key", b"key", "owner", b"owner", "shared_blocks", b"shared_blocks", "state", b"state", "token_count", b"token_count", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,7 @@ class PrefillEvent(_message.Message):
     FILLED_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
     OPENED_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_logprobs(self) -> _common_pb2.PromptLogprobs: ...
     @_builtins.property
@@ -64,6 +65,8 @@ class PrefillEvent(_message.Message):
     def alive(self) -> _common_pb2.Alive: ...
     @_builtins.property
     def opened(self) -> Global___Opened: ...
+    @_builtins.property
+    def report(self) -> Global___Report: ...
     def __init__(
         self,
         *,
@@ -72,16 +75,151 @@ class PrefillEvent(_message.Message):
         filled: Global___Filled | None = ...,
         alive: _common_pb2.Alive | None = ...,
         opened: Global___Opened | None = ...,
+        report: Global___Report | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "event", b"event", "filled", b"filled", "first_token", b"first_token", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "event", b"event", "filled", b"filled", "first_token", b"first_token", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "event", b"event", "filled", b"filled", "first_token", b"first_token", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "event", b"event", "filled", b"filled", "first_token", b"first_token", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prompt_logprobs", "first_token", "filled", "alive", "opened"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
+
+@_typing.final
+class Report(_message.Message):
+    """What only the worker knows of the request's life; rides on an event where there is something new. For people: nothing
+    that happens depends on it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    ADOPTED_FIELD_NUMBER: _builtins.int
+    EFFORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
+        """Steps since the last report that computed parts of the context."""
+
+    @_builtins.property
+    def adopted(self) -> Global___Adopted:
+        """Once, behind a handoff."""
+
+    @_builtins.property
+    def effort(self) -> Global___Effort:
+        """The newest totals: now and then while tokens come, and with Finished."""
+
+    def __init__(
+        self,
+        *,
+        chunks: _abc.Iterable[Global___Chunk] | None = ...,
+        adopted: Global___Adopted | None = ...,
+        effort: Global___Effort | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "effort", b"effort"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "chunks", b"chunks", "effort", b"effort"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class Chunk(_message.Message):
+    """One step has computed tokens [first, first + tokens) of a context, others' tokens beside them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_MS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    tokens: _builtins.int
+    step_ms: _builtins.float
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        step_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "step_ms", b"step_ms", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
+
+@_typing.final
+class Adopted(_message.Message):
+    """The prompt's blocks belong to the decode worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_MOVED_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    ADOPT_MS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Those that hold the context."""
+    bytes_moved: _builtins.int
+    """0 where both workers see one arena."""
+    path: _builtins.str
+    """How the blocks came, in words."""
+    adopt_ms: _builtins.float
+    """From the gateway's word to the adoption."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        bytes_moved: _builtins.int = ...,
+        path: _builtins.str = ...,
+        adopt_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt_ms", b"adopt_ms", "blocks", b"blocks", "bytes_moved", b"bytes_moved", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adopted: _TypeAlias = Adopted  # noqa: Y015
+
+@_typing.final
+class Effort(_message.Message):
+    """What decoding has taken so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """Those that gave tokens."""
+    drafts: _builtins.int
+    """Times that drafts were verified, drafts that were, and drafts that came true."""
+    draft_tokens: _builtins.int
+    accepted_tokens: _builtins.int
+    preemptions: _builtins.int
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        drafts: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "preemptions", b"preemptions", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Effort: _TypeAlias = Effort  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):
@@ -270,6 +408,7 @@ class DecodeEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___Admitted: ...
     @_builtins.property
@@ -280,6 +419,8 @@ class DecodeEvent(_message.Message):
     def finished(self) -> Global___Finished: ...
     @_builtins.property
     def alive(self) -> _common_pb2.Alive: ...
+    @_builtins.property
+    def report(self) -> Global___Report: ...
     def __init__(
         self,
         *,
@@ -288,10 +429,11 @@ class DecodeEvent(_message.Message):
         tokens: Global___Tokens | None = ...,
         finished: Global___Finished | None = ...,
         alive: _common_pb2.Alive | None = ...,
+        report: Global___Report | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "alive", b"alive", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "alive", b"alive", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "report", b"report", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "alive", b"alive", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "alive", b"alive", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "report", b"report", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "prompt_logprobs", "tokens", "finished", "alive"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -307,8 +449,13 @@ class Admitted(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was found in the cache."""
+    blocks: _builtins.int
+    """Blocks that are reserved, and those of them that were found in the cache."""
+    cached_blocks: _builtins.int
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     def __init__(
@@ -316,10 +463,12 @@ class Admitted(_message.Message):
         *,
         key: _common_pb2.Key | None = ...,
         cached_tokens: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        cached_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

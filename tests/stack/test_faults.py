@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.stack.cluster import Cluster
+from tests.stack.cluster import TOKENS, Cluster
 from tests.stack.processes import arenas
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
@@ -57,7 +57,13 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
 
     # a decode worker dies under its requests
     async with asyncio.timeout(120):
-        assert await asyncio.gather(cluster.stream(kill("decode", 20)), cluster.stream()) == [expected] * 2
+        streams = (cluster.stream(kill("decode", 20), request_id="doomed"), cluster.stream(request_id="other"))
+        assert await asyncio.gather(*streams) == [expected] * 2
+    traces = [await cluster.trace(name) for name in ("doomed", "other")]
+    assert [line for lines in traces for line in lines if "  FAILED " in line and "decode worker decode-" in line]
+    for lines in traces:
+        assert f"length; {TOKENS} tokens in " in lines[-1]
+        assert any("0 bytes moved, path: shared memory" in line for line in lines)
 
     # a prefill worker dies; without any the decode worker computes prompts
     cluster.processes["prefill-0"].popen.kill()
@@ -69,6 +75,7 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
         while True:  # what the dead held comes back
             ledger = (await client.get("/fleet")).json()["hosts"][0]
             assert ledger["balanced"]
+            assert ledger["adds_up"]
             if ledger["held"] == ledger["in_flight"] == 0:
                 break
             await asyncio.sleep(0.1)

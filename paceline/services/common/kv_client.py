@@ -49,6 +49,17 @@ class Hold:
     tables: list[list[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What came from another host."""
+
+    key: Key
+    """To adopt the hold with, which is filled."""
+    bytes: int
+    path: str
+    """The transport; empty where there was nothing to move."""
+
+
 class KVClient:
     """One worker's session with its host's kvtransfer service.
 
@@ -140,8 +151,8 @@ class KVClient:
         """Takes over filled blocks."""
         return self._keep(await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))), _next(key)))
 
-    async def fetch(self, key: Key, source: str, source_key: Key) -> Key:
-        """Brings over what another host computes; returns what to adopt the hold with, which is filled then.
+    async def fetch(self, key: Key, source: str, source_key: Key) -> Fetched:
+        """Brings over what another host computes.
 
         Takes as long as the prompt does. A hold whose transfer failed has ended. Cancelling ends the transfer.
 
@@ -169,7 +180,7 @@ class KVClient:
             reply.exposed_ms,
             extra={"request_id": key.request_id},
         )
-        return key_from_pb(reply.key)
+        return Fetched(key_from_pb(reply.key), reply.bytes, reply.path)
 
     def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | PacelineError], None]) -> None:
         """Grows a hold; the answer is BusyError where there are no blocks now."""

@@ -27,18 +27,24 @@ from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
-from paceline.engine.step import Event, Failed, NeedsBlocks, Preempted, Removed, Sampled, Scored, Sealed, Trimmed
+from paceline.engine.step import (
+    Computed,
+    Event,
+    Failed,
+    NeedsBlocks,
+    Preempted,
+    Removed,
+    Sampled,
+    Scored,
+    Sealed,
+    Trimmed,
+)
 from paceline.proto import common_pb2 as pb
+from paceline.services.common.event_stream import ALIVE_SECONDS, EventStream, RequestEvent
 from paceline.services.common.kv_client import Hold, KVClient
 from paceline.services.common.wire import sampling_from_pb
 
 Argument = TypeVar("Argument")
-
-RequestEvent = Sampled | Scored | Preempted
-"""What the handler of a request gets to see."""
-
-ALIVE_SECONDS = 1.0
-"""A handler that has nothing to report says so this often, while the engine works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +53,6 @@ class WorkerLimits:
     max_batched_tokens: int
     max_seqs: int
     steps_in_flight: int
-
-
-class EventStream:
-    """What happens to one request, in order."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[RequestEvent | PacelineError] = asyncio.Queue()
-
-    def put(self, event: RequestEvent | PacelineError) -> None:
-        self._queue.put_nowait(event)
-
-    async def batch(self) -> list[RequestEvent]:
-        """The next event and all that are there behind it; none where none came within ALIVE_SECONDS.
-
-        Raises StaleError where the request lost its blocks, InvalidRequestError where the engine cannot go on with it.
-        """
-        events: list[RequestEvent] = []
-        try:
-            async with asyncio.timeout(ALIVE_SECONDS):
-                event = await self._queue.get()
-        except TimeoutError:
-            return events
-        while True:
-            if isinstance(event, PacelineError):
-                raise event
-            events.append(event)
-            if self._queue.empty():
-                return events
-            event = self._queue.get_nowait()
 
 
 class Worker:
@@ -290,7 +267,7 @@ class Worker:
                     self.kv.release(key)
                     self._tell(key, event)
                     self.forget(key)
-                case Sampled(key) | Scored(key):
+                case Sampled(key) | Computed(key) | Scored(key):
                     self._tell(key, event)
                 case Failed(key, message):
                     self._tell(key, ConstraintError(message))

@@ -19,11 +19,13 @@ from paceline.engine.constraint import Matcher
 from paceline.engine.scheduler import GROWTH_TOKENS
 from paceline.engine.step import Preempted, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.kv_client import Hold
+from paceline.services.common.event_stream import ALIVE_SECONDS, RequestEvent
+from paceline.services.common.kv_client import Fetched, Hold
+from paceline.services.common.reports import SHARED_MEMORY, Reporter, count_blocks
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
-from paceline.services.common.worker import ALIVE_SECONDS, RequestEvent, Worker
+from paceline.services.common.worker import Worker
 
 FIRST_COMMAND_SECONDS = 10.0
 
@@ -66,25 +68,32 @@ class _Attempt:
         self._token_ids = list(work.token_ids)
         self._chain = worker.hash_chain(work)
         self._matcher: Matcher | None = None
+        self._reporter = Reporter()
 
     async def run(self, commands: Commands) -> None:
         hold = await self._reserve()
         try:
             self._matcher = await self._worker.matcher(self._work)
-            admitted = worker_pb2.Admitted(key=key_to_pb(hold.key), cached_tokens=hold.filled_tokens)
+            admitted = worker_pb2.Admitted(
+                key=key_to_pb(hold.key),
+                cached_tokens=hold.filled_tokens,
+                blocks=sum(map(len, hold.tables)),
+                cached_blocks=count_blocks(self._worker.layout, hold, hold.filled_tokens),
+            )
             await self._write(worker_pb2.DecodeEvent(admitted=admitted))
             # The gateway's silence needs no deadline: when it goes, the call is cancelled.
             command = await _next(commands, "handoff", "prefill_here", "fetch")
-            key = key_from_pb(command.handoff.key)
+            key, fetched = key_from_pb(command.handoff.key), None
             if command.HasField("fetch"):
-                key, command = await self._fetch(hold.key, command.fetch, commands)
+                fetched, command = await self._fetch(hold.key, command.fetch, commands)
+                key = fetched.key
             if command.HasField("handoff"):
-                hold = await self._worker.kv.adopt(key)
-                self._key = hold.key
+                hold = await self._adopt(key, fetched)
                 self._token_ids.append(command.handoff.first_token_id)
             reason = await self._generate(hold)
             log.info("decoded to the end: %s", reason.value)
-            await self._write(worker_pb2.DecodeEvent(finished=worker_pb2.Finished(reason=reason_to_pb(reason))))
+            finished = worker_pb2.Finished(reason=reason_to_pb(reason))
+            await self._write(worker_pb2.DecodeEvent(finished=finished, report=self._reporter.take(last=True)))
         finally:
             self._worker.retire(self._key)
 
@@ -99,8 +108,8 @@ class _Attempt:
 
     async def _fetch(
         self, key: Key, fetch: worker_pb2.Fetch, commands: Commands
-    ) -> tuple[Key, worker_pb2.DecodeCommand]:
-        """Brings the prompt over while another host computes it; returns what to adopt it with, and the handoff."""
+    ) -> tuple[Fetched, worker_pb2.DecodeCommand]:
+        """Brings the prompt over while another host computes it; returns what came, and the handoff."""
         fetching = asyncio.create_task(self._worker.kv.fetch(key, fetch.source, key_from_pb(fetch.key)))
         handoff = asyncio.create_task(_next(commands, "handoff"))
         pending: set[asyncio.Task[Any]] = {fetching, handoff}
@@ -115,10 +124,21 @@ class _Attempt:
         finally:
             await end_tasks(fetching, handoff)
 
+    async def _adopt(self, key: Key, fetched: Fetched | None) -> Hold:
+        """Takes over what a prefill worker has filled, or what was fetched."""
+        began = time.monotonic()
+        hold = await self._worker.kv.adopt(key)
+        self._key = hold.key
+        blocks = count_blocks(self._worker.layout, hold, len(self._token_ids))
+        moved, path = (fetched.bytes, fetched.path) if fetched is not None else (0, SHARED_MEMORY)
+        self._reporter.adopted(blocks, moved, path, time.monotonic() - began)
+        return hold
+
     async def _generate(self, hold: Hold) -> FinishReason:
         """Runs the request in the engine and streams its tokens, over preemptions, until it ends."""
         while True:
             request = self._worker.make_request(self._work, hold, list(self._token_ids), self._matcher)
+            request.effort = self._reporter.effort
             events = self._worker.submit(request)
             while True:
                 batch = await events.batch()
@@ -133,14 +153,16 @@ class _Attempt:
 
     async def _report(self, batch: list[RequestEvent]) -> None:
         """Writes what happened, or that the request waits its turn. Tokens that are there together travel together."""
-        if not batch and self._worker.goes_on:
-            await self._write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
         for event in batch:
             if isinstance(event, Scored):
                 scores = scores_to_pb(event.first, event.tokens)
                 await self._write(worker_pb2.DecodeEvent(prompt_logprobs=scores))
+        self._reporter.note(batch)
+        report = self._reporter.take()
         if tokens := [token_to_pb(event.token) for event in batch if isinstance(event, Sampled)]:
-            await self._write(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=tokens)))
+            await self._write(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=tokens), report=report))
+        elif report is not None or (not batch and self._worker.goes_on):
+            await self._write(worker_pb2.DecodeEvent(alive=common_pb2.Alive(), report=report))
 
     async def _reserve_again(self) -> Hold:
         """After a preemption: waits until blocks are free. What is still cached need not be computed again."""

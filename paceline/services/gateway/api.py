@@ -25,6 +25,7 @@ from paceline.services.gateway.schemas import (
     TokenizeRequest,
 )
 from paceline.services.gateway.streaming import EventStreamResponse, event_stream, until_disconnect
+from paceline.services.gateway.traces import Trace
 
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -92,10 +93,13 @@ async def _respond(
         request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
     generation = Generation(
         plan,
-        request_id,
+        Trace.of(
+            plan, request.state.request_id, request_id, request.url.path, request.state.arrived, bool(body.stream)
+        ),
         runner=gateway.runner,
         tokenizer=gateway.tokenizer,
         metrics=gateway.metrics,
+        traces=gateway.traces,
     )
     gateway.metrics.observe_params(plan)
     if body.stream:

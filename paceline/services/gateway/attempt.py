@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from paceline.services.common.rpc import heeding_cancellation, is_cancelled, is_
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import reason_from_pb, token_from_pb
 from paceline.services.gateway.fleet import Fleet, Worker
+from paceline.services.gateway.record import AttemptRecord
 from paceline.services.gateway.router import Link
 
 ADMIT_SECONDS = 10.0
@@ -98,6 +100,7 @@ class Attempt:
         work: what to admit.
         seconds: longest life of the calls.
         stall_seconds: longest silence before a worker counts as failed.
+        record: takes what workers report.
     """
 
     def __init__(
@@ -109,10 +112,14 @@ class Attempt:
         *,
         seconds: float,
         stall_seconds: float,
+        record: AttemptRecord | None = None,
     ) -> None:
         self.decode = decode
         self.prefill = prefill
-        self.cached_tokens = 0
+        self.record = record or AttemptRecord()
+        self.record.ask(
+            decode.member, prefill.member if prefill is not None else None, work.key.attempt, len(work.token_ids)
+        )
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
@@ -143,7 +150,7 @@ class Attempt:
         event = await self._answer(self._ask_decode(), self.decode)
         if not event.HasField("admitted"):
             raise self._out_of_turn(self.decode)
-        self.cached_tokens = event.admitted.cached_tokens
+        self.record.reserve(event.admitted)
         if self.prefill is None:
             await self._command(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
         else:
@@ -223,6 +230,7 @@ class Attempt:
                 self._first = event.first_token
                 return Generated([token_from_pb(event.first_token.token)])
             case "filled" if self._first is not None:
+                self.record.filled = time.monotonic()
                 self._prefill_work.close()
                 handoff = worker_pb2.Handoff(key=event.filled.key, first_token_id=self._first.token.id)
                 await self._command(worker_pb2.DecodeCommand(handoff=handoff))
@@ -280,6 +288,8 @@ class Attempt:
             raise WorkerFailedError(f"{worker} cancelled the call", worker, True) from None
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
             raise WorkerFailedError(f"{worker} ended the call early", worker, True)
+        if message.HasField("report"):
+            self.record.take(message.report, worker.member.worker_id)
         return message
 
     @property

@@ -106,7 +106,8 @@ def _validation_error(request: Request, error: Exception) -> JSONResponse:
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {errors[0]['ctx']['error']}").response()
-    complaints = [Complaint.of(complaint, error.body) for complaint in errors]
+    query = dict(request.query_params)
+    complaints = [Complaint.of(each, query if each["loc"][0] == "query" else error.body) for each in errors]
     told = most_telling(complaints)
     if not told.place:
         message = "the body must be a JSON object, sent with the header Content-Type: application/json"

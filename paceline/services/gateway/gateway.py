@@ -18,6 +18,7 @@ from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.request import RequestRunner
 from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.traces import TraceBook
 
 
 class Gateway:
@@ -39,6 +40,7 @@ class Gateway:
         self.fleet = Fleet(self._redis, config.cluster, model_digest(Path(config.model)))
         self._placements = PlacementLog(self._redis, config.cluster)
         self.runner = RequestRunner(config, self.fleet, self._placements)
+        self.traces = TraceBook()
         self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
         self._worker_id = unique_name("gateway")
         self._epoch = time.time_ns()

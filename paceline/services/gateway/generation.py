@@ -16,9 +16,11 @@ from paceline.services.gateway.attempt import Ended, Event, Generated, PromptSco
 from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan, PromptPlan
-from paceline.services.gateway.request import GenerateRequest, RequestRecord, RequestRunner
+from paceline.services.gateway.record import RequestRecord
+from paceline.services.gateway.request import GenerateRequest, RequestRunner
 from paceline.services.gateway.structured import at_its_place
 from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.traces import Trace, TraceBook
 
 BUFFERED = 256
 """Deltas that may wait for a slow client; behind that the workers' streams wait too."""
@@ -50,21 +52,23 @@ class Generation:
     """All choices of one request.
 
     Args:
-        request_id: unique in the cluster; each of several choices adds its index.
+        trace: takes what happens, and is in `traces` from the beginning on.
     """
 
     def __init__(
         self,
         plan: Plan,
-        request_id: str,
+        trace: Trace,
         *,
         runner: RequestRunner,
         tokenizer: Tokenizer,
         metrics: Metrics,
+        traces: TraceBook,
     ) -> None:
         self.plan = plan
         self.completion_tokens = 0
-        self._request_id = request_id
+        self._trace = trace
+        self._traces = traces
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -89,6 +93,7 @@ class Generation:
         """
         count = len(self.plan.prompts) * self.plan.n
         tasks = [asyncio.create_task(self._run_choice(index)) for index in range(count)]
+        self._traces.open(self._trace)
         try:
             while count:
                 batch: list[Delta] = []
@@ -109,7 +114,10 @@ class Generation:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                self._traces.close(self._trace)
 
     async def whole(self) -> list[Delta]:
         """Runs everything; returns each choice in full, by index."""
@@ -129,16 +137,15 @@ class Generation:
         if sibling:
             # By then the prompt's blocks are cached, so that only one choice computes it.
             await self._has_begun[which].wait()
-        several = len(self._has_begun) * self.plan.n > 1
         request = GenerateRequest(
-            request_id=f"{self._request_id}-{index}" if several else self._request_id,
+            request_id=self._trace.sequence_id(index),
             token_ids=prompt.token_ids,
             sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + index) % 2**64),
             cache_salt=self.plan.cache_salt,
             follows=index > 0,
         )
         choice = _Choice(index, prompt, self.plan, self._tokenizer)
-        record = RequestRecord()
+        record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
         with request_span("request", request.request_id) as span:
             try:
                 async with contextlib.aclosing(self._runner.run(request, record)) as events:
@@ -153,12 +160,14 @@ class Generation:
                             break
                 await self._queue.put(None)
             except Exception as error:
-                choice.outcome = "error"
-                await self._queue.put(at_its_place(error, prompt.sampling.constraint))
+                error = at_its_place(error, prompt.sampling.constraint)
+                choice.outcome, choice.why = "error", str(error)
+                await self._queue.put(error)
             finally:
-                self._metrics.observe(record, len(prompt.token_ids), choice.tokens, choice.outcome)
+                self._metrics.observe(record, choice.tokens, choice.outcome)
                 span.add_event("end", {"outcome": choice.outcome})
-                _log(record, len(prompt.token_ids), choice)
+                _log(record, choice)
+                record.end(choice.outcome, choice.why, choice.tokens)
 
 
 class _Choice:
@@ -166,6 +175,8 @@ class _Choice:
 
     def __init__(self, index: int, prompt: PromptPlan, plan: Plan, tokenizer: Tokenizer) -> None:
         self.outcome = "abort"
+        self.why = ""
+        """More about the outcome, for people."""
         self.tokens = 0
         self.ended_by_text = False
         """Whether the text has ended without the worker knowing."""
@@ -217,6 +228,8 @@ class _Choice:
     def _end(self, reason: str, delta: Delta) -> Delta:
         self.outcome = delta.finish_reason = reason
         stop = self._detokenizer.stop_reason
+        if reason == "stop":
+            self.why = "a stop string" if isinstance(stop, str) else "a token that ends it"
         delta.stop_reason = None if stop in self._eos_token_ids else stop
         return delta
 
@@ -228,14 +241,16 @@ class _Choice:
         return delta
 
 
-def _log(record: RequestRecord, prompt_tokens: int, choice: _Choice) -> None:
+def _log(record: RequestRecord, choice: _Choice) -> None:
     seconds = time.monotonic() - record.arrived
-    first = record.token_times[0] - record.arrived if record.token_times else None
+    times = record.token_times
+    first = times[0] - record.arrived if times else None
+    prefill, decode = record.workers
     log.info(
         "%s after %.3f s: %d prompt tokens (%d cached), %d generated",
         choice.outcome,
         seconds,
-        prompt_tokens,
+        record.prompt_tokens,
         record.cached_tokens,
         choice.tokens,
         extra={
@@ -243,11 +258,11 @@ def _log(record: RequestRecord, prompt_tokens: int, choice: _Choice) -> None:
             "seconds": round(seconds, 6),
             "queue_seconds": None if record.admitted is None else round(record.admitted - record.arrived, 6),
             "first_token_seconds": None if first is None else round(first, 6),
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": record.prompt_tokens,
             "cached_tokens": record.cached_tokens,
             "generated_tokens": choice.tokens,
-            "prefill_worker": record.prefill,
-            "decode_worker": record.decode,
+            "prefill_worker": prefill,
+            "decode_worker": decode,
             "attempts": record.attempts,
         },
     )

@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 from paceline.core.types import FinishReason
 from paceline.services.gateway.fleet import Worker
 from paceline.services.gateway.plan import Plan
-from paceline.services.gateway.request import RequestRecord, RequestRunner
+from paceline.services.gateway.record import RequestRecord
+from paceline.services.gateway.request import RequestRunner
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -80,7 +81,7 @@ class Metrics:
             self._n.observe(plan.n)
             self._max_tokens.observe(prompt.sampling.max_tokens)
 
-    def observe(self, record: RequestRecord, prompt_tokens: int, generated_tokens: int, outcome: str) -> None:
+    def observe(self, record: RequestRecord, generated_tokens: int, outcome: str) -> None:
         """Counts a sequence that has ended. `outcome` is its finish reason, "abort" or "error"."""
         now = time.monotonic()
         self._success.labels(self._model, outcome).inc()
@@ -90,10 +91,10 @@ class Metrics:
             return
         self._queue.observe(record.admitted - record.arrived)
         self._inference.observe(now - record.admitted)
-        self._request_prompt.observe(prompt_tokens)
+        self._request_prompt.observe(record.prompt_tokens)
         self._request_generation.observe(generated_tokens)
-        self._prompt_tokens.inc(prompt_tokens)
-        self._prefix_queries.inc(prompt_tokens)
+        self._prompt_tokens.inc(record.prompt_tokens)
+        self._prefix_queries.inc(record.prompt_tokens)
         self._prefix_hits.inc(record.cached_tokens)
         self._generation_tokens.inc(generated_tokens)
         times = record.token_times

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import re
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ BODY_SECONDS = 60.0
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/fleet")
+_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/fleet", "/trace")
 
 
 def is_valid_id(text: str) -> bool:
@@ -31,7 +32,7 @@ def is_valid_id(text: str) -> bool:
 
 class RequestIdMiddleware:
     """Takes the id from X-Request-Id or makes one, as `request.state.request_id` and in log lines, and answers with it,
-    also where nobody foresaw an error.
+    also where nobody foresaw an error. `request.state.arrived` is when the head came, on time.monotonic().
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -43,6 +44,7 @@ class RequestIdMiddleware:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         state = scope.setdefault("state", {})
+        state["arrived"] = time.monotonic()
         state["client_chose_id"] = is_valid_id(given)
         own = _ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
         state["request_id"] = given if state["client_chose_id"] else own

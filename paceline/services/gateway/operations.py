@@ -1,12 +1,13 @@
-"""The endpoints for people who run the stack: health, load, metrics and the fleet."""
+"""The endpoints for people who run the stack: health, load, metrics, the fleet, and the lives of requests."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import time
+from typing import Annotated, Any
 
 import grpc.aio
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from fastapi.responses import Response
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -14,11 +15,17 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 import paceline
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
-from paceline.services.gateway.errors import to_api_error
+from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.fleet import Worker
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.timeline import describe
+from paceline.services.gateway.traces import KEPT
 
 LEDGER_SECONDS = 1.0
+
+HOLDS = 100
+"""Holds of a host that /fleet shows where nobody asks for more; at most MOST_HOLDS."""
+MOST_HOLDS = 5000
 
 
 def make_operations(gateway: Gateway) -> APIRouter:
@@ -50,10 +57,10 @@ def make_operations(gateway: Gateway) -> APIRouter:
         return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @router.get("/fleet")
-    async def fleet() -> dict[str, Any]:
+    async def fleet(holds: Annotated[int, Query(ge=1, le=MOST_HOLDS)] = HOLDS) -> dict[str, Any]:
         workers = gateway.fleet.workers()
         hosts = [worker for worker in workers if worker.member.role == "kvtransfer"]
-        ledgers = await asyncio.gather(*(_ledger(host) for host in hosts))
+        ledgers = await asyncio.gather(*(_ledger(host, holds) for host in hosts))
         return {
             "workers": [_describe(worker) for worker in workers],
             "hosts": [
@@ -62,6 +69,17 @@ def make_operations(gateway: Gateway) -> APIRouter:
             ],
             "waiting": len(gateway.runner.line),
         }
+
+    @router.get("/trace/{request_id:path}")
+    async def trace(request_id: str) -> dict[str, Any]:
+        known = gateway.traces.find(request_id)
+        if known is None:
+            message = (
+                f"this gateway does not know the request {request_id[:128]!r}: ask the one that served it; or it was "
+                f"refused before it began, or {KEPT} newer ones have ended since"
+            )
+            raise ApiError(404, message, code="unknown_request")
+        return describe(known, gateway.traces.earlier(known), time.monotonic())
 
     return router
 
@@ -85,18 +103,23 @@ def _describe(worker: Worker) -> dict[str, Any]:
     }
 
 
-async def _ledger(host: Worker) -> dict[str, Any]:
+async def _ledger(host: Worker, most_holds: int) -> dict[str, Any]:
     """A host's block ledger as it is at this moment, or why it is not to be had."""
     stub = kvtransfer_pb2_grpc.KVTransferStub(host.channel)
+    request = kvtransfer_pb2.LedgerRequest(with_holds=True, max_holds=most_holds)
     try:
-        reply = await stub.Ledger(kvtransfer_pb2.LedgerRequest(with_holds=True), timeout=LEDGER_SECONDS)
+        reply = await stub.Ledger(request, timeout=LEDGER_SECONDS)
     except grpc.aio.AioRpcError as error:
         return {"host_id": host.member.host_id, "error": error.details() or error.code().name}
     queries = reply.prefix_queries_tokens
+    owned = sum(hold.blocks - hold.shared_blocks for hold in reply.holds) + reply.blocks_left_out
     return {
         "host_id": reply.host_id,
         "hit_rate": reply.prefix_hits_tokens / queries if queries else None,
         **{field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if field.name != "holds"},
+        # Every block is free, cached, or of a hold; whoever doubts `balanced` can add up what is shown.
+        "blocks_of_holds": owned,
+        "adds_up": reply.total == reply.free + reply.cached + owned and owned == reply.held + reply.in_flight,
         "holds": [_hold(hold) for hold in reply.holds],
     }
 

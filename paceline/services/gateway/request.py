@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from opentelemetry import trace
 
@@ -34,6 +34,7 @@ from paceline.services.gateway.attempt import (
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.placements import PlacementLog
+from paceline.services.gateway.record import AttemptRecord, RequestRecord
 from paceline.services.gateway.router import Need, place
 from paceline.services.gateway.waiting import WaitingLine
 
@@ -55,23 +56,6 @@ class GenerateRequest:
     @property
     def context_tokens(self) -> int:
         return len(self.token_ids) + self.sampling.max_tokens
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """What happened to one request; instants are of time.monotonic(), in seconds."""
-
-    arrived: float = field(default_factory=time.monotonic)
-    admitted: float | None = None
-    token_times: list[float] = field(default_factory=list)
-    """When each message with tokens came."""
-    handed_over: float | None = None
-    """When the decode worker was told."""
-    attempts: int = 0
-    """Those that a worker admitted."""
-    cached_tokens: int = 0
-    prefill: str = ""
-    decode: str = ""
 
 
 class _Progress:
@@ -115,14 +99,15 @@ class _Progress:
         """What to say when `unreachable_since` is too long ago."""
         return UnavailableError(f"{self.last_failure or 'no worker has come back in time'}; try again later")
 
-    def note(self, event: Event, record: RequestRecord) -> Event | None:
+    def note(self, event: Event, record: AttemptRecord) -> Event | None:
         """Remembers what came; returns what of it the client has not seen yet."""
         match event:
             case Generated(tokens):
-                self.generated += [token.id for token in tokens]
-                if not record.token_times:
+                if not self.generated:
                     trace.get_current_span().add_event("first token")
+                self.generated += [token.id for token in tokens]
                 record.token_times.append(time.monotonic())
+                record.tokens += len(tokens)
             case HandedOver():
                 record.handed_over = time.monotonic()
                 trace.get_current_span().add_event("handoff")
@@ -178,17 +163,18 @@ class RequestRunner:
                 attempt = await self._admit(progress, record, deadline)
                 try:
                     while True:
-                        if (event := progress.note(await attempt.next(), record)) is not None:
+                        if (event := progress.note(await attempt.next(), attempt.record)) is not None:
                             yield event
                         if isinstance(event, HandedOver):
                             self.line.wake()
                         if isinstance(event, Ended):
                             await attempt.farewell()
                             return
-                except WorkerFailedError as error:
+                except (WorkerFailedError, WorkerBusyError) as error:  # busy after it had admitted is a failure, too
+                    attempt.record.fail(str(error))
+                    if isinstance(error, WorkerBusyError):
+                        error = WorkerFailedError(str(error), error.worker, unreachable=False)
                     self._note_failure(error, progress)
-                except WorkerBusyError as error:  # after it had admitted
-                    self._note_failure(WorkerFailedError(str(error), error.worker, unreachable=False), progress)
                 finally:
                     self._discard(attempt)
                     self.line.wake()
@@ -212,28 +198,28 @@ class RequestRunner:
         """A reserved place, after waiting where there is none."""
         span = trace.get_current_span()
         span.add_event("queue")
+        again = record.attempts > 0
+        own = AttemptRecord(ahead=len(self.line))
+        record.tries.append(own)
         try:
             attempt = await self.line.admit(
-                lambda: self._try_to_admit(progress, record, deadline),
-                first=record.attempts > 0,
-                patient=progress.request.follows and record.attempts == 0,
+                lambda: self._try_to_admit(progress, own, deadline, again),
+                first=again,
+                patient=progress.request.follows and not again,
             )
         except BusyError as error:
             if progress.unreachable_since is None and self._fleet.max_model_len() >= progress.request.context_tokens:
                 raise
             raise progress.unreachable() from error
         span.add_event("admitted", {"decode": attempt.decode.member.worker_id, "attempt": progress.tries})
-        record.attempts += 1
         progress.unreachable_since = None
-        if record.admitted is None:
-            record.admitted = time.monotonic()
-            record.cached_tokens = attempt.cached_tokens
-        record.decode = attempt.decode.member.worker_id
-        record.prefill = attempt.prefill.member.worker_id if attempt.prefill is not None else ""
-        self._placements.put(progress.request.request_id, record.prefill, record.decode, record.attempts)
+        own.admitted = time.monotonic()
+        self._placements.put(progress.request.request_id, *record.workers, record.attempts)
         return attempt
 
-    async def _try_to_admit(self, progress: _Progress, record: RequestRecord, deadline: float) -> Attempt | None:
+    async def _try_to_admit(
+        self, progress: _Progress, record: AttemptRecord, deadline: float, again: bool
+    ) -> Attempt | None:
         """Asks the workers in the router's order, until one admits; None where all are full or none is there now."""
         context_tokens = progress.request.context_tokens
         refused: frozenset[str] = frozenset()
@@ -244,10 +230,11 @@ class RequestRunner:
             need = Need(context_tokens, refused, progress.failed, self._fleet.links.cut())
             placement = place(need, snapshot)
             if placement is None:
-                if record.attempts == 0 and self._fleet.max_model_len() < context_tokens:
+                if not again and self._fleet.max_model_len() < context_tokens:
                     raise NoWorkerError
                 busy |= any(c.member.role == "prefill" and not c.has_room for c in snapshot)
                 progress.unreachable_since = None if busy else progress.unreachable_since or time.monotonic()
+                record.wait_for("no worker has room" if busy else "no worker that can be reached fits")
                 return None
             attempt = Attempt(
                 self._fleet,
@@ -256,6 +243,7 @@ class RequestRunner:
                 progress.work(self._fleet.model),
                 seconds=max(deadline - time.monotonic(), 0.1),
                 stall_seconds=self._config.stall_seconds,
+                record=record,
             )
             self._running.add(attempt)
             try:
@@ -263,10 +251,12 @@ class RequestRunner:
                 return attempt
             except WorkerBusyError as error:
                 self._discard(attempt)
+                record.wait_for(str(error))
                 busy = True
                 refused |= {error.worker.member.worker_id}
             except WorkerFailedError as error:
                 self._discard(attempt)
+                record.wait_for(str(error))
                 # Nothing was begun: a worker that restarts or drains costs no attempt, however often that happens.
                 self._note_failure(error, progress, begun=not error.unreachable)
                 refused |= {error.worker.member.worker_id}

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import math
 import secrets
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -20,14 +19,14 @@ from paceline.core.telemetry import carrier_of, request_span
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import mapped_errors
-from paceline.services.common.wire import key_to_pb
 from paceline.services.kvtransfer.arena import check_room, remove_stale_arenas
 from paceline.services.kvtransfer.awake_clock import AwakeClock
 from paceline.services.kvtransfer.grpc_transport import GrpcTransport
-from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold
+from paceline.services.kvtransfer.hold import TRANSFER
 from paceline.services.kvtransfer.host_memory import HostMemory, MakeTransports
 from paceline.services.kvtransfer.layout import difference, layout_from_pb
 from paceline.services.kvtransfer.operations import apply, key_of
+from paceline.services.kvtransfer.owners import describe_holds
 from paceline.services.kvtransfer.pool import BlockEvent, Counts
 
 _TICK_SECONDS = 0.25
@@ -225,9 +224,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
 
     async def Ledger(self, request: pb.LedgerRequest, context: Context) -> pb.LedgerReply:
         snapshot = self.snapshot()
-        now = self._clock()
-        holds = self._memory.ledger.holds() if self._memory is not None and request.with_holds else []
-        return pb.LedgerReply(
+        reply = pb.LedgerReply(
             host_id=self._host_id,
             **snapshot.counts._asdict(),
             balanced=self._prove(),
@@ -236,22 +233,11 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             prefix_queries_tokens=snapshot.prefix_queries_tokens,
             prefix_hits_tokens=snapshot.prefix_hits_tokens,
             slot_bytes=snapshot.slot_bytes,
-            holds=[self._describe(hold, now) for hold in holds],
         )
-
-    def _describe(self, hold: Hold, now: float) -> pb.HoldInfo:
-        return pb.HoldInfo(
-            key=key_to_pb(hold.key),
-            state=hold.state.value,
-            owner=self._name(hold.owner),
-            writer="" if hold.writer == NOBODY else self._name(hold.writer),
-            blocks=len(hold.slots()),
-            age_ms=round((now - hold.created) * 1000),
-            expires_in_ms=0 if math.isinf(hold.deadline) else max(0, round((hold.deadline - now) * 1000)),
-        )
-
-    def _name(self, session: int) -> str:
-        return "kvtransfer" if session == TRANSFER else self._sessions.get(session, "gone")
+        if (memory := self._memory) is not None and request.with_holds:
+            holds, names = memory.ledger.holds(), {TRANSFER: "kvtransfer", **self._sessions}
+            reply.MergeFrom(describe_holds(holds, memory.layout, names, request.max_holds, self._clock()))
+        return reply
 
     # ---- workers come and go
 

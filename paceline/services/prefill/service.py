@@ -9,10 +9,12 @@ import grpc.aio
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.engine.step import Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.event_stream import RequestEvent
 from paceline.services.common.kv_client import Hold
+from paceline.services.common.reports import Reporter
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
-from paceline.services.common.worker import RequestEvent, Worker
+from paceline.services.common.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +46,19 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         try:
             opened = worker_pb2.Opened(key=key_to_pb(hold.key), source=worker.kv.source)
             await context.write(worker_pb2.PrefillEvent(opened=opened))
-            events = worker.submit(
-                worker.make_request(work, hold, list(work.token_ids), matcher, only_first_token=True)
-            )
+            computed = worker.make_request(work, hold, list(work.token_ids), matcher, only_first_token=True)
+            events, reporter = worker.submit(computed), Reporter()
             while True:
                 batch = await events.batch()
-                await self._report(batch, context)
+                reporter.note(batch)
+                await self._report_scores(batch, context)
                 if batch and isinstance(event := batch[-1], Sampled):
                     break
+                if (report := reporter.take()) is not None or (not batch and worker.goes_on):
+                    await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive(), report=report))
             # The client gets its first token now; the handoff follows behind it.
             first = worker_pb2.FirstToken(token=token_to_pb(event.token), finish_reason=reason_to_pb(event.reason))
-            await context.write(worker_pb2.PrefillEvent(first_token=first))
+            await context.write(worker_pb2.PrefillEvent(first_token=first, report=reporter.take()))
             if event.reason is not None:
                 worker.retire(hold.key)
                 return
@@ -78,11 +82,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             worker.kv.release(hold.key)
             raise
 
-    async def _report(self, batch: list[RequestEvent], context: Context) -> None:
-        """Writes what happened before the first token; or that the request waits its turn."""
+    async def _report_scores(self, batch: list[RequestEvent], context: Context) -> None:
         for event in batch:
             if isinstance(event, Scored):
                 scores = scores_to_pb(event.first, event.tokens)
                 await context.write(worker_pb2.PrefillEvent(prompt_logprobs=scores))
-        if not batch and self._worker.goes_on:
-            await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive()))

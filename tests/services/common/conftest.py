@@ -5,8 +5,9 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -38,6 +39,22 @@ class Outcome:
     scores: list[common_pb2.Token]
     alive: int = 0
     """How often a worker said that the work goes on."""
+    admitted: worker_pb2.Admitted | None = None
+    reports: list[worker_pb2.Report] = field(default_factory=list)
+
+    def note(self, event: Any) -> Any:
+        """Keeps what the worker reports with an event; returns the event."""
+        if event.HasField("report"):
+            self.reports.append(event.report)
+        return event
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """(first, tokens) of every step that computed a part of the context."""
+        return [(chunk.first, chunk.tokens) for report in self.reports for chunk in report.chunks]
+
+    def effort(self) -> worker_pb2.Effort:
+        """The newest."""
+        return [report.effort for report in self.reports if report.HasField("effort")][-1]
 
 
 class Clock:
@@ -83,7 +100,7 @@ class Host:
         try:
             await call.write(worker_pb2.DecodeCommand(admit=work))
             admitted = (await call.read()).admitted
-            outcome.cached_tokens = admitted.cached_tokens
+            outcome.cached_tokens, outcome.admitted = admitted.cached_tokens, admitted
             work.key.CopyFrom(admitted.key)
             if aggregated:
                 await call.write(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
@@ -91,7 +108,7 @@ class Host:
                 finished = await self._prefill(work, outcome, call)
                 if finished:
                     return outcome
-            while not (event := await call.read()).HasField("finished"):
+            while not (event := outcome.note(await call.read())).HasField("finished"):
                 outcome.tokens += [token.id for token in event.tokens.tokens]
                 outcome.scores += event.prompt_logprobs.tokens
                 if cancel_after is not None and len(outcome.tokens) >= cancel_after:
@@ -103,7 +120,7 @@ class Host:
     async def _prefill(self, work: common_pb2.Work, outcome: Outcome, decode: object) -> bool:
         request = worker_pb2.PrefillRequest(work=work, host_id="host")
         call = self.prefill_stub.Run(request, timeout=60)
-        while not (event := await call.read()).HasField("first_token"):
+        while not (event := outcome.note(await call.read())).HasField("first_token"):
             outcome.scores += event.prompt_logprobs.tokens
             outcome.alive += event.HasField("alive")
         first = event.first_token

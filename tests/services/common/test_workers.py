@@ -277,7 +277,7 @@ async def test_prefill_without_a_reservation_is_refused(
 async def test_who_waits_its_turn_is_said_to_be_alive(
     start_host: StartHost, save_llama: SaveTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.services.common.worker.ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr("paceline.services.common.event_stream.ALIVE_SECONDS", 0.02)
     save_llama()
     async with start_host(tmp_path, max_batched_tokens=16) as host:
         first = asyncio.create_task(host.generate(prompts(1, 2000, 2100)[0], 1))

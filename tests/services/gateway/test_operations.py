@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
@@ -127,8 +128,31 @@ async def test_the_fleet_with_the_ledger_of_each_host(stack: Stack) -> None:
     assert (answering["free"], answering["held"], answering["in_flight"], answering["cached"]) == (4, 2, 3, 1)
     assert (answering["total"], answering["balanced"], answering["hit_rate"]) == (10, True, 0.25)
     assert answering["holds"][0]["key"]["request_id"] == "r"
-    assert answering["holds"][0]["age_ms"] == 7
+    assert answering["holds"][0]["age_ms"] == 9
+    assert answering["holds"][0]["blocks_by_group"] == {"full": 2}
     assert unanswering["error"]
+
+
+async def test_what_is_shown_of_the_holds_is_bounded_and_adds_up(stack: Stack) -> None:
+    await stack.add("kvtransfer", "kv-0")
+
+    async def host(query: str = "") -> dict[str, Any]:
+        hosts = (await stack.http.get(f"/fleet{query}")).json()["hosts"]
+        return dict(hosts[0]) if hosts else {}
+
+    async def sees_it() -> bool:
+        return bool(await host())
+
+    await eventually(sees_it)
+    for query, shown in (("", 3), ("?holds=2", 2), ("?holds=1", 1)):
+        told = await host(query)
+        assert (len(told["holds"]), told["holds_left_out"]) == (shown, 3 - shown)
+        owned = sum(hold["blocks"] - hold["shared_blocks"] for hold in told["holds"]) + told["blocks_left_out"]
+        assert told["blocks_of_holds"] == owned == told["held"] + told["in_flight"]
+        assert told["adds_up"] is True
+    for wrong in ("0", "-1", "1000000", "many"):
+        answer = await stack.http.get(f"/fleet?holds={wrong}")
+        assert (answer.status_code, "holds" in answer.json()["error"]["message"]) == (400, True)
 
 
 async def test_tokenize_and_detokenize(stack: Stack) -> None:
@@ -158,7 +182,7 @@ async def test_tokenize_refuses_what_it_would_have_to_drop(stack: Stack) -> None
 
 async def test_keys_guard_the_api_and_not_the_probes(start_stack: StartStack) -> None:
     stack = await start_stack(api_key="first, second")
-    for path in ("/v1/models", "/fleet", "/v1/nothing"):
+    for path in ("/v1/models", "/fleet", "/trace/x", "/v1/nothing"):
         for headers in (
             {},
             {"Authorization": "Bearer wrong"},

@@ -12,7 +12,8 @@ from paceline.core.types import FinishReason, SamplingParams
 from paceline.services.gateway import waiting
 from paceline.services.gateway.attempt import Ended, Event, Generated
 from paceline.services.gateway.placements import PlacementLog
-from paceline.services.gateway.request import GenerateRequest, RequestRecord, RequestRunner
+from paceline.services.gateway.record import RequestRecord
+from paceline.services.gateway.request import GenerateRequest, RequestRunner
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
 
 BROKEN = UnavailableError("kvtransfer does not answer")

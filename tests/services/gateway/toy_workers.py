@@ -147,13 +147,20 @@ class ToyWorker(
         async with mapped_errors(context), _Tracked(self, request.work, context) as call:
             work = request.work
             await self._progress(call, ADMISSION, context)
-            await context.write(worker_pb2.PrefillEvent(opened=worker_pb2.Opened(key=work.key, source=f"kv of {self.host_id}")))
+            await context.write(
+                worker_pb2.PrefillEvent(opened=worker_pb2.Opened(key=work.key, source=f"kv of {self.host_id}"))
+            )
             await self._progress(call, 0, context)
+            chunks = self._chunks(len(work.token_ids))
+            for chunk in chunks[:-1]:
+                report = worker_pb2.Report(chunks=[chunk])
+                await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive(), report=report))
             for scores in self._scores(work):
                 await context.write(worker_pb2.PrefillEvent(prompt_logprobs=scores))
             token, reason = self._token(work, len(work.token_ids) - work.prompt_tokens)
             first = worker_pb2.FirstToken(token=token, finish_reason=reason)
-            await context.write(worker_pb2.PrefillEvent(first_token=first))
+            report = worker_pb2.Report(chunks=chunks[-1:])
+            await context.write(worker_pb2.PrefillEvent(first_token=first, report=report))
             if reason == common_pb2.FINISH_REASON_NONE:
                 await self._progress(call, 1, context)
                 key = common_pb2.Key(
@@ -167,7 +174,9 @@ class ToyWorker(
         work = (await anext(commands)).admit
         async with mapped_errors(context), _Tracked(self, work, context) as call:
             await self._progress(call, ADMISSION, context)
-            admitted = worker_pb2.Admitted(key=work.key, cached_tokens=min(16, work.prompt_tokens - 1))
+            admitted = worker_pb2.Admitted(
+                key=work.key, cached_tokens=min(16, work.prompt_tokens - 1), blocks=5, cached_blocks=1
+            )
             await context.write(worker_pb2.DecodeEvent(admitted=admitted))
             command = await anext(commands, None)
             if command is None:
@@ -186,6 +195,9 @@ class ToyWorker(
                 if (command.handoff.key.generation, command.handoff.first_token_id) != (2, expected.id):
                     raise InvalidRequestError("this handoff is not for this worker")
                 position += 1
+                adopted = worker_pb2.Adopted(blocks=3, bytes_moved=12288, path="carrier pigeon", adopt_ms=0.01)
+                report = worker_pb2.Report(adopted=adopted)
+                await context.write(worker_pb2.DecodeEvent(alive=common_pb2.Alive(), report=report))
             else:
                 for scores in self._scores(work):
                     await context.write(worker_pb2.DecodeEvent(prompt_logprobs=scores))
@@ -199,7 +211,9 @@ class ToyWorker(
             token, reason = self._token(work, position + count)
             await context.write(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=[token])))
             if reason != common_pb2.FINISH_REASON_NONE:
-                await context.write(worker_pb2.DecodeEvent(finished=worker_pb2.Finished(reason=reason)))
+                effort = worker_pb2.Effort(steps=count + 1, drafts=4, draft_tokens=9, accepted_tokens=5, preemptions=2)
+                finished, report = worker_pb2.Finished(reason=reason), worker_pb2.Report(effort=effort)
+                await context.write(worker_pb2.DecodeEvent(finished=finished, report=report))
                 return
 
     async def _progress(self, call: Call, count: int, context: grpc.aio.ServicerContext) -> None:
@@ -213,6 +227,14 @@ class ToyWorker(
                 if self.alive_seconds is not None:
                     await context.write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
         await asyncio.sleep(self.token_delay)
+
+    @staticmethod
+    def _chunks(context_tokens: int) -> list[worker_pb2.Chunk]:
+        """Four tokens a step."""
+        return [
+            worker_pb2.Chunk(first=first, tokens=min(4, context_tokens - first), step_ms=0.5)
+            for first in range(0, context_tokens, 4)
+        ]
 
     def _token(self, work: common_pb2.Work, position: int) -> tuple[common_pb2.Token, int]:
         sampling = work.sampling
@@ -245,7 +267,14 @@ class ToyWorker(
                         await self.resume.wait()
                 if self.alive_seconds is not None:
                     await context.write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
-        hold = kvtransfer_pb2.HoldInfo(key=common_pb2.Key(request_id="r", attempt=1, generation=1), owner="d", age_ms=7)
+        key = common_pb2.Key(request_id="r", attempt=1, generation=1)
+        holds = [
+            kvtransfer_pb2.HoldInfo(
+                key=key, owner="d", age_ms=9 - index, blocks=2, shared_blocks=index, blocks_by_group={"full": 2}
+            )
+            for index in range(3)
+        ]
+        shown, left_out = holds[: request.max_holds], holds[request.max_holds :]
         return kvtransfer_pb2.LedgerReply(
             host_id=self.host_id,
             total=10,
@@ -256,7 +285,10 @@ class ToyWorker(
             balanced=True,
             prefix_queries_tokens=100,
             prefix_hits_tokens=25,
-            holds=[hold],
+            holds=shown,
+            holds_left_out=len(left_out),
+            # One that is never shown has the last two.
+            blocks_left_out=2 + sum(hold.blocks - hold.shared_blocks for hold in left_out),
         )
 
 

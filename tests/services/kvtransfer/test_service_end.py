@@ -106,6 +106,8 @@ async def test_the_ledger_shows_who_has_what(host: Host) -> None:
             blocks=3,
             age_ms=3000,
             expires_in_ms=int(LEASE * 1000) - 1000,
+            blocks_by_group={"g0": 3},
+            token_count=48,
         )
     ]
 

@@ -1,0 +1,46 @@
+"""What commands ask of a gateway, over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError, UnavailableError
+
+SECONDS = 5.0
+
+
+def fetch(url: str, path: str, api_key: str) -> dict[str, Any]:
+    """The JSON object at `path` of the gateway at `url`.
+
+    Raises:
+        InvalidRequestError: the gateway refuses; in its words, where it has some.
+        UnavailableError: there is no gateway.
+    """
+    try:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("not an http URL")
+        request = urllib.request.Request(f"{url.rstrip('/')}{path}")
+        if api_key:
+            request.add_header("Authorization", f"Bearer {api_key}")
+        with urllib.request.urlopen(request, timeout=SECONDS) as response:
+            answer = json.load(response)
+        if not isinstance(answer, dict):
+            raise ValueError("its answer is no JSON object")
+    except urllib.error.HTTPError as error:
+        raise InvalidRequestError(f"{url} answers {error.code}: {_reason(error)}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise UnavailableError(f"no gateway at {url} ({reason}); name it with --url") from error
+    return answer
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        with error:
+            return str(json.load(error)["error"]["message"])
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+        return error.reason

@@ -1,0 +1,173 @@
+"""A trace as JSON. Pure. Instants and durations are in milliseconds, instants from the request's arrival on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.services.gateway.record import AttemptRecord, Gaps, Place, RequestRecord, gaps_of
+from paceline.services.gateway.traces import Trace
+
+EARLIER = 10
+"""Older requests with the same id that are named."""
+
+Json = dict[str, Any]
+Clock = Callable[[float | None], float | None]
+"""From an instant of time.monotonic() to milliseconds; None where it has not come."""
+
+
+def describe(trace: Trace, earlier: Sequence[Trace], now: float) -> Json:
+    """What is known of a request by `now`, on time.monotonic().
+
+    Args:
+        earlier: older requests with the same id, the newest first.
+    """
+
+    def at(instant: float | None) -> float | None:
+        return None if instant is None else _ms(instant - trace.arrived)
+
+    return {
+        "request_id": trace.request_id,
+        "own_id": trace.own_id,
+        "earlier": [each.own_id for each in earlier[:EARLIER]],
+        "state": trace.outcome or "running",
+        "arrived": trace.clock.isoformat(timespec="milliseconds"),
+        "ms": at(now if trace.ended is None else trace.ended),
+        "endpoint": trace.endpoint,
+        "streamed": trace.streamed,
+        "asked": trace.asked,
+        "sequences": trace.sequences,
+        "parts": [_part(trace, record, at) for record in sorted(trace.records, key=lambda record: record.index)],
+        "parts_left_out": trace.left_out,
+    }
+
+
+def _part(trace: Trace, record: RequestRecord, at: Clock) -> Json:
+    end = {
+        "at_ms": at(record.ended),
+        "reason": record.outcome,
+        "why": record.why,
+        "generated_tokens": record.generated_tokens,
+        "attempts": record.attempts,
+    }
+    return {
+        "index": record.index,
+        "sequence_id": trace.sequence_id(record.index),
+        "began_ms": at(record.arrived),
+        "prompt_tokens": record.prompt_tokens,
+        "max_tokens": record.max_tokens,
+        "attempts": [_attempt(attempt, at) for attempt in record.tries],
+        "end": None if record.ended is None else end,
+    }
+
+
+def _attempt(attempt: AttemptRecord, at: Clock) -> Json:
+    return {
+        "attempt": attempt.number,
+        "queue": {
+            "began_ms": at(attempt.queued),
+            "ms": None if attempt.admitted is None or attempt.asked is None else _ms(attempt.asked - attempt.queued),
+            "ahead": attempt.ahead,
+            "waited_for": dict(attempt.waited_for),
+        },
+        "admission": _admission(attempt, at),
+        "prefill": _prefill(attempt, at),
+        "first_token_ms": at(attempt.token_times[0] if attempt.token_times else None),
+        "handoff": _handoff(attempt, at),
+        "decode": _decode(attempt, at),
+        "failure": None if attempt.failed is None else {"at_ms": at(attempt.failed), "reason": attempt.failure},
+    }
+
+
+def _admission(attempt: AttemptRecord, at: Clock) -> Json | None:
+    """None while no worker has taken it."""
+    if attempt.admitted is None:
+        return None
+    return {
+        "asked_ms": at(attempt.asked),
+        "at_ms": at(attempt.admitted),
+        "decode": _place(attempt.decode),
+        "prefill": _place(attempt.prefill),
+        "context_tokens": attempt.context_tokens,
+        "cached_tokens": attempt.cached_tokens,
+        "blocks": attempt.blocks,
+        "cached_blocks": attempt.cached_blocks,
+    }
+
+
+def _prefill(attempt: AttemptRecord, at: Clock) -> Json | None:
+    """Steps that computed the context, on whichever worker; None where none has been reported."""
+    chunks = attempt.chunks
+    if not chunks.count:
+        return None
+    return {
+        # A short step may have begun before the gateway knew that it was admitted.
+        "began_ms": at(max(chunks.began, attempt.admitted or 0.0)),
+        "ended_ms": at(chunks.ended),
+        "tokens": chunks.tokens,
+        "steps": chunks.count,
+        "steps_ms": _ms(chunks.step_seconds),
+        "chunks": [
+            {
+                "at_ms": at(chunk.at),
+                "worker": chunk.worker,
+                "first": chunk.first,
+                "tokens": chunk.tokens,
+                "step_ms": _ms(chunk.step_seconds),
+            }
+            for chunk in chunks.kept
+        ],
+        "chunks_left_out": chunks.count - len(chunks.kept),
+    }
+
+
+def _handoff(attempt: AttemptRecord, at: Clock) -> Json | None:
+    """None until the prefill worker has filled the blocks, and where there is none."""
+    if attempt.filled is None:
+        return None
+    adopted = attempt.adopted
+    described: Json = {"filled_ms": at(attempt.filled), "told_ms": at(attempt.handed_over)}
+    if adopted is None or attempt.handed_over is None:
+        return described | {"adopted_ms": None, "ms": None, "blocks": None, "bytes_moved": None, "path": None}
+    # The worker's clock is another one: what it says is how long it took.
+    done = attempt.handed_over + adopted.adopt_ms / 1000
+    return described | {
+        "adopted_ms": at(done),
+        "ms": _ms(done - attempt.filled),
+        "blocks": adopted.blocks,
+        "bytes_moved": adopted.bytes_moved,
+        "path": adopted.path,
+    }
+
+
+def _decode(attempt: AttemptRecord, at: Clock) -> Json | None:
+    """None where the decode worker has sent no token. Counts of steps and drafts are as new as its last report."""
+    times, effort = attempt.decode_times, attempt.effort
+    if not times:
+        return None
+    return {
+        "first_token_ms": at(times[0]),
+        "last_token_ms": at(times[-1]),
+        "tokens": attempt.decode_tokens,
+        "between_tokens": _gaps(attempt.gaps or gaps_of(times)),
+        "steps": None if effort is None else effort.steps,
+        "drafts": None if effort is None else effort.drafts,
+        "draft_tokens": None if effort is None else effort.draft_tokens,
+        "accepted_tokens": None if effort is None else effort.accepted_tokens,
+        "preemptions": None if effort is None else effort.preemptions,
+    }
+
+
+def _gaps(gaps: Gaps | None) -> Json | None:
+    """Between two messages with tokens; tokens that were there together come together."""
+    if gaps is None:
+        return None
+    return {"p50_ms": _ms(gaps.p50), "p99_ms": _ms(gaps.p99), "max_ms": _ms(gaps.longest)}
+
+
+def _place(place: Place | None) -> Json | None:
+    return None if place is None else {"worker": place.worker, "host": place.host}
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

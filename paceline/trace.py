@@ -1,0 +1,149 @@
+"""`paceline trace`: one request's life, from what a gateway knows of it."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline.client import fetch
+
+CHUNKS_SHOWN = 8
+"""Of one attempt, beside the last one."""
+
+Json = Mapping[str, Any]
+Line = tuple[float | None, str, str]
+"""Milliseconds from the request's arrival, what, and more about it."""
+
+
+def trace(request_id: str, url: str, api_key: str, as_json: bool) -> None:
+    """Prints what the gateway at `url` knows of a request. Raises what `fetch` does."""
+    # Dots, too: "." and ".." mean something in a path.
+    name = urllib.parse.quote(request_id, safe="").replace(".", "%2E")
+    told = fetch(url, f"/trace/{name}", api_key)
+    print(json.dumps(told, indent=2) if as_json else "\n".join(render(told)))
+
+
+def render(told: Json) -> list[str]:
+    """The lines of a trace as the gateway tells it."""
+    lines = [
+        f"{told['request_id']}: {told['state']} after {told['ms']:.1f} ms",
+        f"{_asked(told)}; arrived {told['arrived']}",
+    ]
+    if told["earlier"]:
+        lines.append(f"earlier requests with this id: {', '.join(told['earlier'])}")
+    for part in told["parts"]:
+        several = f"choice {part['index']}: " if told["sequences"] > 1 else ""
+        lines += ["", f"{several}{part['prompt_tokens']} prompt tokens, at most {part['max_tokens']} to generate"]
+        lines.append(f"workers know it as {part['sequence_id']}")
+        lines += [_row(*line) for line in _part(part)]
+    if left := told["sequences"] - len(told["parts"]):
+        lines += ["", f"{left} more choices, which have not begun or were left out"]
+    return lines
+
+
+def _asked(told: Json) -> str:
+    asked = told["asked"]
+    words = [told["endpoint"] + (", streamed" if told["streamed"] else "")]
+    if told["sequences"] > 1:
+        words.append(f"{asked['prompts']} x {asked['n']} choices")
+    words.append("greedy" if asked["sampling"] == "greedy" else f"random, temperature {asked['temperature']:g}")
+    if asked["structured_output"]:
+        words.append(f"structured output: {asked['structured_output']}")
+    if asked["stop_strings"]:
+        words.append(f"{asked['stop_strings']} stop strings")
+    return "; ".join(words)
+
+
+def _part(part: Json) -> Iterator[Line]:
+    yield part["began_ms"], "begin", ""
+    for attempt in part["attempts"]:
+        yield from sorted(_attempt(attempt), key=lambda line: line[0] or 0.0)
+    if end := part["end"]:
+        why = f": {end['why']}" if end["why"] else ""
+        tokens = f"{end['generated_tokens']} tokens in {_count(end['attempts'], 'attempt')}"
+        yield end["at_ms"], "end", f"{end['reason']}{why}; {tokens}"
+
+
+def _attempt(attempt: Json) -> Iterator[Line]:
+    yield from _queue(attempt["queue"], attempt["admission"])
+    if admission := attempt["admission"]:
+        prefill = f"prefill {_place(admission['prefill'])}, " if admission["prefill"] else ""
+        yield admission["asked_ms"], f"attempt {attempt['attempt']}", f"{prefill}decode {_place(admission['decode'])}"
+        yield (
+            admission["at_ms"],
+            "admitted",
+            f"{admission['cached_tokens']} of {admission['context_tokens']} tokens cached: "
+            f"{admission['cached_blocks']} of {admission['blocks']} blocks reused",
+        )
+    if prefill := attempt["prefill"]:
+        yield from _prefill(prefill)
+    if attempt["first_token_ms"] is not None:
+        yield attempt["first_token_ms"], "first token", ""
+    if handoff := attempt["handoff"]:
+        yield from _handoff(handoff)
+    if decode := attempt["decode"]:
+        yield from _decode(decode)
+    if failure := attempt["failure"]:
+        yield failure["at_ms"], "FAILED", failure["reason"]
+
+
+def _queue(queue: Json, admission: Json | None) -> Iterator[Line]:
+    words = [f"{queue['ms']:.1f} ms" if admission else "waits"] + [f"{queue['ahead']} before it"] * bool(queue["ahead"])
+    for reason, times in queue["waited_for"].items():
+        words.append(reason + (f" ({times} times)" if times > 1 else ""))
+    yield queue["began_ms"], "queue", "; ".join(words)
+
+
+def _prefill(prefill: Json) -> Iterator[Line]:
+    steps = f"{prefill['tokens']} tokens in {_count(prefill['steps'], 'chunk')}, {prefill['steps_ms']:.1f} ms of steps"
+    yield prefill["began_ms"], "prefill", steps
+    chunks: Sequence[Json] = prefill["chunks"]
+    shown = [*chunks[:CHUNKS_SHOWN], *chunks[CHUNKS_SHOWN:][-1:]]
+    for chunk in shown:
+        last = chunk["first"] + chunk["tokens"] - 1
+        yield (
+            chunk["at_ms"],
+            "  chunk",
+            f"tokens {chunk['first']}-{last} on {chunk['worker']}: {chunk['step_ms']:.1f} ms",
+        )
+    if left := prefill["steps"] - len(shown):
+        yield prefill["ended_ms"], "  chunks", f"{left} more"
+
+
+def _handoff(handoff: Json) -> Iterator[Line]:
+    yield handoff["filled_ms"], "filled", ""
+    if handoff["adopted_ms"] is None:
+        yield handoff["told_ms"], "handoff", "not known to be over"
+        return
+    moved = f"{handoff['blocks']} blocks, {handoff['bytes_moved']} bytes moved, path: {handoff['path']}"
+    yield handoff["adopted_ms"], "handoff", f"{moved}; {handoff['ms']:.1f} ms"
+
+
+def _decode(decode: Json) -> Iterator[Line]:
+    yield decode["first_token_ms"], "decode", "first token"
+    words = [_count(decode["tokens"], "token")]
+    if decode["steps"] is not None:
+        words.append(_count(decode["steps"], "step"))
+    if gaps := decode["between_tokens"]:
+        words.append(
+            "between tokens " + ", ".join(f"{name} {gaps[f'{name}_ms']:.1f}" for name in ("p50", "p99", "max")) + " ms"
+        )
+    if decode["drafts"]:
+        words.append(f"{decode['accepted_tokens']} of {decode['draft_tokens']} drafts accepted")
+    if decode["preemptions"]:
+        words.append(_count(decode["preemptions"], "preemption"))
+    yield decode["last_token_ms"], "decode", "last token so far; " + "; ".join(words)
+
+
+def _place(place: Json) -> str:
+    return f"{place['worker']} on {place['host']}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _row(at: float | None, what: str, more: str) -> str:
+    return f"{'' if at is None else format(at, '.1f'):>10}  {what:<11} {more}".rstrip()

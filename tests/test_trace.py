@@ -1,0 +1,154 @@
+"""How `paceline trace` prints what a gateway tells, and what it says where there is nothing to print."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.cli import main
+from paceline.trace import CHUNKS_SHOWN, render
+
+
+def chunk(index: int) -> dict[str, Any]:
+    return {"at_ms": 10.0 + index, "worker": "prefill-0", "first": 512 * index, "tokens": 512, "step_ms": 0.9}
+
+
+def attempt(**parts: Any) -> dict[str, Any]:
+    nothing = dict.fromkeys(("admission", "prefill", "first_token_ms", "handoff", "decode", "failure"))
+    queue = {"began_ms": 2.0, "ms": None, "ahead": 0, "waited_for": {}}
+    return {"attempt": 1, "queue": queue, **nothing, **parts}
+
+
+def told(*attempts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    part = {"index": 0, "sequence_id": "r-1", "began_ms": 1.0, "prompt_tokens": 7, "max_tokens": 9, "end": None}
+    asked = {"prompts": 1, "n": 1, "sampling": "random", "temperature": 0.7}
+    asked |= {"structured_output": "regex", "stop_strings": 0}
+    return {
+        "request_id": "r", "state": "running", "ms": 33.0, "earlier": [], "arrived": "2026-01-02T03:04:05.678+00:00",
+        "endpoint": "/v1/completions", "streamed": True, "asked": asked, "sequences": 1,
+        "parts": [{**part, "attempts": list(attempts)}], **fields,
+    }  # fmt: skip
+
+
+def test_a_request_that_waits() -> None:
+    waiting = attempt(queue={"began_ms": 2.0, "ms": None, "ahead": 3, "waited_for": {"no worker has room": 4}})
+    head, asked, *lines = render(told(waiting, earlier=["r-0"]))
+    assert head == "r: running after 33.0 ms"
+    assert asked.startswith("/v1/completions, streamed; random, temperature 0.7; structured output: regex; arrived")
+    assert lines[0] == "earlier requests with this id: r-0"
+    assert lines[-1] == "       2.0  queue       waits; 3 before it; no worker has room (4 times)"
+
+
+def test_long_prompts_are_cut_in_the_middle() -> None:
+    chunks = [chunk(index) for index in range(20)]
+    prefill = {"began_ms": 9.0, "ended_ms": 60.0, "tokens": 50 * 512, "steps": 50, "steps_ms": 45.0}
+    lines = render(told(attempt(prefill={**prefill, "chunks": chunks, "chunks_left_out": 30})))
+    assert "50 chunks, 45.0 ms of steps" in lines[-1 - CHUNKS_SHOWN - 2]
+    assert [line for line in lines if "tokens 9728-10239 on prefill-0" in line]
+    assert lines[-1] == f"      60.0    chunks    {50 - CHUNKS_SHOWN - 1} more"
+
+
+def test_a_handoff_that_is_not_known_to_be_over_and_a_failure() -> None:
+    handoff = {"filled_ms": 20.0, "told_ms": 20.5, "adopted_ms": None}
+    lines = render(told(attempt(handoff=handoff, failure={"at_ms": 30.0, "reason": "decode worker d: gone"})))
+    assert lines[-3:] == [
+        "      20.0  filled",
+        "      20.5  handoff     not known to be over",
+        "      30.0  FAILED      decode worker d: gone",
+    ]
+
+
+def test_choices_that_are_not_shown_are_counted() -> None:
+    lines = render(told(attempt(), sequences=5))
+    assert any(line.startswith("choice 0: 7 prompt tokens") for line in lines)
+    assert lines[-1].startswith("4 more choices")
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Something that answers HTTP with what a test wants, and keeps the path and the key that it was asked with."""
+    seen: dict[str, Any] = {"status": 200, "body": b"{}"}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.update(path=self.path, key=self.headers.get("Authorization"))
+            self.send_response(seen["status"])
+            self.send_header("content-length", str(len(seen["body"])))
+            self.end_headers()
+            self.wfile.write(seen["body"])
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}", seen
+        running.shutdown()
+        thread.join()
+
+
+def test_an_id_with_odd_characters_is_asked_for_as_it_is(
+    server: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, seen = server
+    assert main(["trace", "../a b?c#ü", "--url", f"{url}/", "--json", "--api-key", "secret"]) == 0
+    assert seen["path"] == "/trace/%2E%2E%2Fa%20b%3Fc%23%C3%BC"
+    assert seen["key"] == "Bearer secret"
+    assert capsys.readouterr().out == "{}\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "code", "sentence"),
+    [
+        (404, b'{"error": {"message": "unknown to me"}}', 2, "answers 404: unknown to me"),
+        (401, b'{"error": {"message": "a key is needed"}}', 2, "answers 401: a key is needed"),
+        (502, b"<html>", 2, "answers 502: Bad Gateway"),
+        (404, b'{"error": "text"}', 2, "answers 404: Not Found"),
+        (200, b"<html>", 1, "name it with --url"),
+        (200, b"[]", 1, "name it with --url"),
+    ],
+)
+def test_a_refusal_is_told_in_the_words_of_the_gateway(
+    server: tuple[str, dict[str, Any]],
+    status: int,
+    body: bytes,
+    code: int,
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, seen = server
+    seen.update(status=status, body=body)
+    assert main(["trace", "x", "--url", url]) == code
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:8000", "file:///etc/hostname", "http://[", "http://"])
+def test_without_a_gateway_there_is_one_clear_sentence(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "x", "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"paceline: no gateway at {url} (")
+    assert error.endswith("; name it with --url\n")
+
+
+def test_what_does_not_speak_http_is_no_gateway(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert main(["trace", "x", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
+        thread.join()
+    assert "name it with --url" in capsys.readouterr().err
