@@ -31,6 +31,7 @@ from paceline.core.config import (
     load_config,
 )
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
+from paceline.services.common.secret import make_secret
 from paceline.top import top
 
 OVERVIEW = """\
@@ -50,6 +51,7 @@ one service each, for containers and clusters
 tools
   top                 show the fleet and its speed, live
   prepare MODEL       fetch or convert a model and print its folder
+  token FILE          make the secret by which services know each other
   version             print the version
 
 examples
@@ -82,6 +84,7 @@ SERVICES = {
 _GROUPS = ("model", "fleet", "compute", "memory", "limits", "network", "cluster", "logs")
 _METAVARS = {
     "advertise": "HOST",
+    "auth_token_file": "FILE",
     "chat_template": "FILE",
     "kvtransfer_address": "ADDRESS",
     "port": "PORT",
@@ -132,6 +135,8 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("--api-key", default="", metavar="KEY", help="key to send; empty takes $PACELINE_API_KEY")
     watch.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks [%(default)s]")
     watch.add_argument("--count", type=int, default=0, metavar="N", help="looks to print; 0 goes on")
+    token = _add_command(commands, "token", "FILE", "Make the secret for --auth-token-file; one that is there stays.")
+    token.add_argument("file", type=Path, metavar="FILE", help="file to write, for this user alone")
     _add_command(commands, "version", "", "Print the version.")
     return parser
 
@@ -142,6 +147,8 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
     elif name == "top":
         key = arguments["api_key"] or next(iter(env.api_keys()), "")
         top(arguments["url"], key, max(arguments["interval"], 0.1), arguments["count"])
+    elif name == "token":
+        make_secret(arguments["file"])
     elif name == "prepare":
         cache_dir = Path(arguments.get("cache_dir", ServeConfig().cache_dir))
         _prepare(arguments["model"], cache_dir, arguments.get("quantization", "none"))

@@ -41,5 +41,9 @@ class UnavailableError(PacelineError):
     """The other side is gone, draining or unreachable."""
 
 
+class RefusedError(ConfigError):
+    """The other side does not know us: we lack its secret. To try again, there or elsewhere, is of no use."""
+
+
 class StaleError(PacelineError):
     """The hold belongs to somebody else now, was released, or has expired."""

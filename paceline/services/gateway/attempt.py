@@ -283,7 +283,8 @@ def _error_of(error: grpc.aio.AioRpcError, worker: Worker) -> PacelineError:
         return mapped
     if isinstance(mapped, BusyError):
         return WorkerBusyError(str(mapped), worker)
-    return WorkerFailedError(str(mapped), worker, error.code() is grpc.StatusCode.UNAVAILABLE)
+    elsewhere = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+    return WorkerFailedError(str(mapped), worker, error.code() in elsewhere)
 
 
 def _scores(message: common_pb2.PromptLogprobs) -> PromptScores:

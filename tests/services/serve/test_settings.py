@@ -26,7 +26,7 @@ CONFIG = ServeConfig(
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "stack.toml"
-    path.write_text(stack_settings(CONFIG, Path("/cache/ä 🚲"), "unix:///redis.sock", cluster="c1"))
+    path.write_text(stack_settings(CONFIG, Path("/cache/ä 🚲"), "unix:///redis.sock", "c1", Path("/run/secret")))
     return path
 
 
