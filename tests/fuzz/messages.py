@@ -33,6 +33,7 @@ class Method:
     """One method of the wire."""
 
     path: str
+    service: str
     request: type[Message]
 
 
@@ -43,7 +44,7 @@ def methods() -> list[Method]:
         if module.name.endswith("_pb2"):
             files.append(importlib.import_module(f"paceline.proto.{module.name}").DESCRIPTOR)
     return [
-        Method(f"/{service.full_name}/{method.name}", GetMessageClass(method.input_type))
+        Method(f"/{service.full_name}/{method.name}", service.name.lower(), GetMessageClass(method.input_type))
         for file in files
         for service in file.services_by_name.values()
         for method in service.methods

@@ -29,7 +29,7 @@ from tests.fuzz import raw
 from tests.fuzz.calls import Caller, Valid
 from tests.fuzz.stack import ROLES, FuzzStack, Usage, fuzz_stack, log_lines
 
-ATTACKERS = 4
+ATTACKERS = 8
 """At a time, on one port."""
 MOST_GROWTH_BYTES = 48 << 20
 """Of a process's own memory, from the first attacks on: caches fill, allocators keep what they had."""
@@ -91,7 +91,7 @@ async def attack(stack: FuzzStack, role: str, secret: Secret, valid: Valid, seco
 
     async def one(number: int) -> None:
         rng = random.Random(f"{seed}-{role}-{number}")
-        caller = Caller(stack.addresses[role], secret, valid, rng)
+        caller = Caller(role, stack.addresses[role], secret, valid, rng)
         while time.monotonic() < end:
             kind = rng.choice(("noise", "http1", "http2", "calls", "calls", "calls", "calls"))
             if role == "gateway":

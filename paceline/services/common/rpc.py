@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # missing in the stubs
 
@@ -168,6 +169,8 @@ async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None
         await _abort(context, code, str(error), ((_PARAM, param),) if param else ())
     except grpc.aio.AbortError:
         raise
+    except DecodeError as error:
+        await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"a message of this call cannot be read: {error}")
     except Exception as error:
         log.exception("unexpected error in a call")
         await _abort(context, grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")

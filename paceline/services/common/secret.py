@@ -49,13 +49,15 @@ def read_secret(file: str) -> Secret:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"cannot read --auth-token-file {file}: {error.strerror}; {_ADVICE}") from error
-    with os.fdopen(descriptor, "rb") as opened:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"--auth-token-file {file} is no file; {_ADVICE}")
         if status.st_mode & 0o077:
             raise ConfigError(f"others may read --auth-token-file {file}: chmod 600 it, and change the secret")
-        text = opened.read(_MOST_BYTES + 1).decode("latin-1").strip()
+        text = os.read(descriptor, _MOST_BYTES).decode("latin-1").strip()
+    finally:
+        os.close(descriptor)
     if _SECRET.fullmatch(text) is None:
         raise ConfigError(
             f"--auth-token-file {file} must hold one line of 16 to 1024 visible ASCII characters; {_ADVICE}"

@@ -74,6 +74,7 @@ class _Attempt:
             # The gateway's silence needs no deadline: when it goes, the call is cancelled.
             command = await _next(commands, "handoff", "prefill_here")
             if command.HasField("handoff"):
+                self._worker.check_handoff(self._work, command.handoff)
                 hold = await self._worker.kv.adopt(key_from_pb(command.handoff.key))
                 self._key = hold.key
                 self._token_ids.append(command.handoff.first_token_id)

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc.aio
 
-from paceline.core.errors import ConfigError, InvalidRequestError, PacelineError, UnavailableError
+from paceline.core.errors import BusyError, ConfigError, InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
@@ -34,6 +34,8 @@ _CHECK_SECONDS = 5.0
 _MAX_OPERATIONS = 4096
 """In one batch: it is applied in one go, and nobody else is served meanwhile."""
 _MAX_SLOTS = 1 << 22
+_MAX_SESSIONS = 1024
+_MAX_NAME = 256
 
 log = logging.getLogger(__name__)
 
@@ -212,8 +214,12 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     def _join(self, request: pb.AttachRequest) -> tuple[int, _Shaped]:
         if self._closing.is_set():
             raise UnavailableError("the kvtransfer service is stopping")
-        if not request.worker_id:
-            raise InvalidRequestError("worker_id is empty")
+        if not 0 < len(request.worker_id) <= _MAX_NAME:
+            raise InvalidRequestError(f"worker_id must have 1 to {_MAX_NAME} characters")
+        if len(request.role) > _MAX_NAME:
+            raise InvalidRequestError(f"role may have {_MAX_NAME} characters")
+        if len(self._sessions) >= _MAX_SESSIONS:
+            raise BusyError(f"{_MAX_SESSIONS} workers have a session; no host runs so many")
         layout = layout_from_pb(request.layout)
         shaped = self._shaped
         if shaped is not None and shaped.layout != layout and not self._sessions:
