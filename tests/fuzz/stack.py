@@ -51,13 +51,14 @@ class FuzzStack:
         self.secret: Secret = read_secret(str(folder / "secret"))
         self.addresses = {role: f"127.0.0.1:{free_port()}" for role in ROLES}
         self.processes: dict[str, Process] = {}
-        self._folder = folder
+        self.folder = folder
+        self.redis = f"unix://{folder / 'redis.sock'}"
 
-    def start(self, redis: str) -> None:
+    def start(self) -> None:
         settings = {
-            "redis": redis,
+            "redis": self.redis,
             "cluster": "fuzz",
-            "auth_token_file": str(self._folder / "secret"),
+            "auth_token_file": str(self.folder / "secret"),
             "model": str(self.model),
             "served_model_name": "m",
             "kv_memory": "4MiB",
@@ -65,13 +66,13 @@ class FuzzStack:
             "threads": 1,
             "kvtransfer_address": self.addresses["kvtransfer"],
         }
-        file = self._folder / "fuzz.toml"
+        file = self.folder / "fuzz.toml"
         file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
         for role in ROLES:
             port = self.addresses[role].rpartition(":")[2]
             name = [f"--worker-id={role}"] if role in ("prefill", "decode") else []
             self.processes[role] = Process(
-                self._folder / f"{role}.log", role, f"--config={file}", f"--port={port}", *name
+                self.folder / f"{role}.log", role, f"--config={file}", f"--port={port}", *name
             )
         for role in ROLES[:-1]:
             self.processes[role].wait_for(" serves at ")
@@ -150,7 +151,7 @@ def fuzz_stack(folder: Path) -> Iterator[FuzzStack]:
     stack = FuzzStack(folder)
     with ValkeyServer(port=0, data_dir=folder, unix_socket_path=folder / "redis.sock"):
         try:
-            stack.start(f"unix://{folder / 'redis.sock'}")
+            stack.start()
             yield stack
         finally:
             stack.stop()
