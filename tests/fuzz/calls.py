@@ -125,6 +125,9 @@ class Caller:
                 if self.rng.random() < 0.1:
                     await asyncio.sleep(self.rng.uniform(0, 0.05))
             if self.rng.random() < 0.1:
+                if self.rng.random() < 0.2:  # with the whole connection
+                    await self._channel.close(None)
+                    self._channel = open_channel(self.address, self.secret)
                 return  # cut off by the cancellation below
             if self.rng.random() < 0.6:
                 await call.done_writing()

@@ -86,8 +86,9 @@ class RpcServer:
 
     def __init__(self, host: str, port: int, name: str = "", secret: Secret = _OPEN) -> None:
         guards = (RequireSecret(secret),) if secret else ()
-        # so_reuseport off: a second start on a taken port must fail.
-        self.server = grpc.aio.server(interceptors=guards, options=(*_OPTIONS, ("grpc.so_reuseport", 0)))
+        # so_reuseport off: a second start on a taken port must fail. Who connects and says nothing is left soon.
+        own = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))
+        self.server = grpc.aio.server(interceptors=guards, options=_OPTIONS + own)
         self._guarded = bool(guards)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

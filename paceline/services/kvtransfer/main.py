@@ -35,7 +35,8 @@ async def run(config: KVTransferConfig) -> None:
     service = KVTransferService(
         host_id, _kv_memory(config), arena_dir, config.lease_seconds, enough_tokens=enough_tokens
     )
-    server = RpcServer(config.host, config.port, host_id, read_secret(config.auth_token_file))
+    secret = read_secret(config.auth_token_file)
+    server = RpcServer(config.host, config.port, host_id, secret)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     address = reachable_address(config, await server.start())
     await service.start()
