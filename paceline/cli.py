@@ -31,6 +31,7 @@ from paceline.core.config import (
     load_config,
 )
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
+from paceline.services.common.secret import make_secret
 from paceline.top import top
 from paceline.trace import trace
 
@@ -52,6 +53,7 @@ tools
   top                 show the fleet and its speed, live
   trace REQUEST_ID    show one request's life
   prepare MODEL       fetch or convert a model and print its folder
+  token FILE          make the secret by which services know each other
   version             print the version
 
 examples
@@ -84,6 +86,7 @@ SERVICES = {
 _GROUPS = ("model", "fleet", "compute", "memory", "limits", "network", "cluster", "logs")
 _METAVARS = {
     "advertise": "HOST",
+    "auth_token_file": "FILE",
     "chat_template": "FILE",
     "kvtransfer_address": "ADDRESS",
     "port": "PORT",
@@ -137,6 +140,8 @@ def build_parser() -> argparse.ArgumentParser:
     look.add_argument("request_id", metavar="REQUEST_ID", help="from the answer, or its header x-request-id")
     _add_gateway(look)
     look.add_argument("--json", action="store_true", help="print all that the gateway knows")
+    token = _add_command(commands, "token", "FILE", "Make the secret for --auth-token-file; one that is there stays.")
+    token.add_argument("file", type=Path, metavar="FILE", help="file to write, for this user alone")
     _add_command(commands, "version", "", "Print the version.")
     return parser
 
@@ -153,6 +158,8 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         top(arguments["url"], _api_key(arguments), max(arguments["interval"], 0.1), arguments["count"])
     elif name == "trace":
         trace(arguments["request_id"], arguments["url"], _api_key(arguments), arguments["json"])
+    elif name == "token":
+        make_secret(arguments["file"])
     elif name == "prepare":
         cache_dir = Path(arguments.get("cache_dir", ServeConfig().cache_dir))
         _prepare(arguments["model"], cache_dir, arguments.get("quantization", "none"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,22 +17,26 @@ SaveTiny = Callable[..., transformers.PreTrainedModel]
 def save_llama(tmp_path: Path) -> SaveTiny:
     """Saves a tiny random Llama to tmp_path and returns the reference."""
 
-    def save(max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object) -> object:
-        fields: dict[str, object] = {
-            "vocab_size": 101,
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
-        config = transformers.LlamaConfig(**{**fields, **changes})
-        return _save(transformers.LlamaForCausalLM(config), tmp_path, max_shard_size, dtype)
+    return functools.partial(write_llama, tmp_path)
 
-    return save
+
+def write_llama(
+    folder: Path, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
+) -> transformers.PreTrainedModel:
+    """Saves a tiny random Llama to a folder and returns the reference."""
+    fields: dict[str, object] = {
+        "vocab_size": 101,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = transformers.LlamaConfig(**{**fields, **changes})
+    return _save(transformers.LlamaForCausalLM(config), folder, max_shard_size, dtype)
 
 
 @pytest.fixture

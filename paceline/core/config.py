@@ -60,6 +60,12 @@ class ServiceConfig:
     redis: str = option("redis://127.0.0.1:6379/0", "URL of the Redis that knows who is alive", "cluster")
     host: str = option("127.0.0.1", "address to listen on", "network")
     port: int = option(0, "port to listen on; 0 takes a free one", "network", at_least=0, at_most=65535)
+    auth_token_file: str = option(
+        "",
+        "file with the secret that all services of a cluster share (paceline token FILE makes one); "
+        "empty trusts whoever reaches this service",
+        "network",
+    )
     advertise: str = option("", "host name under which other services reach this one; empty takes --host", "network")
     log_level: str = option("info", "debug, info, warning or error", "logs")
     log_format: LogFormat = option("text", "text for people, json for machines", "logs")

@@ -46,5 +46,9 @@ class TransferError(PacelineError):
     at fault: it may be the link between their hosts."""
 
 
+class RefusedError(ConfigError):
+    """The other side does not know us: we lack its secret. To try again, there or elsewhere, is of no use."""
+
+
 class StaleError(PacelineError):
     """The hold belongs to somebody else now, was released, or has expired."""

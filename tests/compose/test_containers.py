@@ -42,6 +42,19 @@ def test_workers_and_kvtransfer_share_one_private_arena(stack: Stack) -> None:
     assert "0o100600" in seen.pop()
 
 
+def test_services_ask_each_other_for_a_secret_that_is_theirs_alone(stack: Stack) -> None:
+    look = "import os; f = os.stat('/auth/token'); print(oct(f.st_mode), f.st_uid, open('/auth/token').read())"
+    seen = {stack.python(service, look) for service in OURS}
+    assert len(seen) == 1
+    assert seen.pop().startswith("0o100600 10001 ")
+    ask = (
+        "import subprocess, sys; print([subprocess.run([sys.executable, '-m', 'paceline.services.common.healthcheck', "
+        "'127.0.0.1:7300', *token]).returncode for token in ([], ['/auth/token'])])"
+    )
+    for service in ("kvtransfer", "prefill", "decode"):
+        assert stack.python(service, ask) == "[2, 0]"
+
+
 def test_models_cannot_be_changed_by_those_who_read_them(stack: Stack) -> None:
     write = "try: open('/models/x', 'w')\nexcept OSError as error: print(error.strerror)"
     for service in ("gateway", "prefill", "decode"):

@@ -1,6 +1,7 @@
-"""Asks a service for its gRPC health: `python -m paceline.services.common.healthcheck 127.0.0.1:7300`.
+"""Asks a service for its gRPC health: `python -m paceline.services.common.healthcheck 127.0.0.1:7300 [TOKEN_FILE]`.
 
-Exit code 0: it takes requests; 1: it does not (starting, draining, gone); 2: wrong use.
+TOKEN_FILE is the service's --auth-token-file. Exit code 0: it takes requests; 1: it does not (starting, draining,
+gone); 2: wrong use, or it refuses us.
 """
 
 from __future__ import annotations
@@ -8,20 +9,27 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from paceline.core.errors import ConfigError
 from paceline.services.common.rpc import is_serving, open_channel
+from paceline.services.common.secret import Secret, read_secret
 
 
-async def check(address: str) -> bool:
-    """Whether the service at `address` (host:port) takes requests; answers within seconds."""
-    async with open_channel(address) as channel:
+async def check(address: str, secret: Secret) -> bool:
+    """Whether the service at `address` (host:port) takes requests; answers within seconds. Raises RefusedError."""
+    async with open_channel(address, secret) as channel:
         return await is_serving(channel, timeout=3.0)
 
 
 def main() -> int:
-    if len(sys.argv) != 2 or ":" not in sys.argv[1]:
-        print("usage: python -m paceline.services.common.healthcheck HOST:PORT", file=sys.stderr)
+    if len(sys.argv) not in (2, 3) or ":" not in sys.argv[1]:
+        print("usage: python -m paceline.services.common.healthcheck HOST:PORT [TOKEN_FILE]", file=sys.stderr)
         return 2
-    if asyncio.run(check(sys.argv[1])):
+    try:
+        serves = asyncio.run(check(sys.argv[1], read_secret("".join(sys.argv[2:]))))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if serves:
         return 0
     print(f"{sys.argv[1]} does not take requests", file=sys.stderr)
     return 1

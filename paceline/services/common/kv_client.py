@@ -19,6 +19,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.batch_sender import BatchSender
 from paceline.services.common.rpc import heeding_cancellation, open_channel, unmapped_error
+from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb
 
@@ -70,12 +71,12 @@ class KVClient:
     lease ended before it was renewed.
     """
 
-    def __init__(self, address: str, worker_id: str, role: str) -> None:
+    def __init__(self, address: str, worker_id: str, role: str, secret: Secret) -> None:
         self._address = address
         self._worker_id = worker_id
         self._role = role
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, secret)
         self._stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
         self.on_hold_lost: Callable[[Key], None] = lambda key: None
         self.session = 0
@@ -95,7 +96,7 @@ class KVClient:
                 one.
         """
         request = pb.AttachRequest(
-            worker_id=self._worker_id, role=self._role, layout=_layout_to_pb(layout), context_tokens=context_tokens
+            worker_id=self._worker_id, role=self._role, layout=layout_to_pb(layout), context_tokens=context_tokens
         )
         call = self._stub.Attach(request, wait_for_ready=True)
         try:
@@ -320,7 +321,8 @@ def _hold_from_pb(hold: pb.Hold) -> Hold:
     return Hold(key_from_pb(hold.key), hold.filled_tokens, [list(table.slots) for table in hold.tables])
 
 
-def _layout_to_pb(layout: KVLayout) -> pb.KVLayout:
+def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
+    """What kvtransfer has to know of a layout."""
     groups = [
         pb.KVGroup(name=group.shape.name, block_tokens=group.block_tokens, window=group.shape.window)
         for group in layout.groups

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # missing in the stubs
 
@@ -18,10 +20,13 @@ from paceline.core.errors import (
     ConfigError,
     InvalidRequestError,
     PacelineError,
+    RefusedError,
     StaleError,
     TransferError,
     UnavailableError,
 )
+from paceline.services.common.auth import ChannelWithSecret, RequireSecret
+from paceline.services.common.secret import Secret
 
 T = TypeVar("T")
 
@@ -41,6 +46,9 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+_OPEN = Secret()
+"""No secret: everybody who gets there may call."""
+
 _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -54,8 +62,8 @@ _PARAM = "paceline-param"
 """Trailing metadata beside INVALID_ARGUMENT: the field at fault."""
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel that reconnects within a second of the other side's return."""
+def open_channel(address: str, secret: Secret = _OPEN) -> grpc.aio.Channel:
+    """A channel that reconnects within a second of the other side's return, and sends `secret` with every call."""
     backoff = (
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Also the time that one attempt to connect has: the other side may be busy just then.
@@ -64,21 +72,26 @@ def open_channel(address: str) -> grpc.aio.Channel:
     )
     # Each address has a channel of its own: no connection shared behind our back, no proxy for a neighbour.
     private = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
-    return grpc.aio.insecure_channel(address, options=_OPTIONS + backoff + private)
+    channel = grpc.aio.insecure_channel(address, options=_OPTIONS + backoff + private)
+    return ChannelWithSecret(channel, secret) if secret else channel
 
 
 class RpcServer:
     """A gRPC server with the standard health service.
 
-    Its health is reported for everybody who asks, and under its own name.
+    Its health is reported for everybody who asks, and under its own name. Where there is a secret, callers that do not
+    send it are refused, whatever they ask for.
 
     Register servicers on `server`, then `start`, then `set_ready`. `close` refuses new calls and lets running
     ones end.
     """
 
-    def __init__(self, host: str, port: int, name: str = "") -> None:
-        # so_reuseport off: a second start on a taken port must fail.
-        self.server = grpc.aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", 0)))
+    def __init__(self, host: str, port: int, name: str = "", secret: Secret = _OPEN) -> None:
+        guards = (RequireSecret(secret),) if secret else ()
+        # so_reuseport off: a second start on a taken port must fail. Who connects and says nothing is left soon.
+        own = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))
+        self.server = grpc.aio.server(interceptors=guards, options=_OPTIONS + own)
+        self._guarded = bool(guards)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._host = host
@@ -87,6 +100,13 @@ class RpcServer:
 
     async def start(self) -> int:
         """Listens; returns the port."""
+        if not self._guarded and not _is_loopback(self._host):
+            log.warning(
+                "whoever reaches %s:%d may use this service: name a file with a secret in --auth-token-file, here and "
+                "in all services of the cluster; `paceline token FILE` makes one",
+                self._host,
+                self._port,
+            )
         await self.set_ready(False)
         target = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
         try:
@@ -127,11 +147,16 @@ def is_cancelled() -> bool:
 
 
 async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float = 1.0) -> bool:
-    """Asks the standard health service about the service of this name; a stranger at the same address is not it."""
+    """Asks the standard health service about the service of this name; a stranger at the same address is not it.
+
+    Raises RefusedError where it does not know us.
+    """
     stub = health_pb2_grpc.HealthStub(channel)
     try:
         reply = await heeding_cancellation(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout))
-    except grpc.aio.AioRpcError:
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise unmapped_error(error, name or "the service") from None
         return False
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -147,6 +172,8 @@ async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None
         await _abort(context, code, str(error), ((_PARAM, param),) if param else ())
     except grpc.aio.AbortError:
         raise
+    except DecodeError as error:
+        await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"a message of this call cannot be read: {error}")
     except Exception as error:
         log.exception("unexpected error in a call")
         await _abort(context, grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
@@ -178,4 +205,13 @@ def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
         return StaleError(details)
     if error.code() is grpc.StatusCode.DATA_LOSS:
         return TransferError(details)
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return RefusedError(f"{who} refuses us: {details}")
     return UnavailableError(f"{who}: {details}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

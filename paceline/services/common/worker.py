@@ -40,9 +40,11 @@ from paceline.engine.step import (
     Trimmed,
 )
 from paceline.proto import common_pb2 as pb
+from paceline.proto import worker_pb2 as wire
 from paceline.services.common.event_stream import ALIVE_SECONDS, EventStream, RequestEvent
 from paceline.services.common.kv_client import Hold, KVClient
 from paceline.services.common.wire import sampling_from_pb
+from paceline.services.common.work_check import check_token, check_work
 
 Argument = TypeVar("Argument")
 
@@ -162,25 +164,13 @@ class Worker:
         """Refuses what this worker can never do. Raises InvalidRequestError, or UnavailableError: another one can."""
         if work.model != self.model_id:
             raise UnavailableError("this worker serves another model")
-        length, sampling = len(work.token_ids), work.sampling
-        if not work.key.request_id:
-            raise InvalidRequestError("a request needs an id", "request_id")
-        if not 0 < work.prompt_tokens <= length:
-            raise InvalidRequestError("a request needs at least one prompt token", "prompt")
-        if length >= self.limits.max_model_len:
-            raise InvalidRequestError(
-                f"the context has {length} tokens; this worker takes at most {self.limits.max_model_len - 1}", "prompt"
-            )
-        if sampling.max_tokens < 1:
-            raise InvalidRequestError("max_tokens must be at least 1", "max_tokens")
-        ends = sampling.constraint.end_token_ids
-        named = (work.token_ids, sampling.stop_token_ids, sampling.allowed_token_ids, sampling.logit_bias, ends)
-        if any(token >= self._vocab_size for tokens in named for token in tokens):
-            raise InvalidRequestError(f"token ids must be below the vocabulary's size, {self._vocab_size}")
+        check_work(work, self.limits.max_model_len, self._vocab_size)
 
-        if sampling.HasField("constraint") and sampling.allowed_token_ids:
-            message = "allowed tokens and a constraint together may leave no token"
-            raise InvalidRequestError(message, "allowed_token_ids")
+    def check_handoff(self, work: pb.Work, handoff: wire.Handoff) -> None:
+        """Refuses what is no token, or the blocks of another attempt. Raises InvalidRequestError."""
+        check_token(handoff.first_token_id, self._vocab_size)
+        if (handoff.key.request_id, handoff.key.attempt) != (work.key.request_id, work.key.attempt):
+            raise InvalidRequestError("the handoff is of another attempt than was admitted")
 
     async def matcher(self, work: pb.Work) -> Matcher | None:
         """What keeps the output to its constraint, where it has one. Raises ConstraintError or ModelError."""
@@ -212,7 +202,12 @@ class Worker:
         matcher: Matcher | None,
         only_first_token: bool = False,
     ) -> Request:
-        """The engine's view of `work` in the blocks of `hold`; token_ids is the context as it is now."""
+        """The engine's view of `work` in the blocks of `hold`; token_ids is the context as it is now.
+
+        Raises InvalidRequestError where the blocks are of another context.
+        """
+        if not hold.filled_tokens < len(token_ids):
+            raise InvalidRequestError(f"the blocks hold {hold.filled_tokens} tokens, the context has {len(token_ids)}")
         return Request(
             key=hold.key,
             token_ids=token_ids,

@@ -37,6 +37,7 @@ from paceline.services.common.lifecycle import (
 )
 from paceline.services.common.registry import Member, Registrar, Role
 from paceline.services.common.rpc import RpcServer
+from paceline.services.common.secret import Secret, read_secret
 from paceline.services.common.worker import Worker, WorkerLimits
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,9 @@ async def run_worker(config: WorkerConfig, role: Role, add_service: AddService) 
 class WorkerProcess:
     """A worker and all that ties it to the world: its server, its session with kvtransfer, its membership."""
 
-    def __init__(self, config: WorkerConfig, role: Role, worker: Worker, kv: KVClient, host_id: str) -> None:
+    def __init__(
+        self, config: WorkerConfig, role: Role, worker: Worker, kv: KVClient, host_id: str, secret: Secret
+    ) -> None:
         self.worker = worker
         self.worker_id = config.worker_id
         self.address = ""
@@ -71,7 +74,7 @@ class WorkerProcess:
         self._kv = kv
         self._host_id = host_id
         self._epoch = time.time_ns()
-        self._server = RpcServer(config.host, config.port, config.worker_id)
+        self._server = RpcServer(config.host, config.port, config.worker_id, secret)
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
         self._undo = contextlib.AsyncExitStack()
 
@@ -79,11 +82,12 @@ class WorkerProcess:
     async def start(cls, config: WorkerConfig, role: Role, add_service: AddService) -> WorkerProcess:
         """Loads the model, joins the arena, serves. Raises PacelineError, and leaves nothing then or when cancelled."""
         config = replace(config, worker_id=config.worker_id or unique_name(role))
+        secret = read_secret(config.auth_token_file)
         torch.set_num_threads(config.threads or available_cores())
         kernels = _select_kernels(config)
         loaded = await asyncio.to_thread(_load, config, kernels)
         async with contextlib.AsyncExitStack() as undo:
-            kv = KVClient(config.kvtransfer_address, config.worker_id, role)
+            kv = KVClient(config.kvtransfer_address, config.worker_id, role, secret)
             undo.push_async_callback(kv.close)
             arena = await kv.attach(loaded.layout, config.max_model_len or loaded.max_position)
             memory = memoryview(map_arena(arena.path, arena.size))
@@ -95,7 +99,7 @@ class WorkerProcess:
             steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
             limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
             worker = Worker(loaded, model_digest(Path(config.model)), pool, kv, limits, turns)
-            process = cls(config, role, worker, kv, arena.host_id)
+            process = cls(config, role, worker, kv, arena.host_id, secret)
             add_service(process._server.server, worker)
             await process._serve(undo)
             process._undo = undo.pop_all()

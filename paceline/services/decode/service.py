@@ -88,6 +88,7 @@ class _Attempt:
                 fetched, command = await self._fetch(hold.key, command.fetch, commands)
                 key = fetched.key
             if command.HasField("handoff"):
+                self._worker.check_handoff(self._work, command.handoff)
                 hold = await self._adopt(key, fetched)
                 self._token_ids.append(command.handoff.first_token_id)
             reason = await self._generate(hold)

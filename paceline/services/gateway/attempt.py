@@ -306,7 +306,8 @@ class Attempt:
         if isinstance(mapped, BusyError):
             return WorkerBusyError(str(mapped), worker)
         link = self._link if isinstance(mapped, TransferError) else None
-        return WorkerFailedError(str(mapped), worker, error.code() is grpc.StatusCode.UNAVAILABLE, link)
+        elsewhere = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+        return WorkerFailedError(str(mapped), worker, error.code() in elsewhere, link)
 
     @staticmethod
     def _out_of_turn(worker: Worker) -> WorkerFailedError:

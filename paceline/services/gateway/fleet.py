@@ -18,8 +18,10 @@ import grpc.aio
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paceline.core.errors import RefusedError
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving, open_channel
+from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.router import Candidate, Link
 
@@ -34,9 +36,9 @@ log = logging.getLogger(__name__)
 class Worker:
     """A member, the channel to it, and what this gateway has seen of it itself."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, secret: Secret) -> None:
         self.member = member
-        self.channel: grpc.aio.Channel = open_channel(member.address)
+        self.channel: grpc.aio.Channel = open_channel(member.address, secret)
         self.in_flight = 0
         self._begun = 0
         """Calls since the start."""
@@ -49,13 +51,15 @@ class Worker:
         self.failed_probes = 0
         self.probe: asyncio.Task[None] | None = None
         self.gone = False
+        self.refuses_us = False
+        """Whether our secret is not its own. Only a restart of one of us mends that: it is asked no more."""
 
     def __str__(self) -> str:
         return f"{self.member.role} worker {self.member.worker_id}"
 
     @property
     def available(self) -> bool:
-        return self.aside_until is None
+        return self.aside_until is None and not self.refuses_us
 
     @property
     def unreported(self) -> int:
@@ -99,13 +103,15 @@ class Fleet:
 
     Args:
         model: digest of the model whose workers get requests; others are only shown.
+        secret: what members ask us for.
     """
 
-    def __init__(self, redis: Redis, cluster: str, model: str) -> None:
+    def __init__(self, redis: Redis, cluster: str, model: str, secret: Secret) -> None:
         self._redis = redis
         self._cluster = cluster
         self.model = model
         self.links = Links()
+        self._secret = secret
         self._workers: dict[str, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -137,7 +143,11 @@ class Fleet:
 
     def max_model_len(self) -> int:
         """The longest context that a decode worker takes, even one that is set aside now; 0 where there is none."""
-        members = (worker.member for worker in self._workers.values() if worker.member.model == self.model)
+        members = (
+            worker.member
+            for worker in self._workers.values()
+            if worker.member.model == self.model and not worker.refuses_us
+        )
         return max((m.max_model_len for m in members if m.role == "decode" and m.state == "ready"), default=0)
 
     @contextlib.contextmanager
@@ -168,7 +178,8 @@ class Fleet:
             self._redis_answers = False
         now = time.monotonic()
         for worker in self.workers():
-            doubtful = not worker.listed if worker.available else now >= (worker.aside_until or 0.0)
+            in_place = worker.available or worker.refuses_us
+            doubtful = not worker.listed if in_place else now >= (worker.aside_until or 0.0)
             if doubtful and worker.probe is None:
                 worker.probe = _spawn(self._probe(worker), self._tasks)
 
@@ -181,7 +192,8 @@ class Fleet:
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
                     self._drop(worker)
-                self._workers[name] = Worker(member)
+                self._workers[name] = Worker(member, self._secret)
+                _spawn(self._greet(self._workers[name]), self._tasks)
                 log.info("%s %s joined at %s", member.role, name, member.address)
                 if member.role in ("prefill", "decode") and member.model != self.model:
                     log.warning(
@@ -192,10 +204,14 @@ class Fleet:
         for name, worker in self._workers.items():
             worker.listed = name in listed
 
+    async def _greet(self, worker: Worker) -> None:
+        """Finds out before the first request whether a newcomer knows us. Whether it serves, its calls will tell."""
+        await self._is_serving(worker)
+
     async def _probe(self, worker: Worker) -> None:
         """Half-open: one health check decides whether a doubtful worker is used again, stays aside, or is dropped."""
         try:
-            if await is_serving(worker.channel, worker.member.worker_id):
+            if await self._is_serving(worker):
                 worker.aside_until, worker.failed_probes = None, 0
                 return
         finally:
@@ -206,6 +222,15 @@ class Fleet:
             log.info("%s %s is gone", worker.member.role, worker.member.worker_id)
             del self._workers[worker.member.worker_id]
             self._drop(worker)
+
+    async def _is_serving(self, worker: Worker) -> bool:
+        try:
+            return await is_serving(worker.channel, worker.member.worker_id)
+        except RefusedError as error:
+            if not worker.refuses_us:
+                log.error("%s gets no requests: %s", worker, error)
+            worker.refuses_us = True
+            return False
 
     def _drop(self, worker: Worker) -> None:
         worker.gone = True

@@ -12,6 +12,7 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
+from paceline.services.common.secret import read_secret
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.metrics import Metrics
@@ -37,7 +38,9 @@ class Gateway:
         self.draining = False
         """Whether new requests are refused."""
         self._redis = connect(config.redis)
-        self.fleet = Fleet(self._redis, config.cluster, model_digest(Path(config.model)))
+        self.fleet = Fleet(
+            self._redis, config.cluster, model_digest(Path(config.model)), read_secret(config.auth_token_file)
+        )
         self._placements = PlacementLog(self._redis, config.cluster)
         self.runner = RequestRunner(config, self.fleet, self._placements)
         self.traces = TraceBook()

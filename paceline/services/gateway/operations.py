@@ -92,7 +92,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "epoch": member.epoch,
         "address": member.address,
         "host_id": member.host_id,
-        "state": member.state if worker.available else "unreachable",
+        "state": "refuses us" if worker.refuses_us else member.state if worker.available else "unreachable",
         "model": member.model,
         "max_model_len": member.max_model_len,
         "max_seqs": member.max_seqs,

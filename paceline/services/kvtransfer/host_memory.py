@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.exports import Exports
 from paceline.services.kvtransfer.fetches import Fetches
@@ -24,6 +25,7 @@ class HostMemory:
     Args:
         slots: blocks of the arena.
         clock: monotonic seconds, of the ledger.
+        secret: by which services of other hosts know this one.
 
     Raises:
         ConfigError: an arena of this size cannot be made.
@@ -38,6 +40,7 @@ class HostMemory:
         lease_seconds: float,
         clock: Callable[[], float],
         make_transports: MakeTransports,
+        secret: Secret,
     ) -> None:
         self.layout = layout
         self.arena = Arena(folder, slots * layout.slot_bytes)
@@ -45,7 +48,7 @@ class HostMemory:
         blocks = ArenaMemory(self.arena.memory, layout.slot_bytes, slots)
         transports = make_transports(blocks)
         offer = pb.Offer(host_id=host_id, transports={each.name: each.offer() for each in transports})
-        self._peers = Peers(transports)
+        self._peers = Peers(transports, secret)
         self.exports = Exports(layout, self.ledger, blocks, clock, offer)
         self.fetches = Fetches(layout, self.ledger, blocks, clock, self._peers)
 

@@ -7,6 +7,7 @@ from paceline.core.kv_layout import BASE_TOKENS, SLOT_ALIGNMENT, GroupShape, KVG
 from paceline.proto import kvtransfer_pb2 as pb
 
 _MAX_GROUPS = 64
+_MAX_NAME = 256
 
 
 def layout_from_pb(message: pb.KVLayout) -> KVLayout:
@@ -16,8 +17,10 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
         InvalidRequestError: no arena can have this layout.
     """
     sizes = [group.block_tokens for group in message.groups]
-    if not message.fingerprint:
-        raise InvalidRequestError("layout.fingerprint is empty")
+    if not 0 < len(message.fingerprint) <= _MAX_NAME:
+        raise InvalidRequestError(f"layout.fingerprint must have 1 to {_MAX_NAME} characters")
+    if any(len(group.name) > _MAX_NAME for group in message.groups[: _MAX_GROUPS + 1]):
+        raise InvalidRequestError(f"layout.groups: a name may have {_MAX_NAME} characters")
     if message.slot_bytes == 0 or message.slot_bytes % SLOT_ALIGNMENT:
         raise InvalidRequestError(f"layout.slot_bytes must be a multiple of {SLOT_ALIGNMENT}, not {message.slot_bytes}")
     if message.base_tokens != BASE_TOKENS:

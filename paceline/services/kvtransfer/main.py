@@ -15,6 +15,7 @@ from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
+from paceline.services.common.secret import read_secret
 from paceline.services.kvtransfer.events import BlockEventPublisher
 from paceline.services.kvtransfer.service import KVTransferService
 
@@ -31,10 +32,11 @@ async def run(config: KVTransferConfig) -> None:
     host_id = config.host_id or unique_name("host")
     arena_dir = Path(config.arena_dir)
     enough_tokens = _AUTO_TOKENS if config.kv_memory == "auto" else 0
+    secret = read_secret(config.auth_token_file)
     service = KVTransferService(
-        host_id, _kv_memory(config), arena_dir, config.lease_seconds, enough_tokens=enough_tokens
+        host_id, _kv_memory(config), arena_dir, config.lease_seconds, enough_tokens=enough_tokens, secret=secret
     )
-    server = RpcServer(config.host, config.port, host_id)
+    server = RpcServer(config.host, config.port, host_id, secret)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     address = reachable_address(config, await server.start())
     await service.start(address)

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 _MAX_REQUEST_ID = 256
 _MAX_GENERATION = 1 << 31
+_MAX_KEYS = 1 << 16
+"""Of one renewal; a worker has as many holds as it runs requests."""
 
 _CODES: tuple[tuple[type[PacelineError], pb.Code.ValueType], ...] = (
     (UnknownHoldError, pb.CODE_UNKNOWN),
@@ -89,6 +91,8 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
 
 def _renew(ledger: Ledger, session: int, message: pb.Renew, now: float) -> pb.Result:
     """Renews what can be renewed. The code is that of the first hold that cannot; `lost` names all of them."""
+    if len(message.keys) > _MAX_KEYS:
+        return _refused(InvalidRequestError(f"a renewal may have {_MAX_KEYS} keys, not {len(message.keys)}"))
     result = pb.Result()
     for key in message.keys:
         try:

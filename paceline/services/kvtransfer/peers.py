@@ -15,6 +15,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.rpc import open_channel
+from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.transport import Source, Transport
 
 IDLE_SECONDS = 60.0
@@ -39,17 +40,19 @@ class Peers:
 
     Args:
         transports: best first. The last one is what remains when all others fail.
+        secret: that of the cluster.
     """
 
-    def __init__(self, transports: Sequence[Transport]) -> None:
+    def __init__(self, transports: Sequence[Transport], secret: Secret) -> None:
         self._transports = transports
+        self._secret = secret
         self._connections: dict[str, _Connection] = {}
 
     @contextmanager
     def at(self, address: str) -> Iterator[Peer]:
         connection = self._connections.get(address)
         if connection is None:
-            connection = self._connections[address] = _Connection(open_channel(address))
+            connection = self._connections[address] = _Connection(open_channel(address, self._secret))
         connection.users += 1
         try:
             yield Peer(address, connection, self._transports)

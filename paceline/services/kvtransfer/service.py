@@ -13,12 +13,13 @@ from typing import Any
 
 import grpc.aio
 
-from paceline.core.errors import ConfigError, InvalidRequestError, PacelineError, UnavailableError
+from paceline.core.errors import BusyError, ConfigError, InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.arena import check_room, remove_stale_arenas
 from paceline.services.kvtransfer.awake_clock import AwakeClock
 from paceline.services.kvtransfer.grpc_transport import GrpcTransport
@@ -35,6 +36,8 @@ _CHECK_SECONDS = 5.0
 _MAX_OPERATIONS = 4096
 """In one batch: it is applied in one go, and nobody else is served meanwhile."""
 _MAX_SLOTS = 1 << 22
+_MAX_SESSIONS = 1024
+_MAX_NAME = 256
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         arena_dir: a tmpfs that all workers of the host see.
         lease_seconds: a hold that is not renewed for this long ends.
         clock: monotonic seconds, by default those in which this process ran.
+        secret: by which services of other hosts know this one.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         clock: Callable[[], float] | None = None,
         enough_tokens: int = 0,
         make_transports: MakeTransports = lambda memory: (GrpcTransport(memory),),
+        secret: Secret | None = None,
     ) -> None:
         self._host_id = host_id
         self._kv_memory_bytes = kv_memory_bytes
@@ -92,6 +97,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self._lease_seconds = lease_seconds
         self._clock = clock or AwakeClock()
         self._make_transports = make_transports
+        self._secret = secret or Secret()
         self._leaving: set[asyncio.Task[None]] = set()
         self._address = ""
         self._memory: HostMemory | None = None
@@ -244,8 +250,12 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     def _join(self, request: pb.AttachRequest) -> tuple[int, HostMemory]:
         if self._closing.is_set():
             raise UnavailableError("the kvtransfer service is stopping")
-        if not request.worker_id:
-            raise InvalidRequestError("worker_id is empty")
+        if not 0 < len(request.worker_id) <= _MAX_NAME:
+            raise InvalidRequestError(f"worker_id must have 1 to {_MAX_NAME} characters")
+        if len(request.role) > _MAX_NAME:
+            raise InvalidRequestError(f"role may have {_MAX_NAME} characters")
+        if len(self._sessions) >= _MAX_SESSIONS:
+            raise BusyError(f"{_MAX_SESSIONS} workers have a session; no host runs so many")
         layout = layout_from_pb(request.layout)
         memory = self._memory
         if memory is not None and memory.layout != layout and not self._sessions:
@@ -288,6 +298,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             self._lease_seconds,
             self._clock,
             self._make_transports,
+            self._secret,
         )
         log.info("arena %s: %d blocks of %d bytes", self._memory.arena.path, slots, layout.slot_bytes)
         return self._memory

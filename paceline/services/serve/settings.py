@@ -16,16 +16,18 @@ _SERVE = ("prefill", "decode", "cache_dir")
 """Options of `serve` that no service has."""
 
 
-def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str) -> str:
+def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, secret: Path) -> str:
     """TOML: every option of `config` under the name that it has in the services.
 
     Args:
         model: the folder that `config.model` was resolved to.
         redis: URL.
+        secret: the file with the secret by which the services know each other.
     """
     options = dataclasses.asdict(config)
     shared = {name: value for name, value in options.items() if name not in (*_GATEWAY, *_SERVE)}
     shared |= {"model": str(model), "served_model_name": served_name(config), "redis": redis, "cluster": cluster}
+    shared["auth_token_file"] = str(secret)
     shared["packed_dir"] = str(Path(config.cache_dir).expanduser().absolute() / "packed")
     gateway = {name: options[name] for name in _GATEWAY}
     return f"{_lines(shared)}\n[gateway]\n{_lines(gateway)}\n[kvtransfer]\nport = 0\n"

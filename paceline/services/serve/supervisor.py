@@ -12,6 +12,7 @@ from typing import Literal, TextIO
 
 from paceline.core.config import KVTransferConfig, ServeConfig
 from paceline.core.machine import available_memory
+from paceline.services.common.secret import make_secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer.arena import remove_stale_arenas
 from paceline.services.serve import checks, welcome
@@ -67,7 +68,7 @@ class Supervisor:
         for number in signals:
             loop.add_signal_handler(number, self._on_signal)
         try:
-            # It holds the API key and the socket of Redis.
+            # It holds the API key, the services' secret and the socket of Redis.
             with private_folder() as folder:
                 try:
                     await self._serve(folder)
@@ -114,7 +115,9 @@ class Supervisor:
         checks.check_memory(self._config, model, available_memory())
         redis = await self._start_redis(folder / "redis.sock")
         settings = folder / "stack.toml"
-        settings.write_text(stack_settings(self._config, model, redis, cluster=folder.name))
+        secret = folder / "secret"
+        make_secret(secret)
+        settings.write_text(stack_settings(self._config, model, redis, folder.name, secret))
         kvtransfer = await self._launch("kvtransfer", "kvtransfer", "kvtransfer", f"--config={settings}")
         kv_address = await self._ready(kvtransfer)
         workers = [

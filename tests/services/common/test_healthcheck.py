@@ -1,7 +1,9 @@
 import asyncio
 import sys
+from pathlib import Path
 
 from paceline.services.common.rpc import RpcServer
+from paceline.services.common.secret import make_secret, read_secret
 
 
 async def healthcheck(*arguments: str) -> tuple[int | None, str]:
@@ -27,6 +29,21 @@ async def test_the_exit_code_follows_the_service() -> None:
 
 
 async def test_wrong_use_is_told() -> None:
-    for arguments in ((), ("7300",), ("a:1", "b:2")):
+    for arguments in ((), ("7300",), ("a:1", "b:2", "c:3")):
         code, errors = await healthcheck(*arguments)
         assert (code, errors.startswith("usage:")) == (2, True)
+
+
+async def test_a_service_with_a_secret_answers_those_who_have_it(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    make_secret(file)
+    server = RpcServer("127.0.0.1", 0, secret=read_secret(str(file)))
+    address = f"127.0.0.1:{await server.start()}"
+    await server.set_ready(True)
+    assert await healthcheck(address, str(file)) == (0, "")
+    code, errors = await healthcheck(address)
+    assert (code, "--auth-token-file" in errors) == (2, True)
+    file.chmod(0o644)
+    code, errors = await healthcheck(address, str(file))
+    assert (code, "chmod 600" in errors) == (2, True)
+    await server.close(0)

@@ -19,6 +19,7 @@ from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common import kv_client
 from paceline.services.common.kv_client import KVClient
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES, RpcServer
+from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer import service
 from paceline.services.kvtransfer.hold import Hold, State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
@@ -83,7 +84,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
     pb_grpc.add_KVTransferServicer_to_server(unreliable, server.server)
     await unreliable.start()
     address = f"127.0.0.1:{await server.start()}"
-    clients = [KVClient(address, role, role) for role in ("decode", "prefill")]
+    clients = [KVClient(address, role, role, Secret()) for role in ("decode", "prefill")]
     for client in clients:
         await client.attach(LAYOUT, context_tokens=64)
     yield Host(unreliable, *clients)

@@ -298,3 +298,73 @@ async def test_newcomers_wait_for_the_preempted(start_host: StartHost, save_llam
             with pytest.raises(grpc.aio.AioRpcError, match="they come first"):
                 await host.generate([5, 6, 7], 3)
         assert len((await host.generate([5, 6, 7], 3)).tokens) == 3
+
+
+def _work(host: Host, request_id: str, token_ids: list[int]) -> common_pb2.Work:
+    return common_pb2.Work(
+        key=common_pb2.Key(request_id=request_id, attempt=1, generation=1),
+        model=host.model,
+        token_ids=token_ids,
+        prompt_tokens=len(token_ids),
+        sampling=common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=8),
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"first_token_id": 101},
+        {"first_token_id": 2**32 - 1},
+        {"key": common_pb2.Key(request_id="theirs", attempt=1, generation=2)},
+        {"key": common_pb2.Key(request_id="ours", attempt=2, generation=2)},
+    ],
+)
+async def test_a_handoff_of_no_token_or_of_another_s_blocks_is_refused(
+    wrong: dict[str, object], start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        before = (await host.generate([5, 6, 7], 8)).tokens
+        calls = {name: host.decode_stub.Generate(timeout=60) for name in ("theirs", "ours")}
+        filled = {}
+        for name, call in calls.items():
+            work = _work(host, name, [5, 6, 7])
+            await call.write(worker_pb2.DecodeCommand(admit=work))
+            work.key.CopyFrom((await call.read()).admitted.key)
+            prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work), timeout=60)
+            filled[name] = [event async for event in prefill][-1].filled.key
+        assert filled["theirs"].generation == 2
+        handoff = worker_pb2.Handoff(**{"key": filled["ours"], "first_token_id": 1, **wrong})  # type: ignore[arg-type]
+        await calls["ours"].write(worker_pb2.DecodeCommand(handoff=handoff))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await calls["ours"].read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        # Theirs are still theirs.
+        handoff = worker_pb2.Handoff(key=filled["theirs"], first_token_id=before[0])
+        await calls["theirs"].write(worker_pb2.DecodeCommand(handoff=handoff))
+        events = [event async for event in calls["theirs"]]
+        assert [token.id for event in events for token in event.tokens.tokens] == before[1:]
+        assert await host.all_blocks_back()
+
+
+async def test_blocks_that_hold_more_than_the_context_are_refused(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        prompt = prompts(1, 60, 70)[0]
+        before = (await host.generate(prompt, 8)).tokens
+        decode = host.decode_stub.Generate(timeout=60)
+        work = _work(host, "r", prompt)
+        await decode.write(worker_pb2.DecodeCommand(admit=work))
+        admitted = (await decode.read()).admitted
+        assert admitted.cached_tokens >= 48
+        shorter = _work(host, "r", prompt[:5])
+        shorter.key.CopyFrom(admitted.key)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for event in host.prefill_stub.Run(worker_pb2.PrefillRequest(work=shorter), timeout=60):
+                assert event.HasField("alive")
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        decode.cancel()
+        assert await host.all_blocks_back()
+        assert (await host.generate(prompt, 8)).tokens == before

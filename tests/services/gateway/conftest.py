@@ -15,6 +15,7 @@ import pytest
 from paceline.core.config import GatewayConfig
 from paceline.core.model_folder import model_digest
 from paceline.services.common.registry import Role, connect, read_members
+from paceline.services.common.secret import Secret
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.main import run
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -38,10 +39,10 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
 class Cluster:
     """Toy workers, and a gateway's picture of them."""
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: str, secret: Secret) -> None:
         self.redis = connect(redis_url)
         self.name = uuid.uuid4().hex
-        self.fleet = Fleet(self.redis, self.name, "")
+        self.fleet = Fleet(self.redis, self.name, "", secret)
         self._redis_url = redis_url
         self._workers: list[ToyWorker] = []
 
@@ -76,7 +77,7 @@ class Cluster:
 
 @pytest.fixture
 async def cluster(redis_server: str) -> AsyncIterator[Cluster]:
-    cluster = Cluster(redis_server)
+    cluster = Cluster(redis_server, Secret())
     await cluster.fleet.start()
     yield cluster
     await cluster.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+import pytest
 
 from paceline.services.common.rpc import is_serving
+from paceline.services.common.secret import Secret
 from paceline.services.gateway.fleet import REFRESH_SECONDS
 from tests.services.gateway.conftest import Cluster, eventually
 
@@ -101,3 +103,23 @@ async def test_gateways_are_no_workers(cluster: Cluster) -> None:
     await cluster.add_stranger("g", "gateway")
     await cluster.add()
     assert cluster.names() == ["d"]
+
+
+async def test_who_refuses_us_gets_no_requests_and_is_named(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    worker = await cluster.add("stranger", secret=Secret("another cluster's secret"))
+    await cluster.add()
+    await eventually(lambda: cluster.usable() == ["d"])
+    assert "decode worker stranger gets no requests: stranger refuses us" in caplog.text
+    assert "--auth-token-file" in caplog.text
+    # It is asked no more, however long it stays; and goes when Redis forgets it.
+    await asyncio.sleep(3 * REFRESH_SECONDS)
+    assert caplog.text.count("gets no requests") == 1
+    assert cluster.names() == ["d", "stranger"]
+    await worker.leave_redis()
+    await eventually(lambda: cluster.names() == ["d"])
+
+
+async def test_a_fleet_that_refuses_us_is_none(cluster: Cluster) -> None:
+    await cluster.add(secret=Secret("another cluster's secret"))
+    await eventually(lambda: cluster.usable() == [])
+    assert cluster.fleet.max_model_len() == 0

@@ -20,11 +20,14 @@ from paceline.core.telemetry import carrier_of
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, Registrar, Role, State
 from paceline.services.common.rpc import RpcServer, mapped_errors
+from paceline.services.common.secret import Secret
 
 TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back again. "
 
 ADMISSION = -1
 """As a number of tokens: before a call is admitted."""
+
+_NO_SECRET = Secret()
 
 _epochs = itertools.count(1)
 
@@ -48,7 +51,15 @@ class ToyWorker(
     """One worker of any role."""
 
     def __init__(
-        self, role: Role, worker_id: str, *, text: str = TEXT, host_id: str = "host", port: int = 0, max_seqs: int = 8
+        self,
+        role: Role,
+        worker_id: str,
+        *,
+        text: str = TEXT,
+        host_id: str = "host",
+        port: int = 0,
+        max_seqs: int = 8,
+        secret: Secret = _NO_SECRET,
     ) -> None:
         self.role: Role = role
         self.worker_id = worker_id
@@ -76,7 +87,7 @@ class ToyWorker(
         self.calls: list[Call] = []
         self.active = 0
         self.token_delay = 0.0
-        self._rpc = RpcServer("127.0.0.1", port, worker_id)
+        self._rpc = RpcServer("127.0.0.1", port, worker_id, secret)
         self._registrar: Registrar | None = None
         self._epoch = next(_epochs)
         self.port = port

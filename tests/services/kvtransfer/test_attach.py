@@ -90,7 +90,7 @@ async def test_an_arena_of_the_same_shape_keeps_its_cache(host: Host) -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (pb.KVLayout(), "fingerprint is empty"),
+        (pb.KVLayout(), "fingerprint must have 1 to 256 characters"),
         (layout(slot_bytes=0), "slot_bytes must be a multiple of 4096"),
         (layout(slot_bytes=1000), "slot_bytes must be a multiple of 4096"),
         (layout(base_tokens=8), "base_tokens must be 16"),

@@ -26,7 +26,7 @@ CONFIG = ServeConfig(
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "stack.toml"
-    path.write_text(stack_settings(CONFIG, Path("/cache/ä 🚲"), "unix:///redis.sock", cluster="c1"))
+    path.write_text(stack_settings(CONFIG, Path("/cache/ä 🚲"), "unix:///redis.sock", "c1", Path("/run/secret")))
     return path
 
 
@@ -65,3 +65,10 @@ def test_kvtransfer(file: Path) -> None:
 )
 def test_clients_call_the_model_by_its_last_name(config: ServeConfig, name: str) -> None:
     assert served_name(config) == name
+
+
+@pytest.mark.parametrize(
+    ("cls", "table"), [(GatewayConfig, "gateway"), (WorkerConfig, "decode"), (KVTransferConfig, "kvtransfer")]
+)
+def test_all_know_where_their_common_secret_is(file: Path, cls: type[Config], table: str) -> None:
+    assert read(cls, table, file).auth_token_file == "/run/secret"

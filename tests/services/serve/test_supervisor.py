@@ -8,15 +8,19 @@ import queue
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 import psutil
 import pytest
+
+from paceline.services.common.secret import read_secret
 
 STACK = Path(__file__).with_name("toy_stack.py")
 ROOT = Path(__file__).parents[3]
@@ -128,6 +132,22 @@ def test_without_prefill_workers_only_decode_runs(start: Start) -> None:
     assert set(stack.pids()) == {"redis", "kvtransfer", "decode-0", "gateway"}
     stack.signal(signal.SIGINT)
     assert stack.end() == 0
+
+
+def test_all_services_share_a_secret_that_no_process_list_shows(start: Start) -> None:
+    stack = start()
+    stack.read_until("Ctrl-C stops")
+    services = [psutil.Process(pid) for name, pid in stack.pids().items() if name != "redis"]
+    (settings,) = {each.removeprefix("--config=") for p in services for each in p.cmdline() if "--config=" in each}
+    file = Path(tomllib.loads(Path(settings).read_text())["auth_token_file"])
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    secret = read_secret(str(file)).reveal()
+    assert len(secret) >= 43
+    assert not [process for process in services if secret in " ".join(process.cmdline())]
+    stack.signal(signal.SIGINT)
+    assert stack.end() == 0
+    assert secret not in stack.text
+    assert not file.exists()
 
 
 def test_children_are_not_in_the_terminal_s_group(start: Start) -> None:

@@ -1,0 +1,86 @@
+"""What a worker takes: the bounds of every field of one attempt. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from paceline.core.errors import InvalidRequestError
+from paceline.proto import common_pb2 as pb
+
+MAX_ID_CHARACTERS = 256
+MAX_SALT_CHARACTERS = 1024
+MAX_GENERATION = 1 << 30
+"""Each change of hands adds one: what begins here never comes near the end of 32 bits."""
+MAX_LOGPROBS = 128
+
+_RANGES = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    # Nearer to zero, logits divided by it would not be finite.
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
+_MOST_BIAS = 1000.0
+
+
+def check_work(work: pb.Work, max_model_len: int, vocab_size: int) -> None:
+    """Raises InvalidRequestError for what a worker of these limits can never do, whoever asks for it."""
+    _check_key(work)
+    length = len(work.token_ids)
+    if not 0 < work.prompt_tokens <= length:
+        raise InvalidRequestError("a request needs at least one prompt token", "prompt")
+    if length >= max_model_len:
+        raise InvalidRequestError(
+            f"the context has {length} tokens; this worker takes at most {max_model_len - 1}", "prompt"
+        )
+    _check_sampling(work.sampling)
+    _check_tokens(work, vocab_size)
+
+
+def check_token(token: int, vocab_size: int) -> None:
+    """Raises InvalidRequestError for what is no token of the model."""
+    if token >= vocab_size:
+        raise InvalidRequestError(f"token ids must be below the vocabulary's size, {vocab_size}")
+
+
+def _check_key(work: pb.Work) -> None:
+    if not work.key.request_id:
+        raise InvalidRequestError("a request needs an id", "request_id")
+    if len(work.key.request_id) > MAX_ID_CHARACTERS:
+        raise InvalidRequestError(f"an id may have {MAX_ID_CHARACTERS} characters", "request_id")
+    if work.key.generation > MAX_GENERATION:
+        raise InvalidRequestError(f"key.generation must be at most {MAX_GENERATION}")
+    if len(work.cache_salt) > MAX_SALT_CHARACTERS:
+        raise InvalidRequestError(f"a cache_salt may have {MAX_SALT_CHARACTERS} characters", "cache_salt")
+
+
+def _check_sampling(sampling: pb.Sampling) -> None:
+    if sampling.max_tokens < 1:
+        raise InvalidRequestError("max_tokens must be at least 1", "max_tokens")
+    for name, (least, most) in _RANGES.items():
+        if not least <= getattr(sampling, name) <= most:  # false for NaN, too
+            raise InvalidRequestError(f"{name} must be from {least:g} to {most:g}", name)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, name) > MAX_LOGPROBS:
+            raise InvalidRequestError(f"{name} must be at most {MAX_LOGPROBS}", name)
+    if any(not math.fabs(bias) <= _MOST_BIAS for bias in sampling.logit_bias.values()):
+        raise InvalidRequestError(f"logit_bias must be from -{_MOST_BIAS:g} to {_MOST_BIAS:g}", "logit_bias")
+    if sampling.HasField("constraint") and sampling.allowed_token_ids:
+        message = "allowed tokens and a constraint together may leave no token"
+        raise InvalidRequestError(message, "allowed_token_ids")
+
+
+def _check_tokens(work: pb.Work, vocab_size: int) -> None:
+    sampling = work.sampling
+    sets = (
+        sampling.stop_token_ids,
+        sampling.allowed_token_ids,
+        sampling.logit_bias,
+        sampling.constraint.end_token_ids,
+    )
+    if any(len(tokens) > vocab_size for tokens in sets):
+        raise InvalidRequestError(f"a set of tokens may have {vocab_size} entries, as many as the vocabulary")
+    for tokens in (work.token_ids, *sets):
+        check_token(max(tokens, default=0), vocab_size)

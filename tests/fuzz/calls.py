@@ -1,0 +1,175 @@
+"""Calls that no honest caller makes: broken messages, wrong sessions, calls cut off or left half open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
+from paceline.services.common.rpc import open_channel
+from paceline.services.common.secret import Secret
+from tests.fuzz.messages import Method, break_bytes, methods, mutate, random_message
+
+_CALL_SECONDS = 0.5
+
+_BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+
+_STRANGERS: tuple[tuple[tuple[str, str | bytes], ...], ...] = (
+    (),
+    (("authorization", ""),),
+    (("authorization", "Bearer "),),
+    (("authorization", "Bearer wrong"),),
+    (("authorization", "Basic " + "x" * 3000),),
+    (("authorization", "Bearer a"), ("authorization", "Bearer b")),
+    (("authorization-bin", b"\xff\x00"), ("traceparent", "00-zz-zz-01")),
+)
+
+
+@dataclass
+class Valid:
+    """What an honest caller would say, to be broken a little."""
+
+    model: str
+    layout: kvtransfer_pb2.KVLayout
+    session: int = 0
+    """An open one of ours."""
+
+    def message(self, rng: random.Random, kind: type[Message]) -> Message:
+        if kind is kvtransfer_pb2.AttachRequest:
+            return kvtransfer_pb2.AttachRequest(worker_id="fuzz", role="decode", layout=self.layout, context_tokens=64)
+        if kind is kvtransfer_pb2.BatchRequest:
+            session = self.session if rng.random() < 0.9 else rng.getrandbits(63)
+            operations = [self._operation(rng) for _ in range(rng.choice((1, 2, 8)))]
+            return kvtransfer_pb2.BatchRequest(session=session, operations=operations)
+        if kind is worker_pb2.PrefillRequest:
+            return worker_pb2.PrefillRequest(work=self._work(rng))
+        if kind is worker_pb2.DecodeCommand:
+            return worker_pb2.DecodeCommand(admit=self._work(rng))
+        return random_message(rng, kind)
+
+    def following(self, rng: random.Random) -> list[worker_pb2.DecodeCommand]:
+        """What may come behind an admission."""
+        handoff = worker_pb2.Handoff(key=_key(rng), first_token_id=rng.choice((1, 299, 300, 2**32 - 1)))
+        here = worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere())
+        return rng.choice(([], [here], [here, here], [worker_pb2.DecodeCommand(handoff=handoff)]))
+
+    def _work(self, rng: random.Random) -> common_pb2.Work:
+        ids = [rng.randrange(300) for _ in range(rng.choice((1, 5, 40)))]
+        sampling = common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=rng.choice((1, 4, 60)), seed=1)
+        return common_pb2.Work(
+            key=_key(rng), model=self.model, token_ids=ids, prompt_tokens=len(ids), sampling=sampling
+        )
+
+    def _operation(self, rng: random.Random) -> kvtransfer_pb2.Operation:
+        """One of those that exist, with plausible values."""
+        operation = kvtransfer_pb2.Operation()
+        (choices,) = operation.DESCRIPTOR.oneofs
+        name = rng.choice([each.name for each in choices.fields])
+        chosen: Any = getattr(operation, name)
+        chosen.SetInParent()
+        known = {each.name for each in chosen.DESCRIPTOR.fields}
+        plausible: dict[str, Any] = {
+            "token_count": rng.choice((1, 16, 40, 4096)),
+            "filled_tokens": rng.choice((0, 1, 16, 40)),
+            "group": 0,
+            "first_block": rng.choice((0, 1)),
+        }
+        for key, value in plausible.items():
+            if key in known:
+                setattr(chosen, key, value)
+        if "key" in known:
+            chosen.key.CopyFrom(_key(rng))
+        if "hashes" in known:
+            chosen.hashes.extend(rng.randbytes(16) for _ in range(rng.choice((0, 1, 2))))
+        return operation
+
+
+@dataclass
+class Caller:
+    """One channel to one address. With the secret it is a neighbour that went mad, without it a stranger."""
+
+    role: str
+    """Of the service, whose own methods are called most."""
+    address: str
+    secret: Secret
+    valid: Valid
+    rng: random.Random
+    codes: Counter[str] = field(default_factory=Counter)
+    """How the calls ended that we did not leave."""
+
+    def __post_init__(self) -> None:
+        self._methods = methods()
+        self._own = [method for method in self._methods if method.service == self.role]
+        self._channel = open_channel(self.address, self.secret)
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    async def attack(self) -> None:
+        """One call."""
+        method = self.rng.choice(self._own if self.rng.random() < 0.85 else self._methods)
+        path = method.path if self.rng.random() < 0.97 else self.rng.choice(("/", "//", "/a/b", method.path + "x"))
+        metadata = () if self.secret else self.rng.choice(_STRANGERS)
+        call = self._channel.stream_stream(path)(timeout=_CALL_SECONDS, metadata=metadata)
+        try:
+            for message in self._messages(method):
+                await call.write(message)
+                if self.rng.random() < 0.1:
+                    await asyncio.sleep(self.rng.uniform(0, 0.05))
+            if self.rng.random() < 0.1:
+                if self.rng.random() < 0.2:  # with the whole connection
+                    await self._channel.close(None)
+                    self._channel = open_channel(self.address, self.secret)
+                return  # cut off by the cancellation below
+            if self.rng.random() < 0.6:
+                await call.done_writing()
+            stay = self.rng.choice((0.02, 0.3, 2 * _CALL_SECONDS))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(stay):
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+                    self._note(await call.code(), await call.details())
+        except grpc.aio.AioRpcError as error:
+            self._note(error.code(), error.details())
+        except asyncio.InvalidStateError:  # it ended while we wrote
+            self._note(await call.code(), await call.details())
+        finally:
+            call.cancel()
+
+    def _note(self, code: grpc.StatusCode, details: str | None) -> None:
+        if details == "Internal error from Core":
+            return  # what our own side says where a message met a call that had ended
+        self.codes[f"{code.name} {details[:100]}" if code in _BUGS and details else code.name] += 1
+
+    def _messages(self, method: Method) -> list[bytes]:
+        rng = self.rng
+        if rng.random() < 0.05:
+            return []
+        message = random_message(rng, method.request)
+        if rng.random() < 0.8:
+            message = self.valid.message(rng, method.request)
+            for _ in range(rng.choice((0, 1, 1, 2, 5))):
+                mutate(rng, message)
+        messages = [message.SerializeToString()]
+        if method.request is worker_pb2.DecodeCommand:
+            messages += [each.SerializeToString() for each in self.valid.following(rng)]
+        if rng.random() < 0.1:
+            messages = [break_bytes(rng, each) for each in messages]
+        if rng.random() < 0.002:
+            messages.append(bytes(17 << 20))  # more than a message may have
+        return messages if rng.random() < 0.9 else messages * 2
+
+
+def _key(rng: random.Random) -> common_pb2.Key:
+    """One of few, so that operations meet each other's holds, and stale generations come up."""
+    return common_pb2.Key(
+        request_id=f"fuzz-{rng.randrange(4)}", attempt=rng.choice((1, 2)), generation=rng.choice((0, 1, 1, 2, 2, 3, 9))
+    )

@@ -1,0 +1,175 @@
+"""Throws hostile bytes, calls and requests at every port of a real stack, and proves that they changed nothing.
+
+    python -m tests.fuzz.run --seconds 120 --seed 1
+
+Each port is attacked for `--seconds`, half of it by strangers, who lack the services' secret, and half by neighbours
+who have it. Exit code 1 where a process ended, is not healthy, holds blocks, has grown, logged an error that no input
+may bring about, let a stranger in, or gives other tokens than before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
+from paceline.services.common.rpc import open_channel
+from paceline.services.common.secret import Secret
+from tests.fuzz import raw
+from tests.fuzz.calls import Caller, Valid
+from tests.fuzz.stack import ROLES, FuzzStack, Usage, fuzz_stack, log_lines
+
+ATTACKERS = 8
+"""At a time, on one port."""
+MOST_GROWTH_BYTES = 48 << 20
+"""Of a process's own memory, from the first attacks on: caches fill, allocators keep what they had."""
+MOST_GROWTH_DESCRIPTORS = 16
+WARM_UP_SECONDS = 3.0
+
+_STRANGERS_GET = {"UNAUTHENTICATED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "RESOURCE_EXHAUSTED"}
+"""By those who lack the secret. The last four come of what is wrong with the call itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What must be the same before and after."""
+
+    ledger: dict[str, Any]
+    answer: Any
+    usage: dict[str, Usage]
+
+    @classmethod
+    async def of(cls, stack: FuzzStack) -> Sight:
+        answer = await stack.answer()
+        return cls(await stack.ledger(), answer, stack.usage())
+
+    def changes(self, later: Sight, cache_may_grow: bool) -> list[str]:
+        """A sentence for everything that hostile input may not change.
+
+        Args:
+            cache_may_grow: whether some calls were from neighbours, whose valid requests are served.
+        """
+        wrong = []
+        if not later.ledger.get("balanced"):
+            wrong.append("the ledger is out of balance")
+        names = ("total", "held", "in_flight", "holds") if cache_may_grow else (*_COUNTS, "holds", "expired_holds")
+        for name in names:
+            if self.ledger[name] != later.ledger[name]:
+                wrong.append(f"the ledger's {name} was {self.ledger[name]} and is {later.ledger[name]}")
+        if self.answer != later.answer:
+            wrong.append(f"the same request gave {self.answer} and gives {later.answer}")
+        for role, before in self.usage.items():
+            after = later.usage[role]
+            if after.pid != before.pid:
+                wrong.append(f"{role} is another process")
+            if after.anonymous_bytes > before.anonymous_bytes + MOST_GROWTH_BYTES:
+                grown = (after.anonymous_bytes - before.anonymous_bytes) >> 20
+                wrong.append(f"{role} takes {grown} MiB more than before")
+            if after.descriptors > before.descriptors + MOST_GROWTH_DESCRIPTORS:
+                wrong.append(f"{role} has {after.descriptors} open descriptors, {before.descriptors} before")
+        return wrong
+
+
+_COUNTS = ("total", "free", "held", "in_flight", "cached")
+
+
+async def attack(stack: FuzzStack, role: str, secret: Secret, valid: Valid, seconds: float, seed: str) -> Counter[str]:
+    """Attacks one port; returns how often what was done, and how calls ended."""
+    end = time.monotonic() + seconds
+    done: Counter[str] = Counter()
+    host, _, port = stack.addresses[role].partition(":")
+
+    async def one(number: int) -> None:
+        rng = random.Random(f"{seed}-{role}-{number}")
+        caller = Caller(role, stack.addresses[role], secret, valid, rng)
+        while time.monotonic() < end:
+            kind = rng.choice(("noise", "http1", "http2", "calls", "calls", "calls", "calls"))
+            if role == "gateway":
+                kind = rng.choice(("noise", "http1", "http1", "http1", "http1", "http2"))
+            if kind == "calls":
+                await caller.attack()
+            else:
+                data = {"noise": raw.noise, "http1": raw.http1, "http2": raw.http2}[kind](rng)
+                await raw.send((host, int(port)), data, rng)
+            done[kind] += 1
+        await caller.close()
+        done.update({f"{role} {code}": count for code, count in caller.codes.items()})
+
+    await asyncio.gather(*(one(number) for number in range(ATTACKERS)))
+    return done
+
+
+@asynccontextmanager
+async def neighbour(stack: FuzzStack, valid: Valid) -> AsyncIterator[Valid]:
+    """A session with kvtransfer, as a worker that went mad has one."""
+    async with open_channel(stack.addresses["kvtransfer"], stack.secret) as channel:
+        request = kvtransfer_pb2.AttachRequest(worker_id="mad", role="decode", layout=valid.layout, context_tokens=64)
+        call = kvtransfer_pb2_grpc.KVTransferStub(channel).Attach(request)
+        event = await call.read()
+        yield Valid(valid.model, valid.layout, event.session)
+        call.cancel()
+
+
+async def fuzz(stack: FuzzStack, seconds: float, seed: int, roles: Sequence[str] = ROLES) -> list[str]:
+    """Attacks the ports of these roles for so long each; returns a sentence for everything that went wrong."""
+    valid = stack.valid()
+    wrong: list[str] = []
+    for role in roles:  # what is imported and cached at the first error is no leak
+        await attack(stack, role, Secret(), valid, WARM_UP_SECONDS / len(roles), f"warm {seed}")
+    before = await Sight.of(stack)
+    for trusted in (False, True):
+        start = await Sight.of(stack)
+        done: Counter[str] = Counter()
+        for role in roles:
+            if trusted:
+                async with neighbour(stack, valid) as known:
+                    done += await attack(stack, role, stack.secret, known, seconds / 2, f"neighbour {seed}")
+            else:
+                done += await attack(stack, role, Secret(), valid, seconds / 2, f"stranger {seed}")
+        print(f"{'neighbours' if trusted else 'strangers'}: {dict(sorted(done.items()))}")
+        ended = {name.split()[1] for name in done if " " in name}
+        if not trusted and (heard := ended - _STRANGERS_GET):
+            wrong.append(f"strangers were answered with {sorted(heard)}")
+        if dead := [role for role, process in stack.processes.items() if not process.alive]:
+            return [*wrong, f"ended: {dead}"]
+        if not await stack.healthy():
+            wrong.append("not every service is healthy")
+        wrong += start.changes(await Sight.of(stack), cache_may_grow=trusted)
+    after = await Sight.of(stack)
+    for role, used in before.usage.items():
+        now = after.usage[role]
+        print(
+            f"{role:<10} {used.anonymous_bytes >> 20} -> {now.anonymous_bytes >> 20} MiB of its own, "
+            f"{used.descriptors} -> {now.descriptors} descriptors"
+        )
+    return wrong + before.changes(after, cache_may_grow=True) + stack.complaints()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120.0, help="for each port [%(default)s]")
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES, help="whose ports; all of them by default")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, fuzz_stack(Path(folder)) as stack:
+        wrong = asyncio.run(fuzz(stack, arguments.seconds, arguments.seed, arguments.roles))
+        for sentence in wrong[:40]:
+            print(f"WRONG: {sentence}", file=sys.stderr)
+        if wrong:
+            for role in ROLES:
+                print(f"---- {role}\n" + "\n".join(log_lines(stack.processes[role])[-40:]), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

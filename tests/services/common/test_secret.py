@@ -1,0 +1,83 @@
+"""The file by which services know each other."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.services.common.secret import Secret, make_secret, read_secret
+
+
+def written(folder: Path, content: bytes, mode: int = 0o600) -> str:
+    file = folder / "token"
+    file.write_bytes(content)
+    file.chmod(mode)
+    return str(file)
+
+
+def test_a_new_secret_is_random_and_for_its_owner_alone(tmp_path: Path) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        make_secret(file)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    first, second = (read_secret(str(file)) for file in files)
+    assert first
+    assert len(first.reveal()) >= 43
+    assert first.reveal() != second.reveal()
+
+
+def test_a_secret_that_is_there_stays(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    make_secret(file)
+    before = file.read_text()
+    make_secret(file)
+    assert file.read_text() == before
+
+
+def test_where_it_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write .*/nowhere/token: No such file"):
+        make_secret(tmp_path / "nowhere" / "token")
+
+
+def test_a_line_end_is_no_part_of_it(tmp_path: Path) -> None:
+    assert read_secret(written(tmp_path, b"  0123456789abcdef\r\n")).reveal() == "0123456789abcdef"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o611, 0o666])
+def test_what_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_secret(written(tmp_path, b"0123456789abcdef\n", mode))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"short\n", b"two words of text\n", b"\xff" * 20, b"x" * 1025])
+def test_what_is_no_secret_is_refused_without_showing_it(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(ConfigError, match=r"must hold one line .* `paceline token FILE` makes one") as caught:
+        read_secret(written(tmp_path, content))
+    assert "two words" not in str(caught.value)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    for path, message in ((pipe, "is no file"), (tmp_path, "is no file"), (tmp_path / "gone", "No such file")):
+        with pytest.raises(ConfigError, match=message):
+            read_secret(str(path))
+
+
+def test_no_file_is_no_secret() -> None:
+    assert not read_secret("")
+
+
+def test_only_the_same_text_matches() -> None:
+    secret = Secret("0123456789abcdef")
+    assert secret.matches("0123456789abcdef")
+    assert not any(map(secret.matches, ("", "0123456789abcde", "0123456789abcdefg", "0123456789ABCDEF", "ä", "\udcff")))
+
+
+def test_it_does_not_show_itself() -> None:
+    secret = Secret("0123456789abcdef")
+    assert "0123" not in f"{secret!r} {secret} {[secret]}"

@@ -1,0 +1,79 @@
+"""A head that is too large, or does not come, costs the gateway nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from paceline.services.gateway import http_protocol
+from tests.services.gateway.conftest import PATIENCE, StartStack
+
+HEALTH = b"GET /ping HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture
+async def connection(start_stack: StartStack) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    stack = await start_stack()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
+    async with asyncio.timeout(PATIENCE):
+        yield reader, writer
+    writer.close()
+
+
+async def test_an_endless_head_is_cut_off(
+    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+) -> None:
+    reader, writer = connection
+    writer.write(HEALTH + b"X-Endless: ")
+    sent = 0
+    try:
+        while sent < 100 * http_protocol.MAX_HEAD_BYTES and not reader.at_eof():
+            writer.write(b"a" * 4096)
+            await writer.drain()
+            sent += 4096
+        assert b"400" in await reader.readline()
+    except ConnectionError:
+        pass  # it was closed while we wrote
+    assert sent < 100 * http_protocol.MAX_HEAD_BYTES
+
+
+async def test_a_large_head_within_the_bounds_is_answered(
+    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+) -> None:
+    reader, writer = connection
+    for _ in range(2):  # the second on the same connection: what was counted starts anew
+        for part in (HEALTH, b"X-A: " + b"a" * 40_000 + b"\r\n", b"\r\n"):
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert b"200 OK" in answer
+
+
+@pytest.mark.parametrize("begun", [b"", b"G", HEALTH])
+async def test_a_head_that_does_not_come_ends_the_connection(
+    begun: bytes, start_stack: StartStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    stack = await start_stack()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
+    writer.write(begun)
+    async with asyncio.timeout(PATIENCE):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_connection_whose_request_is_answered_stays(
+    start_stack: StartStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    stack = await start_stack()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
+    async with asyncio.timeout(PATIENCE):
+        for _ in range(2):
+            writer.write(HEALTH + b"\r\n")
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.4)
+    writer.close()

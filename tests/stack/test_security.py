@@ -1,0 +1,87 @@
+"""What strangers and mad neighbours can do to a stack of real services: nothing. And tenants do not meet."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import redis
+
+from paceline.core.errors import RefusedError
+from paceline.services.common.rpc import is_serving, open_channel
+from tests.fuzz.run import fuzz
+from tests.fuzz.stack import ROLES, FuzzStack, fuzz_stack
+from tests.stack.processes import Process, arenas
+
+pytestmark = pytest.mark.stack
+
+PROMPT = list(range(80))
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzStack]:
+    with fuzz_stack(tmp_path_factory.mktemp("s")) as running:
+        yield running
+
+
+def cached_tokens(stack: FuzzStack, **fields: Any) -> int:
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 1, "temperature": 0, **fields}
+    reply = httpx.post(f"http://{stack.addresses['gateway']}/v1/completions", json=body, timeout=60)
+    return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_tenant_finds_its_own_blocks_alone(stack: FuzzStack) -> None:
+    assert cached_tokens(stack, cache_salt="one") == 0
+    assert cached_tokens(stack, cache_salt="one") == 64
+    assert cached_tokens(stack, cache_salt="two") == 0
+    assert cached_tokens(stack) == 0
+    assert cached_tokens(stack, cache_salt="two") == 64
+    assert cached_tokens(stack) == 64
+
+
+@pytest.mark.parametrize("role", ROLES[:-1])
+async def test_every_service_refuses_who_lacks_the_secret(stack: FuzzStack, role: str) -> None:
+    async with open_channel(stack.addresses[role]) as channel:
+        with pytest.raises(RefusedError, match="--auth-token-file"):
+            await is_serving(channel, timeout=10)
+    async with open_channel(stack.addresses[role], stack.secret) as channel:
+        assert await is_serving(channel, timeout=10)
+
+
+def test_the_secret_is_nowhere_but_in_its_file(stack: FuzzStack) -> None:
+    secret = stack.secret.reveal().encode()
+    for role, process in stack.processes.items():
+        assert secret not in process.log.read_bytes(), role
+        assert secret not in Path(f"/proc/{process.popen.pid}/cmdline").read_bytes(), role
+        assert secret not in Path(f"/proc/{process.popen.pid}/environ").read_bytes(), role
+    assert secret not in httpx.get(f"http://{stack.addresses['gateway']}/fleet").content
+    with redis.Redis.from_url(stack.redis) as client:
+        keys = [key for key in client.scan_iter() if client.type(key) == b"string"]
+        assert keys
+        assert not [key for key in keys if secret in client.get(key)]
+
+
+def test_memory_and_secret_are_for_one_user(stack: FuzzStack) -> None:
+    (arena,) = arenas(psutil.Process(process.popen.pid) for process in stack.processes.values())
+    for path in (arena, stack.folder / "secret"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_worker_with_another_secret_ends_and_says_why(stack: FuzzStack, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("not the secret of this cluster".replace(" ", "-"))
+    file.chmod(0o600)
+    places = (f"--redis={stack.redis}", "--cluster=fuzz", f"--kvtransfer-address={stack.addresses['kvtransfer']}")
+    worker = Process(tmp_path / "log", "decode", str(stack.model), *places, f"--auth-token-file={file}")
+    assert worker.popen.wait(120) == 2
+    assert f"kvtransfer at {stack.addresses['kvtransfer']} refuses us" in worker.text
+    assert "--auth-token-file" in worker.text
+
+
+async def test_hostile_input_changes_nothing(stack: FuzzStack) -> None:
+    assert await fuzz(stack, seconds=4, seed=1) == []
