@@ -342,8 +342,10 @@ async def test_a_handoff_of_no_token_or_of_another_s_blocks_is_refused(
         # Theirs are still theirs.
         handoff = worker_pb2.Handoff(key=filled["theirs"], first_token_id=before[0])
         await calls["theirs"].write(worker_pb2.DecodeCommand(handoff=handoff))
-        events = [event async for event in calls["theirs"]]
-        assert [token.id for event in events for token in event.tokens.tokens] == before[1:]
+        tokens: list[int] = []
+        while not (event := await calls["theirs"].read()).HasField("finished"):
+            tokens += [token.id for token in event.tokens.tokens]
+        assert tokens == before[1:]
         assert await host.all_blocks_back()
 
 
