@@ -331,7 +331,7 @@ async def test_a_handoff_of_no_token_or_of_another_s_blocks_is_refused(
             work = _work(host, name, [5, 6, 7])
             await call.write(worker_pb2.DecodeCommand(admit=work))
             work.key.CopyFrom((await call.read()).admitted.key)
-            prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work), timeout=60)
+            prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work, host_id="host"), timeout=60)
             filled[name] = [event async for event in prefill][-1].filled.key
         assert filled["theirs"].generation == 2
         handoff = worker_pb2.Handoff(**{"key": filled["ours"], "first_token_id": 1, **wrong})  # type: ignore[arg-type]
@@ -364,8 +364,8 @@ async def test_blocks_that_hold_more_than_the_context_are_refused(
         shorter = _work(host, "r", prompt[:5])
         shorter.key.CopyFrom(admitted.key)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            async for event in host.prefill_stub.Run(worker_pb2.PrefillRequest(work=shorter), timeout=60):
-                assert event.HasField("alive")
+            async for event in host.prefill_stub.Run(worker_pb2.PrefillRequest(work=shorter, host_id="host"), timeout=60):
+                assert event.HasField("opened")
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         decode.cancel()
         assert await host.all_blocks_back()
