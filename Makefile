@@ -16,7 +16,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 p
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit; fi; done; \
 	echo "Paceline needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1
 
-.PHONY: help serve test lint unit proof proto lock test-compose bench clean
+.PHONY: help serve test lint unit proof chaos proto lock test-compose bench clean
 
 help: ## show this
 	@echo "make TARGET [ARGS='...']"; echo
@@ -44,6 +44,9 @@ proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 see
 	for kind in duplicate delay lose lose_answer fail crash pass_time; do \
 		$(BIN)/python -m tests.proof.explore growth --attempts 1 --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.simulate --seeds 10000
+
+chaos: $(READY) ## kill processes of a real stack while 16 streams run, e.g. make chaos ARGS='--seed 7 --kills 60'
+	$(BIN)/python -m tests.stack.chaos $(ARGS)
 
 test-compose: $(READY) ## the compose stack on a real docker engine
 	bash compose/test.sh $(ARGS)
