@@ -63,8 +63,8 @@ class Report:
     left: int = 0
     asked_again: int = 0
     """Times that a client was told, before anything had come, that there is no worker now."""
-    attempts: int = 0
-    """Those of all requests that ended."""
+    attempts: float = 0
+    """Those of all requests."""
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
     settled_seconds: float = 0.0
@@ -73,11 +73,12 @@ class Report:
 
     def __str__(self) -> str:
         kills = ", ".join(f"{count} {role}" for role, count in sorted(self.kills.items()))
+        left_behind = ", ".join(self.leftovers) or "nothing"
         return (
-            f"{self.kills.total()} kills ({kills}) in {self.seconds:.0f} s; {self.ended} streams ended with "
-            f"{len(self.wrong)} wrong, in {self.attempts} attempts; {self.left} clients left, {self.asked_again} times "
-            f"one had to ask again; nothing held {self.settled_seconds:.1f} s after the last; {self.leftovers or 'nothing'} "
-            "left behind"
+            f"{self.kills.total()} kills ({kills}) in {self.seconds:.0f} s; {self.ended} streams ended right,"
+            f" {len(self.wrong)} wrong, in {self.attempts:.0f} attempts; {self.left} clients left,"
+            f" {self.asked_again} times one had to ask again; nothing held {self.settled_seconds:.1f} s after the last;"
+            f" {left_behind} left behind"
         )
 
 
@@ -91,21 +92,29 @@ async def chaos(plan: Plan, seed: int, log: Path, model: str = MODEL) -> Report:
         async with httpx.AsyncClient(base_url=stack.url, timeout=SILENCE_SECONDS) as http:
             client = _Client(http, model, plan, report)
             await client.learn()
-            began = time.monotonic()
+            attempts, began = await _attempts(http), time.monotonic()
             over = asyncio.Event()
             async with asyncio.TaskGroup() as group:
                 for _ in range(plan.streams):
                     group.create_task(client.run(random.Random(draw.random()), over))
                 await _kill_all(plan, stack, draw, report, seen)
                 over.set()
-            report.seconds = time.monotonic() - began
+            report.attempts, report.seconds = await _attempts(http) - attempts, time.monotonic() - began
             began = time.monotonic()
             await stack.settled()
             report.settled_seconds = time.monotonic() - began
         family = stack.family()
         seen |= arenas(family)
-    report.leftovers = [str(each) for each in family if each.is_running()] + [str(path) for path in seen if path.exists()]
+    alive = [f"{each.name()} {each.pid}" for each in family if each.is_running()]
+    report.leftovers = alive + [str(path) for path in seen if path.exists()]
     return report
+
+
+async def _attempts(http: httpx.AsyncClient) -> float:
+    """Those that workers admitted, for all requests that have ended so far."""
+    metrics = (await http.get("/metrics")).text
+    (value,) = re.findall(r"^paceline:request_attempts_total\S* (\S+)", metrics, re.MULTILINE)
+    return float(value)
 
 
 async def _kill_all(plan: Plan, stack: Stack, draw: random.Random, report: Report, seen: set[Path]) -> None:

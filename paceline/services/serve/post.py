@@ -96,4 +96,5 @@ def pause_before_start(failures: int) -> float:
     """Seconds, drawn at random around a figure that doubles with each failure: those that failed together should not
     start together."""
     first, longest = _PAUSES
-    return min(longest, first * 2**failures) * random.uniform(0.5, 1.5)
+    pause: float = min(longest, first * 2**failures)
+    return pause * random.uniform(0.5, 1.5)
