@@ -92,7 +92,7 @@ class GatewayConfig(ServiceConfig):
         at_least=0.1,
     )
     max_attempts: int = option(
-        3, "tries in a row at one request when workers fail, each before it has decoded a token", "limits", at_least=1
+        5, "tries in a row at one request when workers fail, each before it has decoded a token", "limits", at_least=1
     )
 
 

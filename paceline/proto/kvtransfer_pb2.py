@@ -25,59 +25,61 @@ _sym_db = _symbol_database.Default()
 from paceline.proto import common_pb2 as paceline_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpaceline/proto/kvtransfer.proto\x12\x0bpaceline.v1\x1a\x1bpaceline/proto/common.proto\"=\n\x07KVGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x01(\r\"n\n\x08KVLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x62\x61se_tokens\x18\x03 \x01(\r\x12$\n\x06groups\x18\x04 \x03(\x0b\x32\x14.paceline.v1.KVGroup\"o\n\rAttachRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12%\n\x06layout\x18\x03 \x01(\x0b\x32\x15.paceline.v1.KVLayout\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\"y\n\x0b\x41ttachEvent\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\x12\n\narena_path\x18\x03 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x04\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\"K\n\x0c\x42\x61tchRequest\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12*\n\noperations\x18\x02 \x03(\x0b\x32\x16.paceline.v1.Operation\"2\n\nBatchReply\x12$\n\x07results\x18\x01 \x03(\x0b\x32\x13.paceline.v1.Result\"\xf5\x02\n\tOperation\x12\'\n\x07reserve\x18\x01 \x01(\x0b\x32\x14.paceline.v1.ReserveH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.paceline.v1.OpenH\x00\x12!\n\x04seal\x18\x03 \x01(\x0b\x32\x11.paceline.v1.SealH\x00\x12!\n\x04\x66ill\x18\x04 \x01(\x0b\x32\x11.paceline.v1.FillH\x00\x12#\n\x05\x61\x64opt\x18\x05 \x01(\x0b\x32\x12.paceline.v1.AdoptH\x00\x12%\n\x06\x65xtend\x18\x06 \x01(\x0b\x32\x13.paceline.v1.ExtendH\x00\x12!\n\x04trim\x18\x07 \x01(\x0b\x32\x11.paceline.v1.TrimH\x00\x12\'\n\x07release\x18\x08 \x01(\x0b\x32\x14.paceline.v1.ReleaseH\x00\x12#\n\x05renew\x18\t \x01(\x0b\x32\x12.paceline.v1.RenewH\x00\x12\x13\n\x0btraceparent\x18\n \x01(\tB\x04\n\x02op\"{\n\x06Result\x12\x1f\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x11.paceline.v1.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1f\n\x04hold\x18\x03 \x01(\x0b\x32\x11.paceline.v1.Hold\x12\x1e\n\x04lost\x18\x04 \x03(\x0b\x32\x10.paceline.v1.Key\"e\n\x04Hold\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x15\n\rfilled_tokens\x18\x02 \x01(\r\x12\'\n\x06tables\x18\x03 \x03(\x0b\x32\x17.paceline.v1.BlockTable\"\x1b\n\nBlockTable\x12\r\n\x05slots\x18\x01 \x03(\r\"h\n\x07Reserve\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x19\n\x11max_cached_tokens\x18\x04 \x01(\r\"%\n\x04Open\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\"Y\n\x04Seal\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\r\n\x05group\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x0e\n\x06hashes\x18\x04 \x03(\x0c\"<\n\x04\x46ill\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x15\n\rfilled_tokens\x18\x02 \x01(\r\"&\n\x05\x41\x64opt\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\"<\n\x06\x45xtend\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x13\n\x0btoken_count\x18\x02 \x01(\r\"N\n\x04Trim\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\r\n\x05group\x18\x02 \x01(\r\x12\x18\n\x10\x66irst_kept_block\x18\x03 \x01(\r\"(\n\x07Release\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\"\'\n\x05Renew\x12\x1e\n\x04keys\x18\x01 \x03(\x0b\x32\x10.paceline.v1.Key\"#\n\rLedgerRequest\x12\x12\n\nwith_holds\x18\x01 \x01(\x08\"\xa2\x02\n\x0bLedgerReply\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\r\n\x05total\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\x12\x10\n\x08\x62\x61lanced\x18\x07 \x01(\x08\x12\x15\n\rexpired_holds\x18\x08 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x1d\n\x15prefix_queries_tokens\x18\n \x01(\x04\x12\x1a\n\x12prefix_hits_tokens\x18\x0b \x01(\x04\x12\x12\n\nslot_bytes\x18\x0c \x01(\x04\x12$\n\x05holds\x18\r \x03(\x0b\x32\x15.paceline.v1.HoldInfo\"\x8e\x01\n\x08HoldInfo\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0e\n\x06writer\x18\x04 \x01(\t\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x06 \x01(\x04\x12\x15\n\rexpires_in_ms\x18\x07 \x01(\x04*[\n\x04\x43ode\x12\x0b\n\x07\x43ODE_OK\x10\x00\x12\x12\n\x0e\x43ODE_EXHAUSTED\x10\x01\x12\x0e\n\nCODE_STALE\x10\x02\x12\x10\n\x0c\x43ODE_UNKNOWN\x10\x03\x12\x10\n\x0c\x43ODE_INVALID\x10\x04\x32\xcb\x01\n\nKVTransfer\x12@\n\x06\x41ttach\x12\x1a.paceline.v1.AttachRequest\x1a\x18.paceline.v1.AttachEvent0\x01\x12;\n\x05\x42\x61tch\x12\x19.paceline.v1.BatchRequest\x1a\x17.paceline.v1.BatchReply\x12>\n\x06Ledger\x12\x1a.paceline.v1.LedgerRequest\x1a\x18.paceline.v1.LedgerReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpaceline/proto/kvtransfer.proto\x12\x0bpaceline.v1\x1a\x1bpaceline/proto/common.proto\"=\n\x07KVGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x01(\r\"n\n\x08KVLayout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x62\x61se_tokens\x18\x03 \x01(\r\x12$\n\x06groups\x18\x04 \x03(\x0b\x32\x14.paceline.v1.KVGroup\"\xa7\x01\n\rAttachRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12%\n\x06layout\x18\x03 \x01(\x0b\x32\x15.paceline.v1.KVLayout\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x12\n\narena_path\x18\x08 \x01(\t\x12\"\n\x06\x63laims\x18\t \x03(\x0b\x32\x12.paceline.v1.Claim\"\x8b\x01\n\x05\x43laim\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x13\n\x0btoken_count\x18\x02 \x01(\r\x12\x15\n\rfilled_tokens\x18\x03 \x01(\r\x12\'\n\x06tables\x18\x04 \x03(\x0b\x32\x17.paceline.v1.BlockTable\x12\x0e\n\x06\x61\x63tive\x18\x05 \x01(\x08\"y\n\x0b\x41ttachEvent\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\x12\n\narena_path\x18\x03 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x04\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\"K\n\x0c\x42\x61tchRequest\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12*\n\noperations\x18\x02 \x03(\x0b\x32\x16.paceline.v1.Operation\"2\n\nBatchReply\x12$\n\x07results\x18\x01 \x03(\x0b\x32\x13.paceline.v1.Result\"\xf5\x02\n\tOperation\x12\'\n\x07reserve\x18\x01 \x01(\x0b\x32\x14.paceline.v1.ReserveH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.paceline.v1.OpenH\x00\x12!\n\x04seal\x18\x03 \x01(\x0b\x32\x11.paceline.v1.SealH\x00\x12!\n\x04\x66ill\x18\x04 \x01(\x0b\x32\x11.paceline.v1.FillH\x00\x12#\n\x05\x61\x64opt\x18\x05 \x01(\x0b\x32\x12.paceline.v1.AdoptH\x00\x12%\n\x06\x65xtend\x18\x06 \x01(\x0b\x32\x13.paceline.v1.ExtendH\x00\x12!\n\x04trim\x18\x07 \x01(\x0b\x32\x11.paceline.v1.TrimH\x00\x12\'\n\x07release\x18\x08 \x01(\x0b\x32\x14.paceline.v1.ReleaseH\x00\x12#\n\x05renew\x18\t \x01(\x0b\x32\x12.paceline.v1.RenewH\x00\x12\x13\n\x0btraceparent\x18\n \x01(\tB\x04\n\x02op\"{\n\x06Result\x12\x1f\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x11.paceline.v1.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1f\n\x04hold\x18\x03 \x01(\x0b\x32\x11.paceline.v1.Hold\x12\x1e\n\x04lost\x18\x04 \x03(\x0b\x32\x10.paceline.v1.Key\"e\n\x04Hold\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x15\n\rfilled_tokens\x18\x02 \x01(\r\x12\'\n\x06tables\x18\x03 \x03(\x0b\x32\x17.paceline.v1.BlockTable\"+\n\nBlockTable\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\"h\n\x07Reserve\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x19\n\x11max_cached_tokens\x18\x04 \x01(\r\"%\n\x04Open\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\"Y\n\x04Seal\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\r\n\x05group\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x0e\n\x06hashes\x18\x04 \x03(\x0c\"<\n\x04\x46ill\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x15\n\rfilled_tokens\x18\x02 \x01(\r\"&\n\x05\x41\x64opt\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\"<\n\x06\x45xtend\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x13\n\x0btoken_count\x18\x02 \x01(\r\"N\n\x04Trim\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\r\n\x05group\x18\x02 \x01(\r\x12\x18\n\x10\x66irst_kept_block\x18\x03 \x01(\r\"(\n\x07Release\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\"\'\n\x05Renew\x12\x1e\n\x04keys\x18\x01 \x03(\x0b\x32\x10.paceline.v1.Key\"#\n\rLedgerRequest\x12\x12\n\nwith_holds\x18\x01 \x01(\x08\"\xa2\x02\n\x0bLedgerReply\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\r\n\x05total\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\x12\x10\n\x08\x62\x61lanced\x18\x07 \x01(\x08\x12\x15\n\rexpired_holds\x18\x08 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x1d\n\x15prefix_queries_tokens\x18\n \x01(\x04\x12\x1a\n\x12prefix_hits_tokens\x18\x0b \x01(\x04\x12\x12\n\nslot_bytes\x18\x0c \x01(\x04\x12$\n\x05holds\x18\r \x03(\x0b\x32\x15.paceline.v1.HoldInfo\"\x8e\x01\n\x08HoldInfo\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0e\n\x06writer\x18\x04 \x01(\t\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x06 \x01(\x04\x12\x15\n\rexpires_in_ms\x18\x07 \x01(\x04*[\n\x04\x43ode\x12\x0b\n\x07\x43ODE_OK\x10\x00\x12\x12\n\x0e\x43ODE_EXHAUSTED\x10\x01\x12\x0e\n\nCODE_STALE\x10\x02\x12\x10\n\x0c\x43ODE_UNKNOWN\x10\x03\x12\x10\n\x0c\x43ODE_INVALID\x10\x04\x32\xcb\x01\n\nKVTransfer\x12@\n\x06\x41ttach\x12\x1a.paceline.v1.AttachRequest\x1a\x18.paceline.v1.AttachEvent0\x01\x12;\n\x05\x42\x61tch\x12\x19.paceline.v1.BatchRequest\x1a\x17.paceline.v1.BatchReply\x12>\n\x06Ledger\x12\x1a.paceline.v1.LedgerRequest\x1a\x18.paceline.v1.LedgerReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.proto.kvtransfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CODE']._serialized_start=2288
-  _globals['_CODE']._serialized_end=2379
+  _globals['_CODE']._serialized_start=2503
+  _globals['_CODE']._serialized_end=2594
   _globals['_KVGROUP']._serialized_start=77
   _globals['_KVGROUP']._serialized_end=138
   _globals['_KVLAYOUT']._serialized_start=140
   _globals['_KVLAYOUT']._serialized_end=250
-  _globals['_ATTACHREQUEST']._serialized_start=252
-  _globals['_ATTACHREQUEST']._serialized_end=363
-  _globals['_ATTACHEVENT']._serialized_start=365
-  _globals['_ATTACHEVENT']._serialized_end=486
-  _globals['_BATCHREQUEST']._serialized_start=488
-  _globals['_BATCHREQUEST']._serialized_end=563
-  _globals['_BATCHREPLY']._serialized_start=565
-  _globals['_BATCHREPLY']._serialized_end=615
-  _globals['_OPERATION']._serialized_start=618
-  _globals['_OPERATION']._serialized_end=991
-  _globals['_RESULT']._serialized_start=993
-  _globals['_RESULT']._serialized_end=1116
-  _globals['_HOLD']._serialized_start=1118
-  _globals['_HOLD']._serialized_end=1219
-  _globals['_BLOCKTABLE']._serialized_start=1221
-  _globals['_BLOCKTABLE']._serialized_end=1248
-  _globals['_RESERVE']._serialized_start=1250
-  _globals['_RESERVE']._serialized_end=1354
-  _globals['_OPEN']._serialized_start=1356
-  _globals['_OPEN']._serialized_end=1393
-  _globals['_SEAL']._serialized_start=1395
-  _globals['_SEAL']._serialized_end=1484
-  _globals['_FILL']._serialized_start=1486
-  _globals['_FILL']._serialized_end=1546
-  _globals['_ADOPT']._serialized_start=1548
-  _globals['_ADOPT']._serialized_end=1586
-  _globals['_EXTEND']._serialized_start=1588
-  _globals['_EXTEND']._serialized_end=1648
-  _globals['_TRIM']._serialized_start=1650
-  _globals['_TRIM']._serialized_end=1728
-  _globals['_RELEASE']._serialized_start=1730
-  _globals['_RELEASE']._serialized_end=1770
-  _globals['_RENEW']._serialized_start=1772
-  _globals['_RENEW']._serialized_end=1811
-  _globals['_LEDGERREQUEST']._serialized_start=1813
-  _globals['_LEDGERREQUEST']._serialized_end=1848
-  _globals['_LEDGERREPLY']._serialized_start=1851
-  _globals['_LEDGERREPLY']._serialized_end=2141
-  _globals['_HOLDINFO']._serialized_start=2144
-  _globals['_HOLDINFO']._serialized_end=2286
-  _globals['_KVTRANSFER']._serialized_start=2382
-  _globals['_KVTRANSFER']._serialized_end=2585
+  _globals['_ATTACHREQUEST']._serialized_start=253
+  _globals['_ATTACHREQUEST']._serialized_end=420
+  _globals['_CLAIM']._serialized_start=423
+  _globals['_CLAIM']._serialized_end=562
+  _globals['_ATTACHEVENT']._serialized_start=564
+  _globals['_ATTACHEVENT']._serialized_end=685
+  _globals['_BATCHREQUEST']._serialized_start=687
+  _globals['_BATCHREQUEST']._serialized_end=762
+  _globals['_BATCHREPLY']._serialized_start=764
+  _globals['_BATCHREPLY']._serialized_end=814
+  _globals['_OPERATION']._serialized_start=817
+  _globals['_OPERATION']._serialized_end=1190
+  _globals['_RESULT']._serialized_start=1192
+  _globals['_RESULT']._serialized_end=1315
+  _globals['_HOLD']._serialized_start=1317
+  _globals['_HOLD']._serialized_end=1418
+  _globals['_BLOCKTABLE']._serialized_start=1420
+  _globals['_BLOCKTABLE']._serialized_end=1463
+  _globals['_RESERVE']._serialized_start=1465
+  _globals['_RESERVE']._serialized_end=1569
+  _globals['_OPEN']._serialized_start=1571
+  _globals['_OPEN']._serialized_end=1608
+  _globals['_SEAL']._serialized_start=1610
+  _globals['_SEAL']._serialized_end=1699
+  _globals['_FILL']._serialized_start=1701
+  _globals['_FILL']._serialized_end=1761
+  _globals['_ADOPT']._serialized_start=1763
+  _globals['_ADOPT']._serialized_end=1801
+  _globals['_EXTEND']._serialized_start=1803
+  _globals['_EXTEND']._serialized_end=1863
+  _globals['_TRIM']._serialized_start=1865
+  _globals['_TRIM']._serialized_end=1943
+  _globals['_RELEASE']._serialized_start=1945
+  _globals['_RELEASE']._serialized_end=1985
+  _globals['_RENEW']._serialized_start=1987
+  _globals['_RENEW']._serialized_end=2026
+  _globals['_LEDGERREQUEST']._serialized_start=2028
+  _globals['_LEDGERREQUEST']._serialized_end=2063
+  _globals['_LEDGERREPLY']._serialized_start=2066
+  _globals['_LEDGERREPLY']._serialized_end=2356
+  _globals['_HOLDINFO']._serialized_start=2359
+  _globals['_HOLDINFO']._serialized_end=2501
+  _globals['_KVTRANSFER']._serialized_start=2597
+  _globals['_KVTRANSFER']._serialized_end=2800
 # @@protoc_insertion_point(module_scope)

@@ -90,16 +90,16 @@ async def chaos(plan: Plan, seed: int, log: Path, model: str = MODEL) -> Report:
     options = (f"--prefill={plan.prefill}", f"--decode={plan.decode}", "--kv-memory=512MiB")
     with serve(log, model, *options) as stack:
         async with httpx.AsyncClient(base_url=stack.url, timeout=SILENCE_SECONDS) as http:
-            client = _Client(http, model, plan, report)
+            client = Client(http, model, plan, report)
             await client.learn()
-            attempts, began = await _attempts(http), time.monotonic()
+            before, began = await attempts(http), time.monotonic()
             over = asyncio.Event()
             async with asyncio.TaskGroup() as group:
                 for _ in range(plan.streams):
                     group.create_task(client.run(random.Random(draw.random()), over))
                 await _kill_all(plan, stack, draw, report, seen)
                 over.set()
-            report.attempts, report.seconds = await _attempts(http) - attempts, time.monotonic() - began
+            report.attempts, report.seconds = await attempts(http) - before, time.monotonic() - began
             began = time.monotonic()
             await stack.settled()
             report.settled_seconds = time.monotonic() - began
@@ -110,7 +110,7 @@ async def chaos(plan: Plan, seed: int, log: Path, model: str = MODEL) -> Report:
     return report
 
 
-async def _attempts(http: httpx.AsyncClient) -> float:
+async def attempts(http: httpx.AsyncClient) -> float:
     """Those that workers admitted, for all requests that have ended so far."""
     metrics = (await http.get("/metrics")).text
     (value,) = re.findall(r"^paceline:request_attempts_total\S* (\S+)", metrics, re.MULTILINE)
@@ -123,7 +123,7 @@ async def _kill_all(plan: Plan, stack: Stack, draw: random.Random, report: Repor
     for role in order:
         await asyncio.sleep(draw.uniform(*plan.pause))
         async with asyncio.timeout(VICTIM_SECONDS):
-            while not (victims := _living(stack, role)):
+            while not (victims := living(stack, role)):
                 await asyncio.sleep(0.05)
         if role == "kvtransfer":
             seen |= arenas(stack.family())
@@ -132,13 +132,13 @@ async def _kill_all(plan: Plan, stack: Stack, draw: random.Random, report: Repor
             report.kills[role] += 1
 
 
-def _living(stack: Stack, role: str) -> list[int]:
+def living(stack: Stack, role: str) -> list[int]:
     """Processes of this role that were ready and have not ended."""
     newest = dict(re.findall(rf"^  ({role}\S*) +pid (\d+)", stack.process.text, re.MULTILINE))
     return sorted(int(pid) for pid in newest.values() if psutil.pid_exists(int(pid)))
 
 
-class _Client:
+class Client:
     """Asks, and compares what comes."""
 
     def __init__(self, http: httpx.AsyncClient, model: str, plan: Plan, report: Report) -> None:
@@ -146,7 +146,8 @@ class _Client:
         self._model = model
         self._plan = plan
         self._report = report
-        self._expected: dict[str, list[int]] = {}
+        self.expected: dict[str, list[int]] = {}
+        """By prompt: the tokens of the undisturbed stack."""
 
     async def learn(self) -> None:
         """Takes each prompt's tokens from the undisturbed stack."""
@@ -154,7 +155,7 @@ class _Client:
 
         async def one(prompt: str) -> None:
             async with places:
-                self._expected[prompt] = [token async for token in self._stream(prompt)]
+                self.expected[prompt] = [token async for token in self.stream(prompt)]
 
         await asyncio.gather(*(one(prompt) for prompt in self._plan.prompts))
 
@@ -166,8 +167,8 @@ class _Client:
             await self._ask(prompt, patience, draw)
 
     async def _ask(self, prompt: str, patience: int | None, draw: random.Random) -> None:
-        expected, tokens = self._expected[prompt], list[int]()
-        async with contextlib.aclosing(self._stream(prompt)) as stream:
+        expected, tokens = self.expected[prompt], list[int]()
+        async with contextlib.aclosing(self.stream(prompt)) as stream:
             try:
                 async for token in stream:
                     tokens.append(token)
@@ -187,7 +188,7 @@ class _Client:
         else:
             self._report.left += 1
 
-    async def _stream(self, prompt: str) -> AsyncIterator[int]:
+    async def stream(self, prompt: str) -> AsyncIterator[int]:
         body = {
             "model": self._model,
             "prompt": prompt,

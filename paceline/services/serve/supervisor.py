@@ -105,7 +105,10 @@ class Supervisor:
         settings = folder / "stack.toml"
         settings.write_text(stack_settings(self._config, model, redis, cluster=folder.name))
         config = f"--config={settings}"
-        kvtransfer = await self._launch("kvtransfer", "kvtransfer", "kvtransfer", config, keeps_address=True)
+        # With a name of its own, one that is started again finds the arena of the one before.
+        kvtransfer = await self._launch(
+            "kvtransfer", "kvtransfer", "kvtransfer", config, f"--host-id={folder.name}", keeps_address=True
+        )
         kv_address = await kvtransfer.ready()
         workers = [
             await self._launch(
