@@ -41,7 +41,7 @@ lint: $(READY) ## style, types, import contracts, generated files
 proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 seeds of larger ones; half an hour
 	$(BIN)/python -m tests.proof.explore --faults 0
 	$(BIN)/python -m tests.proof.explore one --faults 2
-	for kind in duplicate delay lose lose_answer fail crash pass_time; do \
+	for kind in duplicate delay lose lose_answer fail crash pass_time crash_ledger; do \
 		$(BIN)/python -m tests.proof.explore growth --attempts 1 --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.simulate --seeds 10000
 

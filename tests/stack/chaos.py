@@ -31,7 +31,7 @@ from tests.stack.reference import PROMPTS
 
 MODEL = "smollm2-135m-instruct"
 VICTIM_SECONDS = 120.0
-"""For a process of a role to be there, so that it can be killed."""
+"""For a process of each role to be there, before the next one is killed."""
 SILENCE_SECONDS = 180.0
 """A stream that says nothing for this long has failed."""
 
@@ -123,8 +123,10 @@ async def _kill_all(plan: Plan, stack: Stack, draw: random.Random, report: Repor
     for role in order:
         await asyncio.sleep(draw.uniform(*plan.pause))
         async with asyncio.timeout(VICTIM_SECONDS):
-            while not (victims := living(stack, role)):
+            # With nobody left of a role, requests would only wait.
+            while not all(living(stack, each) for each in plan.kills):
                 await asyncio.sleep(0.05)
+        victims = living(stack, role)
         if role == "kvtransfer":
             seen |= arenas(stack.family())
         with contextlib.suppress(ProcessLookupError):
@@ -226,12 +228,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=32, help="spread over prefill, decode, kvtransfer and Redis")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--log", type=Path, help="what the stack writes, to be kept")
     arguments = parser.parse_args()
     roles = ("decode", "prefill", "redis", "kvtransfer")
     kills = Counter(roles[index % len(roles)] for index in range(arguments.kills))
     plan = Plan(kills, arguments.streams, arguments.tokens, pause=(0.5, 4.0))
     with tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(chaos(plan, arguments.seed, Path(folder) / "log"))
+        report = asyncio.run(chaos(plan, arguments.seed, arguments.log or Path(folder) / "log"))
     print(f"seed {arguments.seed}: {report}")
     print(*report.wrong, sep="\n")
     sys.exit(bool(report.wrong or report.leftovers or not report.ended))

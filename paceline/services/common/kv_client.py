@@ -96,15 +96,11 @@ class KVClient:
                 one.
         """
         self._layout, self._context_tokens = layout, context_tokens
-        call = self._stub.Attach(self._attach_request(layout), wait_for_ready=True)
         try:
             async with asyncio.timeout(ATTACH_SECONDS):
-                event = await call.read()
+                call, event = await self._try_to_attach(self._attach_request(layout))
         except TimeoutError:
-            call.cancel()
             raise UnavailableError(f"kvtransfer at {self._address} does not answer; is it running?") from None
-        except grpc.aio.AioRpcError as error:
-            raise unmapped_error(error, f"kvtransfer at {self._address}") from error
         if not isinstance(event, pb.AttachEvent):
             raise UnavailableError(f"kvtransfer at {self._address} ended the session at once")
         self.session, self._arena_path = event.session, Path(event.arena_path)
@@ -117,6 +113,22 @@ class KVClient:
         for task in self._tasks:
             task.add_done_callback(self._end_with)
         return Arena(event.host_id, self._arena_path, event.arena_bytes, event.slots)
+
+    async def _try_to_attach(self, request: pb.AttachRequest) -> tuple[Stream, object]:
+        """The stream and what it says first. A service that goes away meanwhile is asked again, as long as there is the
+        arena that this worker has mapped: one that ends in order removes it."""
+        while not request.arena_path or _exists(request.arena_path):
+            call = self._stub.Attach(request, wait_for_ready=True)
+            try:
+                return call, await heeding_cancellation(call.read())
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise unmapped_error(error, f"kvtransfer at {self._address}") from error
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            await asyncio.sleep(random.uniform(0.05, 0.2))
+        raise UnavailableError("kvtransfer has ended")
 
     def _attach_request(self, layout: KVLayout, **again: Any) -> pb.AttachRequest:
         return pb.AttachRequest(
@@ -281,45 +293,33 @@ class KVClient:
         log.info("the session with kvtransfer ended")
 
     async def _come_back(self) -> Stream | None:
-        """The stream of a new session in the same arena; None where the service does not come back to it in time."""
+        """The stream of a new session in the same arena; None where no service comes back to it in time.
+
+        What is told to others meanwhile waits. So the claims are what this worker held when the session broke, and what
+        has become of it since is told behind them.
+        """
         self._sender.pause()
         await asyncio.sleep(0)  # until the answers that have come are where they belong
         for key in list(self._held.values()):
             if self._role != "decode" or not self._touched.is_used(key):
                 self._let_go(key)
                 self.on_hold_lost(key)
-        with contextlib.suppress(TimeoutError, PacelineError):
-            async with asyncio.timeout(RETURN_SECONDS):
-                # A service that ends in order removes its arena.
-                while self._arena_path.exists():
-                    if (call := await self._try_to_come_back()) is not None:
-                        self._sender.resume()
-                        return call
-                    await asyncio.sleep(random.uniform(0.05, 0.2))
-        return None
-
-    async def _try_to_come_back(self) -> Stream | None:
-        """None where the service went away meanwhile. Raises PacelineError where it refuses."""
-        assert self._layout is not None
-        claims = self._touched.claims(self._layout, lambda key: self._held.get(key[:2]) == key)
-        request = self._attach_request(self._layout, arena_path=str(self._arena_path), claims=claims)
-        call = self._stub.Attach(request, wait_for_ready=True)
         try:
-            event = await heeding_cancellation(call.read())
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                return None
-            refusal = unmapped_error(error, f"kvtransfer at {self._address}")
-            log.warning("this worker cannot come back: %s", refusal)
-            raise refusal from error
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
+            async with asyncio.timeout(RETURN_SECONDS):
+                call, event = await self._try_to_attach(self._claiming_request())
+        except (TimeoutError, PacelineError) as error:
+            log.info("this worker cannot come back: %s", error or "no kvtransfer is started again")
+            return None
         if not isinstance(event, pb.AttachEvent):
             return None
-        log.warning("kvtransfer is back; %d holds were claimed", len(claims))
         self.session = event.session
+        self._sender.resume()
         return call
+
+    def _claiming_request(self) -> pb.AttachRequest:
+        assert self._layout is not None
+        claims = self._touched.claims(self._layout, lambda key: self._held.get(key[:2]) == key)
+        return self._attach_request(self._layout, arena_path=str(self._arena_path), claims=claims)
 
     def _end_with(self, task: asyncio.Task[None]) -> None:
         """Without any of its tasks a session is of no use."""
@@ -333,6 +333,10 @@ class KVClient:
         self._sender.close()
         if not self.lost.done():
             self.lost.set_result(None)
+
+
+def _exists(path: str) -> bool:
+    return Path(path).exists()
 
 
 def _checked(result: pb.Result) -> pb.Result:
