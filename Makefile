@@ -16,7 +16,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 p
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit; fi; done; \
 	echo "Paceline needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1
 
-.PHONY: help serve test lint unit proof proto lock test-compose bench clean
+.PHONY: help serve test lint unit proof chaos proto lock test-compose bench clean
 
 help: ## show this
 	@echo "make TARGET [ARGS='...']"; echo
@@ -41,9 +41,12 @@ lint: $(READY) ## style, types, import contracts, generated files
 proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 seeds of larger ones; half an hour
 	$(BIN)/python -m tests.proof.explore --faults 0
 	$(BIN)/python -m tests.proof.explore one --faults 2
-	for kind in duplicate delay lose lose_answer fail crash pass_time; do \
+	for kind in duplicate delay lose lose_answer fail crash pass_time crash_ledger; do \
 		$(BIN)/python -m tests.proof.explore growth --attempts 1 --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.simulate --seeds 10000
+
+chaos: $(READY) ## kill processes of a real stack while 16 streams run, e.g. make chaos ARGS='--seed 7 --kills 60'
+	$(BIN)/python -m tests.stack.chaos $(ARGS)
 
 test-compose: $(READY) ## the compose stack on a real docker engine
 	bash compose/test.sh $(ARGS)

@@ -97,7 +97,9 @@ class GatewayConfig(ServiceConfig):
         "limits",
         at_least=0.1,
     )
-    max_attempts: int = option(3, "tries at one request when workers fail", "limits", at_least=1)
+    max_attempts: int = option(
+        5, "tries in a row at one request when workers fail, each before it has decoded a token", "limits", at_least=1
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,12 +119,20 @@ class AttachRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    ARENA_PATH_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     context_tokens: _builtins.int
     """Tokens of the longest context that the worker would take if there was room."""
+    arena_path: _builtins.str
+    """Of a worker whose session broke: the arena that it has mapped. It joins that one or is refused."""
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...
+    @_builtins.property
+    def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___Claim]:
+        """What it may be touching in there."""
+
     def __init__(
         self,
         *,
@@ -132,14 +140,54 @@ class AttachRequest(_message.Message):
         role: _builtins.str = ...,
         layout: Global___KVLayout | None = ...,
         context_tokens: _builtins.int = ...,
+        arena_path: _builtins.str = ...,
+        claims: _abc.Iterable[Global___Claim] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "layout", b"layout", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_path", b"arena_path", "claims", b"claims", "context_tokens", b"context_tokens", "layout", b"layout", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class Claim(_message.Message):
+    """A hold of the time of another service, as its only writer knows it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    FILLED_TOKENS_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    ACTIVE_FIELD_NUMBER: _builtins.int
+    token_count: _builtins.int
+    filled_tokens: _builtins.int
+    active: _builtins.bool
+    """False where the hold is over, and the worker only has not stopped touching its blocks yet."""
+    @_builtins.property
+    def key(self) -> _common_pb2.Key: ...
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
+        """With hashes."""
+
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.Key | None = ...,
+        token_count: _builtins.int = ...,
+        filled_tokens: _builtins.int = ...,
+        tables: _abc.Iterable[Global___BlockTable] | None = ...,
+        active: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "filled_tokens", b"filled_tokens", "key", b"key", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Claim: _TypeAlias = Claim  # noqa: Y015
 
 @_typing.final
 class AttachEvent(_message.Message):
@@ -353,16 +401,22 @@ class BlockTable(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOTS_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """As `slots`: hashes of sealed blocks, empty for others. Not after extend, which only adds blocks."""
+
     def __init__(
         self,
         *,
         slots: _abc.Iterable[_builtins.int] | None = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

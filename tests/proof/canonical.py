@@ -8,6 +8,7 @@ import marshal
 from collections.abc import Iterable
 
 from paceline.core.kv_layout import NO_SLOT
+from paceline.services.kvtransfer.claim import Claim
 from paceline.services.kvtransfer.hold import NOBODY, Hold
 from tests.proof.judge import lives
 from tests.proof.world import DECODE, Asked, Job, Op, World
@@ -58,6 +59,10 @@ class _Encoder:
         for late in sorted(world.late, key=lambda late: self._rank_of(late.op)):
             parts.append([*self._op(late.op), late.again])
         parts.append(sorted(self._session(session) for session in world.unnoticed))
+        parts.append(world.claims is None)
+        if world.claims is not None:
+            for session in sorted(world.claims, key=lambda session: self._session(session)):
+                parts.append((self._session(session), [self._claim(claim) for claim in world.claims[session]]))
         parts.append([world.ledger._pool.name(slot) for slot in world.ledger._pool._cached])  # type: ignore[arg-type]
         return marshal.dumps(parts, 2)  # without references, so that equal parts have equal bytes
 
@@ -92,6 +97,10 @@ class _Encoder:
         flags = (job.cancelled, job.lost, job.grown, job.alone)
         name = (*self._name(job.key), job.key.generation)
         return (job.role, self._session(job.session), name, job.phase, tables, job.settled, flags)
+
+    def _claim(self, claim: Claim) -> object:
+        tables = [[self._slots.setdefault(slot, len(self._slots)) for slot in table] for table in claim.tables]
+        return (self._name(claim.key), claim.key.generation, tables, claim.names, claim.active)
 
     def _hold(self, hold: Hold) -> object:
         owner, writer = self._session(hold.owner), self._session(hold.writer)

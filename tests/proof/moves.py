@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
 from tests.proof import gateway, judge, network, worker
@@ -49,20 +49,33 @@ def step(world: World, move: Move) -> None:
 
 def progress(world: World) -> Iterator[Move]:
     """What happens sooner or later when nothing goes wrong; time aside."""
-    for late in dict.fromkeys(world.late):
-        yield Move(network.arrive, (late,))
-    for session in world.queues:
-        yield Move(network.deliver, (session,))
-    for session in world.unnoticed:
-        yield Move(network.notice, (session,))
+    yield from (_of_network(world) if world.claims is None else _of_return(world, world.claims))
     for job in world.jobs.values():
         yield from _of_job(world, job)
     for index in range(len(world.asked)):
         yield from _of_gateway(world, index)
 
 
+def _of_network(world: World) -> Iterator[Move]:
+    for late in dict.fromkeys(world.late):
+        yield Move(network.arrive, (late,))
+    for session in world.queues:
+        yield Move(network.deliver, (session,))
+    for session in world.unnoticed:
+        yield Move(network.notice, (session,))
+
+
+def _of_return(world: World, claims: Container[int]) -> Iterator[Move]:
+    """kvtransfer is away: its workers come back to its successor."""
+    for session in sorted({job.session for job in world.jobs.values()}):
+        if session not in claims:
+            yield Move(worker.come_back, (session,))
+    if network.may_reconcile(world):
+        yield Move(network.reconcile, ())
+
+
 def _of_job(world: World, job: Job) -> Iterator[Move]:
-    if job.renews and _is_lost(world, job):
+    if job.renews and world.claims is None and _is_lost(world, job):
         yield Move(worker.learn_of_loss, (job.id,))
     if not world.is_current(job) and not job.cancelled and job.phase != "stopping":
         yield Move(worker.cancel, (job.id,))
@@ -111,7 +124,8 @@ def _starts(world: World, index: int) -> Iterator[Move]:
 
 def at_any_time(world: World) -> Iterator[Move]:
     """What may happen, also again and again, without anything's being wrong."""
-    yield Move(network.pass_time, ())
+    if world.claims is None:
+        yield Move(network.pass_time, ())
     for job in (*world.jobs.values(), *world.ghosts):
         if job.phase == "stopping" or job in world.ghosts:
             yield Move(worker.scribble, (job,))
@@ -119,13 +133,10 @@ def at_any_time(world: World) -> Iterator[Move]:
 
 def faults(world: World) -> Iterator[Move]:
     """What may go wrong; the caller counts."""
-    for session, queue in world.queues.items():
-        yield Move(network.duplicate, (session,))
-        if queue[0].kind != "release":  # which is sent again until it is answered
-            yield Move(network.lose, (session,))
-            yield Move(network.delay, (session,))
-            if queue[0].kind not in ("seal", "trim"):  # whose answers nobody heeds
-                yield Move(network.lose_answer, (session,))
+    if world.claims is None:
+        yield from _faults_of_messages(world)
+        if world.jobs:
+            yield Move(network.crash_ledger, ())
     for index, asked in enumerate(world.asked):
         if asked.runs:
             yield Move(gateway.fail, (index,))
@@ -133,8 +144,18 @@ def faults(world: World) -> Iterator[Move]:
     for place, session in enumerate(world.sessions):
         if session in busy:
             yield Move(worker.crash, (place,))
-    for session in sorted({job.session for job in world.jobs.values() if job.renews}):
-        yield Move(network.pass_time, (session,))
     if world.jobs:
         yield Move(gateway.restart, ())
         yield Move(network.restart_ledger, ())
+
+
+def _faults_of_messages(world: World) -> Iterator[Move]:
+    for session, queue in world.queues.items():
+        yield Move(network.duplicate, (session,))
+        if queue[0].kind != "release":  # which is sent again until it is answered
+            yield Move(network.lose, (session,))
+            yield Move(network.delay, (session,))
+            if queue[0].kind not in ("seal", "trim"):  # whose answers nobody heeds
+                yield Move(network.lose_answer, (session,))
+    for session in sorted({job.session for job in world.jobs.values() if job.renews}):
+        yield Move(network.pass_time, (session,))

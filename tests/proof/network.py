@@ -136,8 +136,33 @@ def _renew(world: World, session: int, key: Key, now: float) -> bool:
     return True
 
 
+def crash_ledger(world: World) -> None:
+    """kvtransfer is killed. Its arena stays, and so do its workers; what they had sent is answered by its successor."""
+    world.claims = {}
+    world.late = ()
+
+
+def reconcile(world: World) -> None:
+    """Its successor goes on with what workers have claimed. Who has not is gone by now."""
+    assert world.claims is not None
+    claimants, world.claims = world.claims, None
+    ledger = Ledger(world.setup.layout, world.setup.slots, LEASE)
+    ledger.restore([claim for claims in claimants.values() for claim in claims], world.now)
+    world.ledger = ledger
+    world.ghosts = tuple(job for job in world.ghosts if job.session in claimants)
+    world.unnoticed = tuple(session for session in world.unnoticed if session in claimants)
+    world.late = ()  # sent to nobody
+
+
+def may_reconcile(world: World) -> bool:
+    """Whether the time in which workers come back may be over: those that live have all done so."""
+    return world.claims is not None and all(job.session in world.claims for job in world.jobs.values())
+
+
 def restart_ledger(world: World) -> None:
-    """kvtransfer ends: so do all sessions, and their workers. What they still write goes to a file that nobody maps."""
+    """kvtransfer ends, and its arena cannot be kept: so do all sessions, and their workers. What they still write goes
+    to a file that nobody maps."""
+    world.claims = None
     world.ledger = Ledger(world.setup.layout, world.setup.slots, LEASE)
     first = max(world.sessions) + 1
     world.sessions = list(range(first, first + len(world.sessions)))

@@ -20,7 +20,13 @@ MOST_EVENTS = 20_000
 """A run that has not come to rest by then goes round in circles."""
 
 
-_HOW_OFTEN = {network.duplicate: 4.0, network.delay: 2.0, gateway.restart: 0.05, network.restart_ledger: 0.05}
+_HOW_OFTEN = {
+    network.duplicate: 4.0,
+    network.delay: 2.0,
+    network.crash_ledger: 8.0,
+    gateway.restart: 0.05,
+    network.restart_ledger: 0.05,
+}
 """How likely a fault is, beside 1 for the others: after a restart little is left that could go wrong."""
 
 
@@ -75,7 +81,7 @@ def _run(run: Run, draw: random.Random) -> None:
         elif not going or draw.random() < 0.1:
             if not going and not world.jobs:
                 break  # every request has come to its end
-            run.step(draw.choice(list(moves.at_any_time(world))))
+            run.step(draw.choice(list(moves.at_any_time(world)) or going))
         else:
             run.step(_some(going, draw))
     _calm_down(run, draw)

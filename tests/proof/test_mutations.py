@@ -8,14 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from paceline.core.errors import BusyError
+from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.services.kvtransfer.hold import NOBODY, Hold, State
 from paceline.services.kvtransfer.hold_book import HoldBook
 from paceline.services.kvtransfer.ledger import Ledger
+from tests.proof import network, worker
 from tests.proof.explore import Explorer
 from tests.proof.setup import SETUPS
 from tests.proof.simulate import simulate
-from tests.proof.world import Violation
+from tests.proof.world import Job, Violation, World
 
 MOST_SEEDS = 60
 
@@ -102,6 +104,27 @@ def without_idempotent_fill(patch: Patch) -> None:
     patch.setattr(Ledger, "fill", fill)
 
 
+def without_time_to_come_back(patch: Patch) -> None:
+    """A kvtransfer that is started again gives blocks away before all workers have said what they hold."""
+    patch.setattr(network, "may_reconcile", lambda world: world.claims is not None)
+
+
+def without_claims_of_what_has_ended(patch: Patch) -> None:
+    """A worker claims nothing that it lost, although its engine has not let go of it yet."""
+    original = worker.claims_of
+    patch.setattr(worker, "claims_of", lambda world, job: [each for each in original(world, job) if each.active])
+
+
+def without_truth_about_contents(patch: Patch) -> None:
+    """A worker claims blocks as sealed that it has yet to write."""
+
+    def name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
+        digest = world.word(job, group, block)[1]
+        return digest if slot != NO_SLOT and isinstance(digest, bytes) else b""
+
+    patch.setattr(worker, "_name", name)
+
+
 MUTATIONS: tuple[Callable[[Patch], None], ...] = (
     without_memory_of_ended_keys,
     without_quarantine,
@@ -109,6 +132,8 @@ MUTATIONS: tuple[Callable[[Patch], None], ...] = (
     without_deadlines,
     without_idempotent_release,
     without_idempotent_fill,
+    without_time_to_come_back,
+    without_truth_about_contents,
 )
 
 
@@ -133,6 +158,17 @@ def test_the_explorer_finds_a_protocol(mutate: Callable[[Patch], None], monkeypa
     mutate(monkeypatch)
     with pytest.raises(Violation, match="=>"):
         Explorer(dataclasses.replace(SETUPS["handoff"], faults=1, attempts=1)).run()
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [without_time_to_come_back, without_claims_of_what_has_ended, without_truth_about_contents],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_the_explorer_finds_a_return(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match="=>"):
+        Explorer(dataclasses.replace(SETUPS["handoff"], faults=1, attempts=1, kind="crash_ledger")).run()
 
 
 def test_the_explorer_finds_a_protocol_without_generations(monkeypatch: Patch) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.core.errors import BusyError, PacelineError, UnavailableError
+from paceline.core.kv_layout import NO_SLOT
+from paceline.services.kvtransfer.claim import Claim
 from paceline.services.kvtransfer.hold import Hold
 from tests.proof import judge
 from tests.proof.world import DECODE, PREFILL, Job, JobId, Op, World, tables_of
@@ -200,6 +202,47 @@ def learn_of_loss(world: World, job_id: JobId) -> None:
 def scribble(world: World, job: Job) -> None:
     """A step that is still under way writes: of a request that stops, or of a worker that nobody hears any more."""
     world.write(job)
+
+
+# ---- kvtransfer comes back without its memory
+
+
+def come_back(world: World, session: int) -> None:
+    """A worker claims what its engine may touch, and gives up what it cannot claim."""
+    assert world.claims is not None
+    claims = []
+    for job in [job for job in world.jobs.values() if job.session == session]:
+        claims += claims_of(world, job)
+        if job.phase in ("admitted", "adopting"):
+            learn_of_loss(world, job.id)
+        elif job.role == PREFILL and job.phase == "writing":
+            world.put(job, phase="stopping", lost=True)
+    world.claims[session] = tuple(claims)
+
+
+def claims_of(world: World, job: Job) -> list[Claim]:
+    """What may be touched is claimed; only a decode worker can go on in it."""
+    if not job.touches:
+        return []
+    groups = world.setup.layout.groups
+    names = [
+        [_name(world, job, group, block, slot) for block, slot in enumerate(table)]
+        for group, table in enumerate(job.tables)
+    ]
+    tokens = min(len(table) * group.block_tokens for group, table in zip(groups, job.tables))
+    active = job.role == DECODE and not job.lost
+    return [Claim(job.session, job.key, tokens, 0, [list(table) for table in job.tables], names, active)]
+
+
+def _name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
+    """As the worker knows it: what was sealed when it got the blocks, and what it has sealed since."""
+    if slot == NO_SLOT:
+        return b""
+    word = world.word(job, group, block)
+    if job.role == PREFILL and not world.may_write(job, group, block) and isinstance(word[1], bytes):
+        return word[1]
+    known = world.ledger._pool.name(slot)
+    return b"" if known is None else known[1]
 
 
 # ---- a worker comes to its end

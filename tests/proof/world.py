@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
+from paceline.services.kvtransfer.claim import Claim
 from paceline.services.kvtransfer.hold import Hold
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof.ledger_copy import copy_ledger
@@ -125,6 +126,9 @@ class World:
     """Jobs of workers that are gone, but may still write."""
     unnoticed: tuple[int, ...] = ()
     """Sessions that are over without the ledger's knowing."""
+    claims: dict[int, tuple[Claim, ...]] | None = None
+    """Set while kvtransfer is away: by session, what workers that have come back say they hold. Nothing reaches the
+    ledger, which is still that of the service that ended, for the judge to see."""
     now: float = 0.0
 
     def copy(self) -> World:
@@ -132,6 +136,7 @@ class World:
         twin.ledger = copy_ledger(self.ledger)
         twin.memory, twin.asked, twin.sessions = self.memory.copy(), self.asked.copy(), self.sessions.copy()
         twin.queues, twin.jobs = self.queues.copy(), self.jobs.copy()
+        twin.claims = None if self.claims is None else self.claims.copy()
         return twin
 
     # ---- reading

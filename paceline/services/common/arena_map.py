@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import stat
+import struct
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
@@ -15,7 +17,8 @@ def map_arena(path: Path, size: int) -> mmap.mmap:
     """Maps the arena that the kvtransfer service made, shared and writable: its blocks, and behind them the page of
     `paceline.core.turns`.
 
-    The caller closes it. It stays readable after the service has gone.
+    The caller closes it. It stays readable after the service has gone, and nobody takes the file for a stale one before
+    it is closed.
 
     Args:
         size: bytes for blocks that the service announced.
@@ -37,6 +40,26 @@ def map_arena(path: Path, size: int) -> mmap.mmap:
         whole = size + PAGE_BYTES
         if status.st_size != whole:
             raise ConfigError(f"the arena {path} has {status.st_size} bytes where its service announced {whole}")
-        return mmap.mmap(descriptor, whole)
+        _lock(descriptor, fcntl.F_RDLCK)
+        return mmap.mmap(descriptor, whole)  # with a duplicate of the descriptor, which keeps the lock
     finally:
         os.close(descriptor)
+
+
+def is_mapped(descriptor: int) -> bool:
+    """Whether a worker maps this arena."""
+    try:
+        _lock(descriptor, fcntl.F_WRLCK)
+    except OSError:
+        return True
+    _lock(descriptor, fcntl.F_UNLCK)
+    return False
+
+
+def _lock(descriptor: int, kind: int) -> None:
+    """A lock of the open file, as long as that is open; beside the service's own, which is of another kind.
+
+    Raises:
+        OSError: somebody else has one that does not go with it.
+    """
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, 0, 0, 0))

@@ -30,7 +30,8 @@ class BatchSender:
     """Sends operations in the order in which they were submitted, each time all that have come meanwhile.
 
     Every operation comes to an end: its result, or UnavailableError where none came or the sender was closed. A release
-    that met no answer is sent again until it meets one, because what nobody needs must not stay held.
+    that met no answer is sent again until it meets one, because what nobody needs must not stay held. From `pause` to
+    `resume` nothing is sent, and what has no answer by then is sent again, in its place, to whoever answers next.
 
     Args:
         call: sends one batch; the reply has one result for each operation, in order.
@@ -42,6 +43,17 @@ class BatchSender:
         self._came = asyncio.Event()
         self._unanswered: set[asyncio.Future[pb.Result]] = set()
         self._closed = False
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+        self._pauses = 0
+
+    def pause(self) -> None:
+        """No answer is heard from here on until `resume`, also none that is on its way."""
+        self._may_send.clear()
+        self._pauses += 1
+
+    def resume(self) -> None:
+        self._may_send.set()
 
     def submit(self, operation: pb.Operation) -> asyncio.Future[pb.Result]:
         future: asyncio.Future[pb.Result] = asyncio.get_running_loop().create_future()
@@ -58,12 +70,19 @@ class BatchSender:
         """Sends until it is cancelled. Raises where a reply makes no sense."""
         while True:
             await self._came.wait()
-            batch = self._take_batch()
+            await self._may_send.wait()
+            batch, pauses = self._take_batch(), self._pauses
             try:
                 reply = await heeding_cancellation(self._call([each.operation for each in batch]))
             except grpc.aio.AioRpcError as error:
-                self._fail(batch, UnavailableError(f"kvtransfer: {error.details()}"))
+                # By then a session that broke is known to have done so.
                 await asyncio.sleep(RETRY_SECONDS)
+                reply = None
+                if pauses == self._pauses:
+                    self._fail(batch, UnavailableError(f"kvtransfer: {error.details()}"))
+                    continue
+            if reply is None or pauses != self._pauses:
+                self._put_back(batch)
                 continue
             for submitted, result in zip(batch, reply.results, strict=True):
                 submitted.future.set_result(result)
@@ -97,9 +116,11 @@ class BatchSender:
         for submitted in batch:
             if not submitted.operation.HasField("release"):
                 submitted.future.set_exception(error)
-        releases = [each for each in batch if each.operation.HasField("release")]
-        self._waiting.extendleft(reversed(releases))
-        if releases:
+        self._put_back([each for each in batch if each.operation.HasField("release")])
+
+    def _put_back(self, operations: Sequence[_Submitted]) -> None:
+        self._waiting.extendleft(reversed(operations))
+        if operations:
             self._came.set()
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc.aio
 
@@ -21,11 +23,16 @@ from paceline.services.common.batch_sender import BatchSender
 from paceline.services.common.rpc import heeding_cancellation, open_channel, unmapped_error
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
+from paceline.services.common.touched import TouchedBlocks
 from paceline.services.common.wire import key_from_pb, key_to_pb
 
 ATTACH_SECONDS = 60.0
 """kvtransfer may start after its workers."""
 CALL_SECONDS = 5.0
+RETURN_SECONDS = 10.0
+"""For a service that was killed to be back."""
+
+Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +74,12 @@ class KVClient:
     Operations are applied in the order of the calls. Holds are renewed until they are released. Every operation comes
     to an end: an answer, or UnavailableError where none came in time, the session has broken or was closed.
 
+    A session that breaks because the service ended does not end what runs here. A decode worker goes on in the blocks
+    that its engine has, which nobody else can get, and claims them from the service that is started again. What else
+    was under way is lost, and operations wait; they change nothing where they are carried out a second time.
+
     `lost` is done when the session is over: every hold is void from then on. `on_hold_lost` is called for a hold whose
-    lease ended before it was renewed.
+    lease ended before it was renewed, or that cannot be claimed.
     """
 
     def __init__(self, address: str, worker_id: str, role: str, secret: Secret) -> None:
@@ -86,6 +97,10 @@ class KVClient:
         self._lease_seconds = 10.0
         self._sender = BatchSender(self._call)
         self._held: dict[tuple[str, int], Key] = {}
+        self._touched = TouchedBlocks()
+        self._arena_path = Path()
+        self._layout: KVLayout | None = None
+        self._context_tokens = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     async def attach(self, layout: KVLayout, context_tokens: int) -> Arena:
@@ -95,21 +110,15 @@ class KVClient:
             context_tokens: of the longest context that this worker would take; an arena of automatic size has room for
                 one.
         """
-        request = pb.AttachRequest(
-            worker_id=self._worker_id, role=self._role, layout=layout_to_pb(layout), context_tokens=context_tokens
-        )
-        call = self._stub.Attach(request, wait_for_ready=True)
+        self._layout, self._context_tokens = layout, context_tokens
         try:
             async with asyncio.timeout(ATTACH_SECONDS):
-                event = await call.read()
+                call, event = await self._try_to_attach(self._attach_request(layout))
         except TimeoutError:
-            call.cancel()
             raise UnavailableError(f"kvtransfer at {self._address} does not answer; is it running?") from None
-        except grpc.aio.AioRpcError as error:
-            raise unmapped_error(error, f"kvtransfer at {self._address}") from error
         if not isinstance(event, pb.AttachEvent):
             raise UnavailableError(f"kvtransfer at {self._address} ended the session at once")
-        self.session = event.session
+        self.session, self._arena_path = event.session, Path(event.arena_path)
         self.host_id, self.source = event.host_id, event.address
         self._lease_seconds = event.lease_ms / 1000
         self._tasks = [
@@ -119,7 +128,32 @@ class KVClient:
         ]
         for task in self._tasks:
             task.add_done_callback(self._end_with)
-        return Arena(event.host_id, Path(event.arena_path), event.arena_bytes, event.slots)
+        return Arena(event.host_id, self._arena_path, event.arena_bytes, event.slots)
+
+    async def _try_to_attach(self, request: pb.AttachRequest) -> tuple[Stream, object]:
+        """The stream and what it says first. A service that goes away meanwhile is asked again, as long as there is the
+        arena that this worker has mapped: one that ends in order removes it."""
+        while not request.arena_path or _exists(request.arena_path):
+            call = self._stub.Attach(request, wait_for_ready=True)
+            try:
+                return call, await heeding_cancellation(call.read())
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise unmapped_error(error, f"kvtransfer at {self._address}") from error
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            await asyncio.sleep(random.uniform(0.05, 0.2))
+        raise UnavailableError("kvtransfer has ended")
+
+    def _attach_request(self, layout: KVLayout, **again: Any) -> pb.AttachRequest:
+        return pb.AttachRequest(
+            worker_id=self._worker_id,
+            role=self._role,
+            layout=layout_to_pb(layout),
+            context_tokens=self._context_tokens,
+            **again,
+        )
 
     async def close(self) -> None:
         """Ends the session, after what was submitted has been answered; what is not in time fails."""
@@ -132,25 +166,31 @@ class KVClient:
         """Whether the blocks of `key` are this worker's, as far as it knows."""
         return not self.lost.done() and self._held.get(key[:2]) == key
 
+    def use(self, key: Key) -> None:
+        """The engine gets the blocks of `key`, which must be held, and may touch them until `fill` or `release`."""
+        self._touched.use(key)
+
     async def reserve(self, key: Key, hashes: Sequence[bytes], token_count: int, max_cached_tokens: int) -> Hold:
         """Blocks for token_count tokens, the longest cached prefix among them. Raises BusyError if there are none."""
         operation = pb.Reserve(
             key=key_to_pb(key), hashes=hashes, token_count=token_count, max_cached_tokens=max_cached_tokens
         )
-        return self._keep(await self._obtain(pb.Operation(reserve=operation), key))
+        return await self._obtain(pb.Operation(reserve=operation), key)
 
     async def open(self, key: Key) -> Hold:
         """Becomes the writer of what another worker reserved."""
-        return self._keep(await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), _next(key)))
+        return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), _next(key))
 
     async def fill(self, key: Key, filled_tokens: int) -> Hold:
         """Ends writing; the blocks may be adopted with the returned key."""
         self._let_go(key)  # before: a renewal behind it would be refused and taken for a loss
-        return await self._obtain(pb.Operation(fill=pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens)), key)
+        self._touched.give_back(key)
+        operation = pb.Operation(fill=pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens))
+        return await self._obtain(operation, key, keeps=False)
 
     async def adopt(self, key: Key) -> Hold:
         """Takes over filled blocks."""
-        return self._keep(await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))), _next(key)))
+        return await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))), _next(key))
 
     async def fetch(self, key: Key, source: str, source_key: Key) -> Fetched:
         """Brings over what another host computes.
@@ -191,6 +231,7 @@ class KVClient:
             outcome: Hold | PacelineError
             try:
                 outcome = _hold_from_pb(_checked(done.result()).hold)
+                self._touched.grow(key, outcome.tables)
             except PacelineError as error:
                 outcome = error
             on_answer(outcome)
@@ -198,14 +239,17 @@ class KVClient:
         self._sender.submit(operation).add_done_callback(answer)
 
     def seal(self, key: Key, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
+        self._touched.seal(key, group, first_block, hashes)
         self._tell(pb.Operation(seal=pb.Seal(key=key_to_pb(key), group=group, first_block=first_block, hashes=hashes)))
 
     def trim(self, key: Key, group: int, first_kept_block: int) -> None:
+        self._touched.trim(key, group, first_kept_block)
         self._tell(pb.Operation(trim=pb.Trim(key=key_to_pb(key), group=group, first_kept_block=first_kept_block)))
 
     def release(self, key: Key) -> None:
         """Ends a hold; harmless where it has ended already."""
         self._let_go(key)
+        self._touched.give_back(key)
         self._tell(pb.Operation(release=pb.Release(key=key_to_pb(key))))
 
     def _tell(self, operation: pb.Operation) -> None:
@@ -223,8 +267,8 @@ class KVClient:
 
         self._sender.submit(operation).add_done_callback(note)
 
-    async def _obtain(self, operation: pb.Operation, key: Key) -> Hold:
-        """Submits what yields a hold under `key`.
+    async def _obtain(self, operation: pb.Operation, key: Key, keeps: bool = True) -> Hold:
+        """Submits what yields a hold under `key`, which stays ours unless not `keeps`.
 
         Where the caller is cancelled meanwhile, or no answer comes, nobody here knows of the hold that may have been
         made: it is given back.
@@ -232,10 +276,19 @@ class KVClient:
         operation.traceparent = dict(trace_headers()).get("traceparent", "")
         future = self._sender.submit(operation)
 
+        def keep(done: asyncio.Future[pb.Result]) -> None:
+            # With the answer, not when the caller gets to see it: a session that breaks in between breaks this hold.
+            if done.exception() is None and done.result().code == pb.CODE_OK:
+                held = key_from_pb(done.result().hold.key)
+                self._held[held[:2]] = held
+                self._touched.obtain(held, done.result().hold)
+
         def give_back(done: asyncio.Future[pb.Result]) -> None:
             if done.exception() is not None or done.result().code == pb.CODE_OK:
                 self.release(key)
 
+        if keeps:
+            future.add_done_callback(keep)
         try:
             result = await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -247,10 +300,6 @@ class KVClient:
         return _hold_from_pb(_checked(result).hold)
 
     # ---- the holds of this worker
-
-    def _keep(self, hold: Hold) -> Hold:
-        self._held[hold.key[:2]] = hold.key
-        return hold
 
     def _let_go(self, key: Key) -> None:
         """An older generation may come late, when the request has new blocks: those stay."""
@@ -281,10 +330,43 @@ class KVClient:
     def _call(self, operations: Sequence[pb.Operation]) -> Awaitable[pb.BatchReply]:
         return self._stub.Batch(pb.BatchRequest(session=self.session, operations=operations), timeout=CALL_SECONDS)
 
-    async def _watch(self, call: grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            await call.read()  # nothing more is ever said; this ends with the session
+    async def _watch(self, call: Stream) -> None:
+        """Returns when the session is over and there is no other."""
+        again: Stream | None = call
+        while again is not None:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await again.read()  # nothing more is ever said; this ends with the session
+            again = await self._come_back()
         log.info("the session with kvtransfer ended")
+
+    async def _come_back(self) -> Stream | None:
+        """The stream of a new session in the same arena; None where no service comes back to it in time.
+
+        What is told to others meanwhile waits. So the claims are what this worker held when the session broke, and what
+        has become of it since is told behind them.
+        """
+        self._sender.pause()
+        await asyncio.sleep(0)  # until the answers that have come are where they belong
+        for key in list(self._held.values()):
+            if self._role != "decode" or not self._touched.is_used(key):
+                self._let_go(key)
+                self.on_hold_lost(key)
+        try:
+            async with asyncio.timeout(RETURN_SECONDS):
+                call, event = await self._try_to_attach(self._claiming_request())
+        except (TimeoutError, PacelineError) as error:
+            log.info("this worker cannot come back: %s", error or "no kvtransfer is started again")
+            return None
+        if not isinstance(event, pb.AttachEvent):
+            return None
+        self.session = event.session
+        self._sender.resume()
+        return call
+
+    def _claiming_request(self) -> pb.AttachRequest:
+        assert self._layout is not None
+        claims = self._touched.claims(self._layout, lambda key: self._held.get(key[:2]) == key)
+        return self._attach_request(self._layout, arena_path=str(self._arena_path), claims=claims)
 
     def _end_with(self, task: asyncio.Task[None]) -> None:
         """Without any of its tasks a session is of no use."""
@@ -298,6 +380,10 @@ class KVClient:
         self._sender.close()
         if not self.lost.done():
             self.lost.set_result(None)
+
+
+def _exists(path: str) -> bool:
+    return Path(path).exists()
 
 
 def _checked(result: pb.Result) -> pb.Result:

@@ -96,10 +96,11 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._host = host
         self._port = port
+        self._bound = False
         self._names = {"", name}
 
-    async def start(self) -> int:
-        """Listens; returns the port."""
+    def bind(self) -> int:
+        """Takes the port, and returns it; calls wait until `start`. Raises ConfigError."""
         if not self._guarded and not _is_loopback(self._host):
             log.warning(
                 "whoever reaches %s:%d may use this service: name a file with a secret in --auth-token-file, here and "
@@ -107,14 +108,21 @@ class RpcServer:
                 self._host,
                 self._port,
             )
-        await self.set_ready(False)
         target = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
         try:
-            port = self.server.add_insecure_port(target)
+            self._port = self.server.add_insecure_port(target)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {target}: is the port taken? choose another with --port") from error
+        self._bound = True
+        return self._port
+
+    async def start(self) -> int:
+        """Serves; returns the port. Raises ConfigError."""
+        if not self._bound:
+            self.bind()
+        await self.set_ready(False)
         await self.server.start()
-        return port
+        return self._port
 
     async def set_ready(self, ready: bool) -> None:
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

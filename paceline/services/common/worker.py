@@ -226,6 +226,7 @@ class Worker:
         # Nothing may be awaited between this and `add`: whoever loses the blocks from here on is told to stop.
         if not self.kv.holds(request.key):
             raise _lost(request.key)
+        self.kv.use(request.key)
         events = EventStream()
         self._streams[request.key] = events
         self.engine.add(request)

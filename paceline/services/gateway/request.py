@@ -66,6 +66,9 @@ class _Progress:
         self.generated: list[int] = []
         self.tries = 0
         self.failures = 0
+        """Attempts that failed in a row."""
+        self.known = 0
+        """Tokens that had come before this attempt."""
         self.last_failure: WorkerFailedError | None = None
         self.unreachable_since: float | None = None
         """On time.monotonic(); set while what keeps the request waiting is not that workers are full."""
@@ -76,6 +79,7 @@ class _Progress:
     def work(self, model: str) -> common_pb2.Work:
         """What the next try asks of workers."""
         self.tries += 1
+        self.known = len(self.generated)
         request, sampling = self.request, self.request.sampling
         if self.scored >= len(request.token_ids):
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)
@@ -273,7 +277,8 @@ class RequestRunner:
             self._fleet.links.avoid(error.link)
         else:
             progress.failed |= {error.worker.member.worker_id}
-        progress.failures += begun
+        # Beyond its first token an attempt has got on: whatever ended it is not this request.
+        progress.failures = begun + (0 if len(progress.generated) > progress.known + 1 else progress.failures)
         progress.last_failure = error
         if self._aborted:
             return

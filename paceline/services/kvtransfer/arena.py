@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import mmap
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError
 from paceline.core.machine import available_memory
 from paceline.core.turns import PAGE_BYTES
+from paceline.services.common.arena_map import is_mapped
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +29,16 @@ class Arena:
     Args:
         folder: a tmpfs that all workers of the host see.
         size: bytes for blocks. All of them are taken now, about a fifth of a second for each GiB.
+        owner: a name under which a successor of this service finds it again.
 
     Raises:
         ConfigError: the folder cannot be used, or there is too little memory.
     """
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, owner: str = "") -> None:
         self.size = size
         check_room(folder, size)
-        self.path, self._descriptor = _create_locked(folder)
+        self.path, self._descriptor = _create_locked(folder, _prefix(owner))
         try:
             # A page that is missing when a worker first writes to it would be SIGBUS, and a death without a word.
             os.posix_fallocate(self._descriptor, 0, size + PAGE_BYTES)
@@ -44,8 +47,22 @@ class Arena:
             raise ConfigError(
                 f"cannot make an arena of {_mib(size)} in {folder} ({error.strerror}); lower it with --kv-memory"
             ) from error
-        self.memory = memoryview(mmap.mmap(self._descriptor, size))
+        self.memory = _map(self._descriptor, size)
         """The blocks. Stays readable after `close`, for who still moves some of them."""
+
+    @classmethod
+    def left_by(cls, folder: Path, owner: str) -> Arena | None:
+        """The arena of an owner that ended before it could remove it; where there are several, one of them."""
+        for path in folder.glob(f"{_prefix(owner)}*.arena"):
+            if (descriptor := _lock_stale(path)) is not None:
+                arena = cls.__new__(cls)
+                arena.path, arena._descriptor = path, descriptor
+                arena.size = os.fstat(descriptor).st_size - PAGE_BYTES
+                if arena.size > 0:
+                    arena.memory = _map(descriptor, arena.size)
+                    return arena
+                arena.close()  # its owner ended before it had any memory
+        return None
 
     def close(self) -> None:
         """Removes the file. Its memory is free once no worker maps it."""
@@ -54,33 +71,49 @@ class Arena:
 
 
 def remove_stale_arenas(folder: Path) -> int:
-    """Removes this user's arenas whose service is gone, killed before it could. Returns how many."""
+    """Removes this user's arenas whose service is gone, killed before it could, and its workers. Returns how many."""
     removed = 0
     for path in folder.glob(f"{_prefix()}*.arena"):
-        with contextlib.suppress(OSError):  # somebody else's file, locked, or gone by now
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                status = os.fstat(descriptor)
-                if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                    removed += 1
-            finally:
-                os.close(descriptor)
+        if (descriptor := _lock_stale(path)) is not None:
+            if not is_mapped(descriptor):
+                path.unlink(missing_ok=True)
+                removed += 1
+            os.close(descriptor)
     if removed:
         log.warning("removed %d stale arena(s) from %s", removed, folder)
     return removed
 
 
-def _prefix() -> str:
-    return f"paceline-{os.getuid()}-"
+def _prefix(owner: str = "") -> str:
+    """How the names of this user's arenas begin, or those of one owner."""
+    tag = f"{hashlib.blake2b(owner.encode(), digest_size=6).hexdigest()}-" if owner else ""
+    return f"paceline-{os.getuid()}-{tag}"
 
 
-def _create_locked(folder: Path) -> tuple[Path, int]:
+def _map(descriptor: int, size: int) -> memoryview:
+    return memoryview(mmap.mmap(descriptor, size))
+
+
+def _lock_stale(path: Path) -> int | None:
+    """A descriptor that holds the lock; None for somebody else's file, one that is locked, or gone by now."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _create_locked(folder: Path, prefix: str) -> tuple[Path, int]:
     # Between creating and locking, a service that starts at the same time may take the file for a stale one and remove
     # it; then there is another try.
     for _ in range(10):
-        path = folder / f"{_prefix()}{secrets.token_hex(8)}.arena"
+        path = folder / f"{prefix}{secrets.token_hex(8)}.arena"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:

@@ -56,6 +56,14 @@ class HoldBook:
     def add(self, hold: Hold) -> None:
         self._live[hold.key[:2]] = hold
 
+    def restore(self, hold: Hold) -> None:
+        """Takes over a hold, ACTIVE or DRAINING, whose blocks the pool has taken over already."""
+        if hold.state is State.DRAINING:
+            self._pool.enter_flight(hold.slots())
+            self._draining[hold.key] = hold
+        else:
+            self.add(hold)
+
     def find(self, key: Key, now: float) -> Hold:
         hold = self._alive(key, now)
         if hold is None or not hold.first_generation <= key.generation <= hold.key.generation:

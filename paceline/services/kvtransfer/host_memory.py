@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
@@ -23,29 +22,26 @@ class HostMemory:
     """Exists from the first worker on, whose layout it has, until `close`.
 
     Args:
-        slots: blocks of the arena.
+        arena: its own from now on.
         clock: monotonic seconds, of the ledger.
         secret: by which services of other hosts know this one.
-
-    Raises:
-        ConfigError: an arena of this size cannot be made.
     """
 
     def __init__(
         self,
         host_id: str,
-        folder: Path,
         layout: KVLayout,
-        slots: int,
+        arena: Arena,
         lease_seconds: float,
         clock: Callable[[], float],
         make_transports: MakeTransports,
         secret: Secret,
     ) -> None:
         self.layout = layout
-        self.arena = Arena(folder, slots * layout.slot_bytes)
+        self.arena = arena
+        slots = arena.size // layout.slot_bytes
         self.ledger = Ledger(layout, slots, lease_seconds)
-        blocks = ArenaMemory(self.arena.memory, layout.slot_bytes, slots)
+        blocks = ArenaMemory(arena.memory, layout.slot_bytes, slots)
         transports = make_transports(blocks)
         offer = pb.Offer(host_id=host_id, transports={each.name: each.offer() for each in transports})
         self._peers = Peers(transports, secret)

@@ -16,12 +16,14 @@ else owns the hold now, UnknownHoldError where there is none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.hashing import HASH_BYTES
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
 from paceline.core.types import Key
+from paceline.services.kvtransfer.claim import Claim, claimed_slots
 from paceline.services.kvtransfer.hold import NOBODY, Hold, State, UnknownHoldError, held_slots
 from paceline.services.kvtransfer.hold_book import HoldBook
 from paceline.services.kvtransfer.pool import BlockEvent, BlockPool, Counts
@@ -190,6 +192,36 @@ class Ledger:
             self._book.forbid(key)
             return
         self._book.release(hold, session)
+
+    # ---- the end of this service, and another one's beginning
+
+    def names(self, hold: Hold) -> list[list[bytes]]:
+        """As the hold's tables: the hashes of sealed blocks, empty for others."""
+        found = [[None if slot == NO_SLOT else self._pool.name(slot) for slot in table] for table in hold.tables]
+        return [[b"" if name is None else name[1] for name in names] for names in found]
+
+    def restore(self, claims: Sequence[Claim], now: float) -> None:
+        """Takes over, into a new ledger, what workers hold from the time of another one. All else is free.
+
+        Raises:
+            ContradictionError: not all claims can be true. Nothing is taken over then.
+        """
+        self._pool.restore(claimed_slots(self._layout, self._pool.counts().total, claims))
+        for claim in claims:
+            self._book.restore(
+                Hold(
+                    key=claim.key,
+                    first_generation=claim.key.generation,
+                    state=State.ACTIVE if claim.active else State.DRAINING,
+                    owner=claim.session,
+                    writer=claim.session,
+                    token_count=claim.token_count,
+                    filled_tokens=claim.filled_tokens,
+                    tables=[list(table) for table in claim.tables],
+                    created=now,
+                    deadline=now + self._lease_seconds if claim.active else math.inf,
+                )
+            )
 
     # ---- time and death
 

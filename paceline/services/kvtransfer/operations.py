@@ -11,6 +11,7 @@ from paceline.core.types import Key
 from paceline.proto import common_pb2
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_from_pb, key_to_pb
+from paceline.services.kvtransfer.claim import Claim
 from paceline.services.kvtransfer.hold import Hold, UnknownHoldError
 from paceline.services.kvtransfer.ledger import Ledger
 
@@ -57,7 +58,9 @@ def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float
         return pb.Result(), None
     extra = {"request_id": hold.key.request_id}
     log.debug("%s: hold %s is %s", operation.WhichOneof("op"), hold.key, hold.state.value, extra=extra)
-    return pb.Result(hold=_hold_to_pb(hold)), hold
+    # Those that an extension adds are fresh.
+    names = None if operation.HasField("extend") else ledger.names(hold)
+    return pb.Result(hold=_hold_to_pb(hold, names)), hold
 
 
 def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> Hold | None:
@@ -117,9 +120,21 @@ def key_of(message: common_pb2.Key) -> Key:
     return key_from_pb(message)
 
 
-def _hold_to_pb(hold: Hold) -> pb.Hold:
-    return pb.Hold(
-        key=key_to_pb(hold.key),
-        filled_tokens=hold.filled_tokens,
-        tables=[pb.BlockTable(slots=table) for table in hold.tables],
+def _hold_to_pb(hold: Hold, names: list[list[bytes]] | None) -> pb.Hold:
+    tables = [pb.BlockTable(slots=table) for table in hold.tables]
+    for table, hashes in zip(tables, names or ()):
+        table.hashes.extend(hashes)
+    return pb.Hold(key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens, tables=tables)
+
+
+def claim_from_pb(message: pb.Claim, session: int) -> Claim:
+    """Raises InvalidRequestError."""
+    return Claim(
+        session=session,
+        key=key_of(message.key),
+        token_count=message.token_count,
+        filled_tokens=message.filled_tokens,
+        tables=[list(table.slots) for table in message.tables],
+        names=[list(table.hashes) for table in message.tables],
+        active=message.active,
     )

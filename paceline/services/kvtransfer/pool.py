@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 _EVENTS_KEPT = 1 << 16
@@ -50,6 +50,20 @@ class BlockPool:
         self._referenced = 0
         self._in_flight = 0
         self._events: deque[BlockEvent] = deque(maxlen=_EVENTS_KEPT)
+
+    def restore(self, slots: Mapping[int, tuple[int, tuple[int, bytes] | None]]) -> None:
+        """Takes over, into a new pool, blocks that are referenced already.
+
+        Args:
+            slots: by slot, how many references it has, and (group, hash) where it is sealed.
+        """
+        self._free = [slot for slot in self._free if slot not in slots]
+        self._referenced = len(slots)
+        # Shared ones first: others can find them, so they are the first of their names.
+        for slot, (count, name) in sorted(slots.items(), key=lambda entry: -entry[1][0]):
+            self._references[slot] = count
+            if name is not None:
+                self.seal(slot, *name)
 
     def counts(self) -> Counts:
         return Counts(

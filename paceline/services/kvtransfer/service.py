@@ -13,22 +13,30 @@ from typing import Any
 
 import grpc.aio
 
-from paceline.core.errors import BusyError, ConfigError, InvalidRequestError, PacelineError, UnavailableError
+from paceline.core.errors import (
+    BusyError,
+    ConfigError,
+    InvalidRequestError,
+    PacelineError,
+    StaleError,
+    UnavailableError,
+)
 from paceline.core.kv_layout import KVLayout
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.secret import Secret
-from paceline.services.kvtransfer.arena import check_room, remove_stale_arenas
+from paceline.services.kvtransfer.arena import Arena, check_room, remove_stale_arenas
 from paceline.services.kvtransfer.awake_clock import AwakeClock
 from paceline.services.kvtransfer.grpc_transport import GrpcTransport
 from paceline.services.kvtransfer.hold import TRANSFER
 from paceline.services.kvtransfer.host_memory import HostMemory, MakeTransports
 from paceline.services.kvtransfer.layout import difference, layout_from_pb
-from paceline.services.kvtransfer.operations import apply, key_of
+from paceline.services.kvtransfer.operations import apply, claim_from_pb, key_of
 from paceline.services.kvtransfer.owners import describe_holds
 from paceline.services.kvtransfer.pool import BlockEvent, Counts
+from paceline.services.kvtransfer.reconciliation import Claimant, Reconciliation
 
 _TICK_SECONDS = 0.25
 _CHECK_SECONDS = 5.0
@@ -101,6 +109,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self._leaving: set[asyncio.Task[None]] = set()
         self._address = ""
         self._memory: HostMemory | None = None
+        self._reconciliation: Reconciliation | None = None
         self._sessions: dict[int, str] = {}  # worker ids
         self._closing = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -110,14 +119,20 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self._healthy = True
 
     async def start(self, address: str = "") -> None:
-        """Removes what a killed predecessor left. Raises ConfigError where an arena of this size cannot be made.
+        """Takes over the arena of this host's service before, if it was killed, and removes those of others. Call it
+        before workers can come. Raises ConfigError where an arena of this size cannot be made.
 
         Args:
             address: where services of other hosts reach this one.
         """
         self._address = address
+        left = Arena.left_by(self._arena_dir, self._host_id)
         remove_stale_arenas(self._arena_dir)
-        check_room(self._arena_dir, self._kv_memory_bytes)
+        if left is None:
+            check_room(self._arena_dir, self._kv_memory_bytes)
+        else:
+            log.warning("the service before this one was killed; its workers have some seconds to come back")
+            self._reconciliation = Reconciliation(left, self._clock())
         self._keeper = asyncio.create_task(self._keep(), name="ledger keeper")
 
     async def close(self) -> None:
@@ -129,6 +144,10 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 await self._keeper
         self._sessions.clear()
         self._unshape()
+        if self._reconciliation is not None:
+            self._reconciliation.arena.close()
+            self._reconciliation.over.set()
+            self._reconciliation = None
         await asyncio.gather(*self._leaving)
 
     @property
@@ -162,8 +181,11 @@ class KVTransferService(pb_grpc.KVTransferServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachEvent]:
         async with mapped_errors(context):
-            session, memory = self._join(request)
+            # Random, so that a session of this service's predecessor is not taken for one of ours.
+            session = secrets.randbits(63) | 1
             try:
+                await self._reconciled(session, request)
+                memory = self._join(session, request)
                 yield pb.AttachEvent(
                     session=session,
                     host_id=self._host_id,
@@ -176,7 +198,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 await self._closing.wait()
                 raise UnavailableError("the kvtransfer service is stopping")
             finally:
-                self._leave(session, memory)
+                self._leave(session)
 
     async def Batch(self, request: pb.BatchRequest, context: Context) -> pb.BatchReply:
         async with mapped_errors(context):
@@ -247,7 +269,17 @@ class KVTransferService(pb_grpc.KVTransferServicer):
 
     # ---- workers come and go
 
-    def _join(self, request: pb.AttachRequest) -> tuple[int, HostMemory]:
+    async def _reconciled(self, session: int, request: pb.AttachRequest) -> None:
+        """Returns when nobody can come back any more. Raises StaleError where this worker tries to, in vain."""
+        if (reconciliation := self._reconciliation) is not None:
+            if request.arena_path == str(reconciliation.arena.path):
+                claims = [claim_from_pb(claim, session) for claim in request.claims]
+                reconciliation.add(session, Claimant(request.worker_id, layout_from_pb(request.layout), claims))
+            await reconciliation.over.wait()
+        if request.arena_path and session not in self._sessions:
+            raise StaleError(f"worker {request.worker_id} comes back too late, or its arena could not be kept")
+
+    def _join(self, session: int, request: pb.AttachRequest) -> HostMemory:
         if self._closing.is_set():
             raise UnavailableError("the kvtransfer service is stopping")
         if not 0 < len(request.worker_id) <= _MAX_NAME:
@@ -269,20 +301,56 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 f"worker {request.worker_id} cannot share this host's KV blocks: {difference(memory.layout, layout)}; "
                 "all workers of a host must serve the same model with the same dtype and version"
             )
-        # Random, so that a session of this service's predecessor is not taken for one of ours.
-        session = secrets.randbits(63) | 1
         self._sessions[session] = request.worker_id
         log.info("%s worker %s attached", request.role, request.worker_id)
-        return session, memory
+        return memory
 
-    def _leave(self, session: int, memory: HostMemory) -> None:
+    def _leave(self, session: int) -> None:
+        if self._reconciliation is not None:
+            self._reconciliation.remove(session)
         worker_id = self._sessions.pop(session, None)
-        memory.ledger.lose_session(session, self._clock())
-        self._unproved = True
-        log.info("worker %s left", worker_id)
+        if worker_id is not None and self._memory is not None:
+            self._memory.ledger.lose_session(session, self._clock())
+            self._unproved = True
+            log.info("worker %s left", worker_id)
+
+    def _reconcile(self, reconciliation: Reconciliation) -> None:
+        """Goes on in the predecessor's arena with what workers hold there; without any, or where they contradict each
+        other, begins anew."""
+        try:
+            self._memory = self._rebuild(reconciliation)
+        except PacelineError as error:
+            log.error(
+                "the arena of the service before this one cannot be kept, its workers have to start again: %s", error
+            )
+        if self._memory is None:
+            reconciliation.arena.close()
+        else:
+            self._sessions |= reconciliation.workers()
+            counts = self._memory.ledger.counts()
+            log.warning(
+                "%d workers came back; %d of %d blocks are theirs", len(self._sessions), counts.held, counts.total
+            )
+        self._reconciliation = None
+        reconciliation.over.set()
+
+    def _rebuild(self, reconciliation: Reconciliation) -> HostMemory | None:
+        """None where nobody came back. Raises PacelineError where the arena cannot be kept."""
+        layout, arena = reconciliation.layout(), reconciliation.arena
+        if layout is None:
+            return None
+        slots, rest = divmod(arena.size, layout.slot_bytes)
+        if rest or (not self._enough_tokens and slots != self._most_slots(layout)):
+            raise ConfigError(f"it has {arena.size} bytes, and is to have {self._kv_memory_bytes}")
+        memory = self._make_memory(layout, arena)
+        memory.ledger.restore(list(reconciliation.claims()), self._clock())
+        return memory
+
+    def _most_slots(self, layout: KVLayout) -> int:
+        return min(_MAX_SLOTS, self._kv_memory_bytes // layout.slot_bytes)
 
     def _shape(self, layout: KVLayout, context_tokens: int) -> HostMemory:
-        slots = min(_MAX_SLOTS, self._kv_memory_bytes // layout.slot_bytes)
+        slots = self._most_slots(layout)
         if self._enough_tokens:
             slots = min(slots, layout.slots_for(max(self._enough_tokens, context_tokens)))
         if slots == 0:
@@ -290,18 +358,15 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "
                 f"{self._kv_memory_bytes}; raise --kv-memory"
             )
-        self._memory = HostMemory(
-            self._host_id,
-            self._arena_dir,
-            layout,
-            slots,
-            self._lease_seconds,
-            self._clock,
-            self._make_transports,
-            self._secret,
-        )
-        log.info("arena %s: %d blocks of %d bytes", self._memory.arena.path, slots, layout.slot_bytes)
+        arena = Arena(self._arena_dir, slots * layout.slot_bytes, self._host_id)
+        self._memory = self._make_memory(layout, arena)
+        log.info("arena %s: %d blocks of %d bytes", arena.path, slots, layout.slot_bytes)
         return self._memory
+
+    def _make_memory(self, layout: KVLayout, arena: Arena) -> HostMemory:
+        return HostMemory(
+            self._host_id, layout, arena, self._lease_seconds, self._clock, self._make_transports, self._secret
+        )
 
     def _unshape(self) -> None:
         if self._memory is not None:
@@ -324,9 +389,11 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 self._healthy = False
 
     def _tick(self) -> None:
+        now = self._clock()
+        if self._reconciliation is not None and self._reconciliation.ends <= now:
+            self._reconcile(self._reconciliation)
         if self._memory is None:
             return
-        now = self._clock()
         self._memory.ledger.expire(now)
         overdue = self._memory.ledger.take_overdue()
         for key in overdue:

@@ -1,4 +1,4 @@
-"""Starts the processes of a stack, watches them, and stops them in order."""
+"""Starts the processes of a stack, keeps them running, and stops them in order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, TextIO, get_args
 
 from paceline.core.config import KVTransferConfig, ServeConfig
 from paceline.core.machine import available_memory
@@ -17,6 +17,7 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer.arena import remove_stale_arenas
 from paceline.services.serve import checks, welcome
 from paceline.services.serve.child import Child
+from paceline.services.serve.post import Post
 from paceline.services.serve.private_folder import private_folder
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 from paceline.services.serve.settings import stack_settings
@@ -30,6 +31,7 @@ REDIS_SECONDS = 10.0
 GRACE_SECONDS = 5.0
 """For a process to end, beyond its time for draining."""
 
+# In the order of stopping: whoever uses a service ends before it.
 Stage = Literal["model", "gateway", "workers", "kvtransfer", "redis"]
 
 
@@ -43,15 +45,11 @@ class Supervisor:
     def __init__(self, config: ServeConfig, command: Callable[..., Sequence[str]]) -> None:
         self._config = config
         self._command = command
-        # In the order of stopping: whoever uses a service ends before it.
-        self._stages: dict[Stage, list[Child]] = {
-            "model": [],
-            "gateway": [],
-            "workers": [],
-            "kvtransfer": [],
-            "redis": [],
-        }
-        self._ended: asyncio.Queue[Child] = asyncio.Queue()
+        self._stages: dict[Stage, list[Post]] = {stage: [] for stage in get_args(Stage)}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._broken: asyncio.Queue[BaseException] = asyncio.Queue()
+        """Why a post of the stack cannot be kept filled."""
+        self._serves = False
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -59,7 +57,7 @@ class Supervisor:
         """Serves until SIGINT, SIGTERM or SIGHUP; afterwards nothing of the stack remains.
 
         Raises:
-            PacelineError: it cannot start, or one of its processes ended.
+            PacelineError: it cannot start, or one of its processes keeps ending.
         """
         checks.check_config(self._config)
         checks.check_port(self._config.host, self._config.port)
@@ -87,27 +85,18 @@ class Supervisor:
 
     async def _serve(self, folder: Path) -> None:
         """Returns when a signal came."""
-        start, watch = asyncio.create_task(self._start(folder)), asyncio.create_task(self._watch(folder))
+        start, broken = asyncio.create_task(self._start(folder)), asyncio.create_task(self._broken.get())
         stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait({start, watch, stop}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({start, broken, stop}, return_when=asyncio.FIRST_COMPLETED)
             if start.done() and not stop.done():
                 start.result()
-                await asyncio.wait({watch, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if watch.done() and not stop.done():
-                watch.result()
+                self._serves = True
+                await asyncio.wait({broken, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if broken.done() and not stop.done():
+                raise broken.result()
         finally:
-            await end_tasks(start, watch, stop)
-
-    async def _watch(self, folder: Path) -> None:
-        """Raises when a process ends by itself. Redis is started again: heartbeats bring back what it knew."""
-        while True:
-            child = await self._ended.get()
-            if child not in self._stages["redis"] or not child.is_ready:
-                raise child.failure()
-            warn(f"{child.failure()}; starting it again")
-            self._stages["redis"].remove(child)
-            await self._start_redis(folder / "redis.sock")
+            await end_tasks(start, broken, stop, *self._keepers)
 
     async def _start(self, folder: Path) -> None:
         model = await self._prepare()
@@ -118,25 +107,22 @@ class Supervisor:
         secret = folder / "secret"
         make_secret(secret)
         settings.write_text(stack_settings(self._config, model, redis, folder.name, secret))
-        kvtransfer = await self._launch("kvtransfer", "kvtransfer", "kvtransfer", f"--config={settings}")
-        kv_address = await self._ready(kvtransfer)
+        config = f"--config={settings}"
+        # With a name of its own, one that is started again finds the arena of the one before.
+        kvtransfer = await self._launch(
+            "kvtransfer", "kvtransfer", "kvtransfer", config, f"--host-id={folder.name}", keeps_address=True
+        )
+        kv_address = await kvtransfer.ready()
         workers = [
             await self._launch(
-                "workers",
-                f"{role}-{i}",
-                role,
-                f"--config={settings}",
-                f"--kvtransfer-address={kv_address}",
-                f"--worker-id={role}-{i}",
+                "workers", f"{role}-{i}", role, config, f"--kvtransfer-address={kv_address}", f"--worker-id={role}-{i}"
             )
             for role, count in (("prefill", self._config.prefill), ("decode", self._config.decode))
             for i in range(count)
         ]
-        gateway = await self._launch("gateway", "gateway", "gateway", f"--config={settings}")
-        _, address = await asyncio.gather(
-            asyncio.gather(*(self._ready(worker) for worker in workers)), self._ready(gateway)
-        )
-        port = int(address.rpartition(":")[2])
+        gateway = await self._launch("gateway", "gateway", "gateway", config, keeps_address=True)
+        _, address = await asyncio.gather(asyncio.gather(*(worker.ready() for worker in workers)), gateway.ready())
+        port = _port(address)
         await welcome.wait_until_serving(self._config.host, port)
         say(welcome.first_request(self._config, model, port))
 
@@ -144,9 +130,13 @@ class Supervisor:
         """The model's folder. In a process of its own, because converting takes memory that serving then lacks."""
         config = self._config
         arguments = (config.model, f"--cache-dir={config.cache_dir}", f"--quantization={config.quantization}")
-        child = await Child.start("prepare", self._command("prepare", *arguments), "stdout", warn)
-        self._stages["model"].append(child)
-        folder = Path(await child.answer(PREPARE_SECONDS))
+        command = self._command("prepare", *arguments)
+        post = Post(
+            lambda _: Child.start("prepare", command, "stdout", warn), lambda child: child.answer(PREPARE_SECONDS), warn
+        )
+        self._stages["model"].append(post)
+        child = await post.fill()
+        folder = Path(await post.ready())
         await asyncio.wait({child.exited}, timeout=GRACE_SECONDS)
         return folder
 
@@ -154,37 +144,57 @@ class Supervisor:
         if self._config.redis:
             await wait_for_redis(self._config.redis, REDIS_SECONDS)
             return self._config.redis
-        # Its log tells nothing to whoever did not start it; the last line is kept for a failure.
-        child = await Child.start("redis", redis_command(socket), "nothing", echo=lambda line: None)
-        self._enlist("redis", child)
         url = f"unix://{socket}"
-        await wait_for_redis(url, REDIS_SECONDS)
-        child.is_ready = True
-        report(child, url)
-        return url
 
-    async def _launch(self, stage: Stage, name: str, role: str, *arguments: str) -> Child:
-        child = await Child.start(name, self._command(role, *arguments), "ready-fd", warn)
-        self._enlist(stage, child)
-        return child
+        async def ready(child: Child) -> str:
+            await wait_for_redis(url, REDIS_SECONDS)
+            child.is_ready = True
+            report(child, url)
+            return url
 
-    def _enlist(self, stage: Stage, child: Child) -> None:
-        self._stages[stage].append(child)
-        child.exited.add_done_callback(lambda _: self._ended.put_nowait(child))
+        # Its log tells nothing to whoever did not start it; the last line is kept for a failure.
+        command = redis_command(socket)
+        post = Post(lambda _: Child.start("redis", command, "nothing", lambda line: None), ready, warn)
+        await self._enlist("redis", post)
+        return await post.ready()
 
-    async def _ready(self, child: Child) -> str:
-        address = await child.answer(START_SECONDS)
-        report(child, address)
-        return address
+    async def _launch(self, stage: Stage, name: str, role: str, *arguments: str, keeps_address: bool = False) -> Post:
+        """Starts a service. One that others are told of at their start keeps its address when it is started again."""
+
+        def start(address: str) -> Awaitable[Child]:
+            same = [f"--port={_port(address)}"] if keeps_address and address else []
+            return Child.start(name, self._command(role, *arguments, *same), "ready-fd", warn)
+
+        async def ready(child: Child) -> str:
+            address = await child.answer(START_SECONDS)
+            report(child, address)
+            return address
+
+        return await self._enlist(stage, Post(start, ready, warn))
+
+    async def _enlist(self, stage: Stage, post: Post) -> Post:
+        self._stages[stage].append(post)
+        await post.fill()
+        keeper = asyncio.create_task(post.keep(lambda: self._serves))
+        keeper.add_done_callback(self._note_end)
+        self._keepers.append(keeper)
+        return post
+
+    def _note_end(self, keeper: asyncio.Task[None]) -> None:
+        if not keeper.cancelled() and (error := keeper.exception()):
+            self._broken.put_nowait(error)
 
     async def _stop_all(self) -> None:
         grace = self._config.drain_seconds + GRACE_SECONDS
-        for children in self._stages.values():
-            running = [child for child in children if not child.exited.done()]
-            await asyncio.gather(*(child.stop(grace, self._hurry) for child in running))
+        for posts in self._stages.values():
+            await asyncio.gather(*(post.clear(grace, self._hurry) for post in posts))
         if self._stages["kvtransfer"]:
             # One that had to be killed leaves its arena behind.
             remove_stale_arenas(Path(KVTransferConfig().arena_dir))
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def report(child: Child, address: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer import service
 from paceline.services.kvtransfer.hold import Hold, State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
+from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
 from paceline.services.kvtransfer.service import Context, KVTransferService
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
@@ -63,8 +65,10 @@ class Unreliable(KVTransferService):
 class Host:
     """The service and two workers."""
 
-    def __init__(self, service: Unreliable, decode: KVClient, prefill: KVClient) -> None:
+    def __init__(self, service: Unreliable, server: RpcServer, port: int, decode: KVClient, prefill: KVClient) -> None:
         self.service = service
+        self.server = server
+        self.port = port
         self.decode = decode
         self.prefill = prefill
 
@@ -83,15 +87,16 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
     server = RpcServer("127.0.0.1", 0)
     pb_grpc.add_KVTransferServicer_to_server(unreliable, server.server)
     await unreliable.start()
-    address = f"127.0.0.1:{await server.start()}"
+    address = f"127.0.0.1:{(port := await server.start())}"
     clients = [KVClient(address, role, role, Secret()) for role in ("decode", "prefill")]
     for client in clients:
         await client.attach(LAYOUT, context_tokens=64)
-    yield Host(unreliable, *clients)
+    running = Host(unreliable, server, port, *clients)
+    yield running
     for client in clients:
         await client.close()
-    await unreliable.close()
-    await server.close(0)
+    await running.service.close()
+    await running.server.close(0)
 
 
 # ---- answers that never come
@@ -305,6 +310,94 @@ async def test_an_answer_that_makes_no_sense_ends_the_session(host: Host) -> Non
     await host.until(lambda: host.service.snapshot().workers == 1)
     host.service.now += GRACE_SECONDS
     await host.all_free()
+
+
+# ---- a service that is killed and started again
+
+
+async def restart(host: Host) -> None:
+    """The service is killed, and another one takes its place at the same address."""
+    port = host.port
+    shaped, killed = host.service._shaped, host.service
+    assert shaped is not None
+    assert killed._keeper is not None
+    killed._keeper.cancel()
+    await host.server.server.stop(None)
+    os.close(shaped.arena._descriptor)
+    host.service = Unreliable(killed._arena_dir)
+    await host.service.start()
+    host.server = RpcServer("127.0.0.1", port)
+    pb_grpc.add_KVTransferServicer_to_server(host.service, host.server.server)
+    await host.server.start()
+
+
+async def come_back(host: Host) -> None:
+    sessions = [host.decode.session, host.prefill.session]
+    await host.until(lambda: host.service._reconciliation is not None)
+    reconciliation = host.service._reconciliation
+    assert reconciliation is not None
+    await host.until(lambda: len(reconciliation.workers()) == 2)
+    host.service.now += RECONCILE_SECONDS
+    await host.until(lambda: not {host.decode.session, host.prefill.session} & {*sessions})
+
+
+async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: Host) -> None:
+    lost: list[Key] = []
+    host.decode.on_hold_lost = host.prefill.on_hold_lost = lost.append
+    await host.decode.reserve(KEY, [], 32, 0)
+    opened = await host.prefill.open(KEY)
+    host.prefill.use(opened.key)
+    host.prefill.seal(opened.key, 0, 0, [bytes([1]) * 16])
+    adopted = await host.decode.adopt((await host.prefill.fill(opened.key, 32)).key)
+    host.decode.use(adopted.key)
+    await host.decode.reserve(Key("waits", 1, 1), [], 16, 0)
+    await host.decode.reserve(Key("prefills", 1, 1), [], 16, 0)
+    writing = await host.prefill.open(Key("prefills", 1, 1))
+    host.prefill.use(writing.key)
+    await restart(host)
+    answers: list[object] = []
+    host.decode.seal(adopted.key, 0, 1, [bytes([2]) * 16])
+    host.decode.extend(adopted.key, 48, answers.append)
+    await come_back(host)
+    await host.until(lambda: bool(answers))
+    assert [(hold.key, hold.state) for hold in holds(host)] == [
+        (adopted.key, State.ACTIVE),
+        (writing.key, State.DRAINING),
+    ]
+    assert isinstance(answers[0], kv_client.Hold)
+    assert answers[0].tables[0][:2] == adopted.tables[0]
+    assert {*lost} == {Key("waits", 1, 1), Key("prefills", 1, 1), writing.key}
+    assert host.decode.holds(adopted.key)
+    assert not any(client.holds(key) for client in (host.decode, host.prefill) for key in lost)
+    host.prefill.release(writing.key)
+    host.decode.release(adopted.key)
+    await host.until(lambda: not holds(host))
+    cached = [bytes([1]) * 16, bytes([2]) * 16]
+    assert (await host.decode.reserve(Key("next", 1, 1), cached, 48, 48)).filled_tokens == 32
+
+
+async def test_operations_that_have_no_answer_yet_wait_for_the_service_to_come_back(host: Host) -> None:
+    host.service.pause = 60
+    waiting = asyncio.create_task(host.decode.reserve(KEY, [], 64, 0))
+    await host.until(lambda: bool(holds(host)))
+    await restart(host)
+    await come_back(host)
+    async with asyncio.timeout(10):
+        hold = await waiting
+    assert [each.key for each in holds(host)] == [hold.key]
+    host.decode.release(KEY)
+    await host.all_free()
+
+
+async def test_who_had_blocks_before_the_service_came_back_without_its_arena_is_lost(host: Host) -> None:
+    shaped = host.service._shaped
+    assert shaped is not None
+    await host.decode.reserve(KEY, [], 64, 0)
+    shaped.arena.path.unlink()
+    await restart(host)
+    async with asyncio.timeout(10):
+        await host.decode.lost
+    assert not host.decode.holds(KEY)
 
 
 # ---- messages that grow

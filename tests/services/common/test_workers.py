@@ -363,9 +363,10 @@ async def test_blocks_that_hold_more_than_the_context_are_refused(
         assert admitted.cached_tokens >= 48
         shorter = _work(host, "r", prompt[:5])
         shorter.key.CopyFrom(admitted.key)
+        call = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=shorter, host_id="host"), timeout=60)
+        assert (await call.read()).HasField("opened")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            async for event in host.prefill_stub.Run(worker_pb2.PrefillRequest(work=shorter, host_id="host"), timeout=60):
-                assert event.HasField("opened")
+            await call.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         decode.cancel()
         assert await host.all_blocks_back()

@@ -157,6 +157,14 @@ async def test_prompt_logprobs_are_not_reported_twice(start_stack: StartStack) -
     assert not stack.workers["decode-1"].calls[0].work.sampling.HasField("prompt_logprobs")
 
 
+async def test_an_attempt_that_got_on_is_no_reason_to_give_up(start_stack: StartStack) -> None:
+    stack = await start_stack(max_attempts=2)
+    stack.workers["decode-0"].fail_after = 4
+    answer = await stack.post("/v1/completions", prompt="x", max_tokens=30, seed=0)
+    assert answer.json()["choices"][0]["text"] == TEXT[:30]
+    assert stack.workers["decode-0"].outcomes().count("failed") > 2
+
+
 async def test_after_all_attempts_it_is_503(start_stack: StartStack) -> None:
     stack = await start_stack(max_attempts=2)
     stack.workers["prefill-0"].fail_after, stack.workers["prefill-0"].fail_code = 0, grpc.StatusCode.INTERNAL

@@ -100,6 +100,23 @@ def test_the_arena_of_a_killed_service_is_removed_and_that_of_a_living_one_stays
     living.close()
 
 
+def test_an_arena_that_a_worker_maps_is_not_stale_and_its_owner_finds_it(tmp_path: Path) -> None:
+    arena = Arena(tmp_path, SIZE, "host")
+    with map_arena(arena.path, SIZE) as memory:
+        memory[:5] = b"first"
+        assert Arena.left_by(tmp_path, "host") is None
+        os.close(arena._descriptor)  # as if the service was killed
+        assert remove_stale_arenas(tmp_path) == 0
+        assert Arena.left_by(tmp_path, "another host") is None
+        found = Arena.left_by(tmp_path, "host")
+        assert found is not None
+        assert (found.path, found.size) == (arena.path, SIZE)
+        assert Arena.left_by(tmp_path, "host") is None
+        os.close(found._descriptor)
+    assert remove_stale_arenas(tmp_path) == 1
+    assert arenas(tmp_path) == []
+
+
 def test_a_sweep_touches_nothing_else(tmp_path: Path) -> None:
     target = tmp_path / "precious"
     others = [target, tmp_path / f"paceline-{os.getuid() + 1}-0.arena", tmp_path / f"paceline-{os.getuid()}-0.txt"]

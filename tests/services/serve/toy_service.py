@@ -67,7 +67,15 @@ def main() -> None:
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--kvtransfer-address", default=argparse.SUPPRESS)
     parser.add_argument("--worker-id", default=argparse.SUPPRESS)
+    parser.add_argument("--host-id", default=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=argparse.SUPPRESS)
     flags = vars(parser.parse_args(arguments))
+    if action == "serve once":
+        served = flags["config"].with_name(f"{role}-served")
+        if served.exists():
+            tell("paceline: it has served")
+            sys.exit(3)
+        served.touch()
     asyncio.run(run(action, role, load_config(CONFIGS[role], role, flags.pop("config"), flags)))
 
 

@@ -1,0 +1,86 @@
+"""What workers say they hold, to a service that knows nothing of it because its predecessor ended."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.hashing import HASH_BYTES
+from paceline.core.kv_layout import NO_SLOT, KVLayout
+from paceline.core.types import Key
+
+
+class ContradictionError(InvalidRequestError):
+    """Claims of which not all can be true. Nobody can tell then whose a block is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One hold as the only worker knows it that may touch its blocks."""
+
+    session: int
+    key: Key
+    token_count: int
+    filled_tokens: int
+    tables: list[list[int]]
+    """One block table a group."""
+    names: list[list[bytes]]
+    """As `tables`: the hashes of sealed blocks; empty for others."""
+    active: bool
+    """False where it is over, and the worker only has not stopped touching the blocks yet."""
+
+
+Slots = dict[int, tuple[int, tuple[int, bytes] | None]]
+"""By slot: how many claims name it, and (group, hash) where it is sealed."""
+
+
+def claimed_slots(layout: KVLayout, slots: int, claims: Iterable[Claim]) -> Slots:
+    """What all claims together refer to.
+
+    Raises:
+        ContradictionError: two workers claim a block that is not sealed, or as different things; or one claims what
+            cannot be.
+    """
+    found: Slots = {}
+    keys: set[Key] = set()
+    living: set[tuple[str, int]] = set()
+    for claim in claims:
+        if claim.key in keys or (claim.active and claim.key[:2] in living):
+            raise ContradictionError(f"{claim.key} is claimed twice")
+        keys.add(claim.key)
+        if claim.active:
+            living.add(claim.key[:2])
+        _check_shape(layout, claim)
+        for group, (table, names) in enumerate(zip(claim.tables, claim.names)):
+            for slot, digest in zip(table, names):
+                if slot != NO_SLOT:
+                    _add(found, slots, slot, (group, digest) if digest else None, claim.key)
+    _check_sharing(found)
+    return found
+
+
+def _add(found: Slots, slots: int, slot: int, name: tuple[int, bytes] | None, key: Key) -> None:
+    count, known = found.get(slot, (0, name))
+    if not 0 <= slot < slots or (count and (name is None or known != name)):
+        raise ContradictionError(f"{key} claims block {slot}, which is not there, or another's")
+    found[slot] = (count + 1, name)
+
+
+def _check_shape(layout: KVLayout, claim: Claim) -> None:
+    wanted = [group.blocks_for(claim.token_count) for group in layout.groups]
+    if [len(table) for table in claim.tables] != wanted or [len(names) for names in claim.names] != wanted:
+        raise ContradictionError(f"the tables of {claim.key} do not cover its {claim.token_count} tokens")
+    if any(len(digest) not in (0, HASH_BYTES) for names in claim.names for digest in names):
+        raise ContradictionError(f"{claim.key} names a block with something that is no hash")
+
+
+def _check_sharing(found: Slots) -> None:
+    """Only the first block of a name can be found by others."""
+    shared: dict[tuple[int, bytes], int] = defaultdict(int)
+    for count, name in found.values():
+        if count > 1 and name is not None:
+            shared[name] += 1
+    if any(count > 1 for count in shared.values()):
+        raise ContradictionError("two blocks of the same content are shared")

@@ -1,0 +1,244 @@
+"""Kills processes of a real stack at random while streams run: `python -m tests.stack.chaos --seed N`, or `make chaos`.
+
+First every prompt's greedy tokens are taken from the undisturbed stack. Then clients stream, one request after the
+other, until all kills are done; now and then one goes away in the middle. Every request that a client waits for must
+end with the very tokens of the undisturbed run, and in the end nothing may be held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.stack.processes import Stack, arenas, serve
+from tests.stack.reference import PROMPTS
+
+MODEL = "smollm2-135m-instruct"
+VICTIM_SECONDS = 120.0
+"""For a process of each role to be there, before the next one is killed."""
+SILENCE_SECONDS = 180.0
+"""A stream that says nothing for this long has failed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes wrong."""
+
+    kills: Mapping[str, int]
+    """By role."""
+    streams: int
+    tokens: int
+    """Of each request."""
+    pause: tuple[float, float]
+    """Seconds between two kills, at least and at most."""
+    leaves: float = 0.1
+    """How likely a client goes away before its request has ended."""
+    prefill: int = 2
+    decode: int = 2
+    prompts: tuple[str, ...] = PROMPTS
+
+
+@dataclass
+class Report:
+    """What happened."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    ended: int = 0
+    left: int = 0
+    asked_again: int = 0
+    """Times that a client was told, before anything had come, that there is no worker now."""
+    attempts: float = 0
+    """Those of all requests."""
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    settled_seconds: float = 0.0
+    """From the end of the last stream until nothing was held."""
+    leftovers: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kills = ", ".join(f"{count} {role}" for role, count in sorted(self.kills.items()))
+        left_behind = ", ".join(self.leftovers) or "nothing"
+        return (
+            f"{self.kills.total()} kills ({kills}) in {self.seconds:.0f} s; {self.ended} streams ended right,"
+            f" {len(self.wrong)} wrong, in {self.attempts:.0f} attempts; {self.left} clients left,"
+            f" {self.asked_again} times one had to ask again; nothing held {self.settled_seconds:.1f} s after the last;"
+            f" {left_behind} left behind"
+        )
+
+
+async def chaos(plan: Plan, seed: int, log: Path, model: str = MODEL) -> Report:
+    """Runs a plan on a stack of its own."""
+    report = Report()
+    draw = random.Random(seed)
+    seen: set[Path] = set()
+    options = (f"--prefill={plan.prefill}", f"--decode={plan.decode}", "--kv-memory=512MiB")
+    with serve(log, model, *options) as stack:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=SILENCE_SECONDS) as http:
+            client = Client(http, model, plan, report)
+            await client.learn()
+            before, began = await attempts(http), time.monotonic()
+            over = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                for _ in range(plan.streams):
+                    group.create_task(client.run(random.Random(draw.random()), over))
+                await _kill_all(plan, stack, draw, report, seen)
+                over.set()
+            report.attempts, report.seconds = await attempts(http) - before, time.monotonic() - began
+            began = time.monotonic()
+            await stack.settled()
+            report.settled_seconds = time.monotonic() - began
+        family = stack.family()
+        seen |= arenas(family)
+    alive = [f"{each.name()} {each.pid}" for each in family if each.is_running()]
+    report.leftovers = alive + [str(path) for path in seen if path.exists()]
+    return report
+
+
+async def attempts(http: httpx.AsyncClient) -> float:
+    """Those that workers admitted, for all requests that have ended so far."""
+    metrics = (await http.get("/metrics")).text
+    (value,) = re.findall(r"^paceline:request_attempts_total\S* (\S+)", metrics, re.MULTILINE)
+    return float(value)
+
+
+async def _kill_all(plan: Plan, stack: Stack, draw: random.Random, report: Report, seen: set[Path]) -> None:
+    order = [role for role, count in plan.kills.items() for _ in range(count)]
+    draw.shuffle(order)
+    for role in order:
+        await asyncio.sleep(draw.uniform(*plan.pause))
+        async with asyncio.timeout(VICTIM_SECONDS):
+            # With nobody left of a role, requests would only wait.
+            while not all(living(stack, each) for each in plan.kills):
+                await asyncio.sleep(0.05)
+        victims = living(stack, role)
+        if role == "kvtransfer":
+            seen |= arenas(stack.family())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(draw.choice(victims), signal.SIGKILL)
+            report.kills[role] += 1
+
+
+def living(stack: Stack, role: str) -> list[int]:
+    """Processes of this role that were ready and have not ended."""
+    newest = dict(re.findall(rf"^  ({role}\S*) +pid (\d+)", stack.process.text, re.MULTILINE))
+    return sorted(int(pid) for pid in newest.values() if psutil.pid_exists(int(pid)))
+
+
+class Client:
+    """Asks, and compares what comes."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str, plan: Plan, report: Report) -> None:
+        self._http = http
+        self._model = model
+        self._plan = plan
+        self._report = report
+        self.expected: dict[str, list[int]] = {}
+        """By prompt: the tokens of the undisturbed stack."""
+
+    async def learn(self) -> None:
+        """Takes each prompt's tokens from the undisturbed stack."""
+        places = asyncio.Semaphore(self._plan.streams)
+
+        async def one(prompt: str) -> None:
+            async with places:
+                self.expected[prompt] = [token async for token in self.stream(prompt)]
+
+        await asyncio.gather(*(one(prompt) for prompt in self._plan.prompts))
+
+    async def run(self, draw: random.Random, over: asyncio.Event) -> None:
+        """One request after the other until it is over."""
+        while not over.is_set():
+            prompt = draw.choice(self._plan.prompts)
+            patience = draw.randrange(self._plan.tokens) if draw.random() < self._plan.leaves else None
+            await self._ask(prompt, patience, draw)
+
+    async def _ask(self, prompt: str, patience: int | None, draw: random.Random) -> None:
+        expected, tokens = self.expected[prompt], list[int]()
+        async with contextlib.aclosing(self.stream(prompt)) as stream:
+            try:
+                async for token in stream:
+                    tokens.append(token)
+                    if len(tokens) == patience:
+                        break
+            except _NoWorkerError:
+                self._report.asked_again += 1
+                await asyncio.sleep(draw.uniform(0.5, 1.5))
+                return
+            except (_BrokenError, httpx.HTTPError) as error:
+                self._report.wrong.append(f"{prompt[:30]!r} after {len(tokens)} tokens: {error!r}")
+                return
+        if tokens != expected[: len(tokens)] or (patience is None and len(tokens) < len(expected)):
+            self._report.wrong.append(f"{prompt[:30]!r}: {tokens} instead of {expected}")
+        elif patience is None:
+            self._report.ended += 1
+        else:
+            self._report.left += 1
+
+    async def stream(self, prompt: str) -> AsyncIterator[int]:
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": self._plan.tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code in (429, 503):
+                raise _NoWorkerError
+            if response.status_code != 200:
+                raise _BrokenError((await response.aread()).decode())
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise _BrokenError(line)
+                    for token in event["choices"][0].get("token_ids") or ():
+                        yield token
+
+
+class _NoWorkerError(Exception):
+    """Nothing has come yet, and the answer is to ask again later."""
+
+
+class _BrokenError(Exception):
+    """The stream ended in another way than with its tokens."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=32, help="spread over prefill, decode, kvtransfer and Redis")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--log", type=Path, help="what the stack writes, to be kept")
+    arguments = parser.parse_args()
+    roles = ("decode", "prefill", "redis", "kvtransfer")
+    kills = Counter(roles[index % len(roles)] for index in range(arguments.kills))
+    plan = Plan(kills, arguments.streams, arguments.tokens, pause=(0.5, 4.0))
+    with tempfile.TemporaryDirectory() as folder:
+        report = asyncio.run(chaos(plan, arguments.seed, arguments.log or Path(folder) / "log"))
+    print(f"seed {arguments.seed}: {report}")
+    print(*report.wrong, sep="\n")
+    sys.exit(bool(report.wrong or report.leftovers or not report.ended))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Processes die while streams run, and no client notices; `make chaos` does it for longer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.stack.chaos import MODEL, Client, Plan, Report, attempts, chaos, living
+from tests.stack.processes import arenas, serve
+from tests.stack.reference import PROMPTS
+
+pytestmark = [pytest.mark.model, pytest.mark.stack]
+
+
+async def test_streams_survive_kills_of_every_role(tmp_path: Path) -> None:
+    kills = {"prefill": 2, "decode": 2, "kvtransfer": 1, "redis": 1}
+    plan = Plan(kills, streams=8, tokens=32, pause=(0.2, 1.5), prompts=PROMPTS[:6])
+    report = await chaos(plan, seed=1, log=tmp_path / "log")
+    assert report.wrong == []
+    assert report.leftovers == []
+    assert report.kills == kills
+    assert report.ended >= plan.streams
+
+
+async def test_the_arena_survives_its_service(tmp_path: Path) -> None:
+    plan = Plan({}, streams=4, tokens=150, pause=(0, 0), prompts=PROMPTS[:4])
+    log = tmp_path / "log"
+    with serve(log, MODEL, "--kv-memory=512MiB") as stack:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=120) as http:
+            client = Client(http, MODEL, plan, Report())
+            await client.learn()
+            before, shared, workers = await attempts(http), arenas(stack.family()), living(stack, "decode")
+            begun = asyncio.Semaphore(0)
+
+            async def read(prompt: str) -> list[int]:
+                tokens = []
+                async for token in client.stream(prompt):
+                    tokens.append(token)
+                    if len(tokens) == 5:
+                        begun.release()
+                return tokens
+
+            reading = {prompt: asyncio.create_task(read(prompt)) for prompt in plan.prompts}
+            for _ in reading:
+                await begun.acquire()
+            (service,) = living(stack, "kvtransfer")
+            os.kill(service, signal.SIGKILL)
+            await asyncio.gather(*reading.values())
+            assert {prompt: task.result() for prompt, task in reading.items()} == client.expected
+            assert await attempts(http) == before + len(reading)
+            await stack.settled()
+            assert [token async for token in client.stream(PROMPTS[0])] == client.expected[PROMPTS[0]]
+        assert living(stack, "decode") == workers
+        assert living(stack, "kvtransfer") != [service]
+        assert arenas(stack.family()) == shared
+        assert "2 workers came back" in stack.process.text
