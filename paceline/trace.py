@@ -52,7 +52,7 @@ def _asked(told: Json) -> str:
     if asked["structured_output"]:
         words.append(f"structured output: {asked['structured_output']}")
     if asked["stop_strings"]:
-        words.append(f"{asked['stop_strings']} stop strings")
+        words.append(_count(asked["stop_strings"], "stop string"))
     return "; ".join(words)
 
 
@@ -117,7 +117,7 @@ def _handoff(handoff: Json) -> Iterator[Line]:
     if handoff["adopted_ms"] is None:
         yield handoff["told_ms"], "handoff", "not known to be over"
         return
-    moved = f"{handoff['blocks']} blocks, {handoff['bytes_moved']} bytes moved, path: {handoff['path']}"
+    moved = f"{_count(handoff['blocks'], 'block')}, {handoff['bytes_moved']} bytes moved, path: {handoff['path']}"
     yield handoff["adopted_ms"], "handoff", f"{moved}; {handoff['ms']:.1f} ms"
 
 
@@ -134,7 +134,7 @@ def _decode(decode: Json) -> Iterator[Line]:
         words.append(f"{decode['accepted_tokens']} of {decode['draft_tokens']} drafts accepted")
     if decode["preemptions"]:
         words.append(_count(decode["preemptions"], "preemption"))
-    yield decode["last_token_ms"], "decode", "last token so far; " + "; ".join(words)
+    yield decode["last_token_ms"], "decode", "last token; " + "; ".join(words)
 
 
 def _place(place: Json) -> str:

@@ -151,7 +151,7 @@ class Generation:
                 async with contextlib.aclosing(self._runner.run(request, record)) as events:
                     async for event in events:
                         delta = choice.take(event)
-                        if sibling == 0:
+                        if sibling == 0 and not self._has_begun[which].is_set():
                             self._cached_tokens[which] = record.cached_tokens
                         if delta is not None:
                             await self._queue.put(delta)
