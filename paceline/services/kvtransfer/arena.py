@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import secrets
 import stat
@@ -47,8 +46,6 @@ class Arena:
             raise ConfigError(
                 f"cannot make an arena of {_mib(size)} in {folder} ({error.strerror}); lower it with --kv-memory"
             ) from error
-        self.memory = _map(self._descriptor, size)
-        """The blocks. Stays readable after `close`, for who still moves some of them."""
 
     @classmethod
     def left_by(cls, folder: Path, owner: str) -> Arena | None:
@@ -59,7 +56,6 @@ class Arena:
                 arena.path, arena._descriptor = path, descriptor
                 arena.size = os.fstat(descriptor).st_size - PAGE_BYTES
                 if arena.size > 0:
-                    arena.memory = _map(descriptor, arena.size)
                     return arena
                 arena.close()  # its owner ended before it had any memory
         return None
@@ -88,10 +84,6 @@ def _prefix(owner: str = "") -> str:
     """How the names of this user's arenas begin, or those of one owner."""
     tag = f"{hashlib.blake2b(owner.encode(), digest_size=6).hexdigest()}-" if owner else ""
     return f"paceline-{os.getuid()}-{tag}"
-
-
-def _map(descriptor: int, size: int) -> memoryview:
-    return memoryview(mmap.mmap(descriptor, size))
 
 
 def _lock_stale(path: Path) -> int | None:

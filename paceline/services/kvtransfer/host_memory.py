@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.arena_map import map_arena
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.exports import Exports
@@ -41,7 +42,9 @@ class HostMemory:
         self.arena = arena
         slots = arena.size // layout.slot_bytes
         self.ledger = Ledger(layout, slots, lease_seconds)
-        blocks = ArenaMemory(arena.memory, layout.slot_bytes, slots)
+        # Stays mapped after `close`, for what still moves some of them.
+        memory = memoryview(map_arena(arena.path, arena.size))[: arena.size]
+        blocks = ArenaMemory(memory, layout.slot_bytes, slots)
         transports = make_transports(blocks)
         offer = pb.Offer(host_id=host_id, transports={each.name: each.offer() for each in transports})
         self._peers = Peers(transports, secret)

@@ -318,7 +318,7 @@ async def test_an_answer_that_makes_no_sense_ends_the_session(host: Host) -> Non
 async def restart(host: Host) -> None:
     """The service is killed, and another one takes its place at the same address."""
     port = host.port
-    shaped, killed = host.service._shaped, host.service
+    shaped, killed = host.service._memory, host.service
     assert shaped is not None
     assert killed._keeper is not None
     killed._keeper.cancel()
@@ -390,7 +390,7 @@ async def test_operations_that_have_no_answer_yet_wait_for_the_service_to_come_b
 
 
 async def test_who_had_blocks_before_the_service_came_back_without_its_arena_is_lost(host: Host) -> None:
-    shaped = host.service._shaped
+    shaped = host.service._memory
     assert shaped is not None
     await host.decode.reserve(KEY, [], 64, 0)
     shaped.arena.path.unlink()
