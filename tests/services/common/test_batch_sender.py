@@ -135,3 +135,36 @@ async def test_closing_fails_what_waits_and_what_comes(line: Line) -> None:
     for future in (waiting, sender.submit(trim("b"))):
         with pytest.raises(UnavailableError, match="no session"):
             await future
+
+
+async def test_in_a_pause_nothing_is_sent_and_what_has_no_answer_comes_first_behind_it(line: Line) -> None:
+    async with sending(line) as sender:
+        first = sender.submit(trim("a"))
+        while not line.batches:
+            await asyncio.sleep(0)
+        sender.pause()  # its answer is on its way
+        second = sender.submit(trim("b"))
+        await asyncio.sleep(0.05)
+        assert line.batches == [["a"]]
+        assert not first.done()
+        sender.resume()
+        await asyncio.gather(first, second)
+        assert line.batches == [["a"], ["a", "b"]]
+
+
+async def test_what_fails_because_of_a_pause_that_is_known_a_little_later_is_sent_again(line: Line) -> None:
+    line.broken = 1
+    async with sending(line) as sender:
+        waiting = sender.submit(trim("a"))
+        while not line.batches:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        sender.pause()
+        sender.resume()
+        assert (await waiting).message == "a"
+        sender.pause()  # while it waits for work
+        late = sender.submit(trim("b"))
+        await asyncio.sleep(0.05)
+        assert line.batches == [["a"], ["a"]]
+        sender.resume()
+        await late
