@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,17 @@ class FuzzStack:
         for role in ROLES[:-1]:
             self.processes[role].wait_for(" serves at ")
         self.processes["gateway"].wait_for("serving m at")
+        self._wait_for_workers()
+
+    def _wait_for_workers(self) -> None:
+        """Until the gateway sees both; a request that came sooner would be computed by decode alone, or refused."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while True:
+            members = httpx.get(f"http://{self.addresses['gateway']}/fleet", timeout=30).json()["workers"]
+            if {"prefill", "decode", "kvtransfer"} <= {member["role"] for member in members}:
+                return
+            assert time.monotonic() < deadline, members
+            time.sleep(0.1)
 
     def stop(self) -> None:
         for role in reversed(ROLES):
