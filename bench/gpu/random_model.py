@@ -112,4 +112,5 @@ def load_random(weights: RandomWeights, kernels: Kernels, speculative: Speculati
     """What a worker would have loaded."""
     model = Llama(weights.config, _PackedWeights(weights, kernels), kernels)
     layout = make_layout(model.group_shapes, weights.dtype.itemsize, "random")
-    return Loaded(model, None, layout, speculative, Grammars(Path()))  # nothing is constrained here
+    grammars = Grammars(Path())  # nothing is constrained here
+    return Loaded(model, None, layout, speculative, grammars, kernels.chooser)

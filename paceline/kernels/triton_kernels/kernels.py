@@ -7,13 +7,13 @@ import triton
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, PackedWeight
+from paceline.kernels.interface import AttentionBatch, GroupTables, HeadNorms, LayerCache, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
+from paceline.kernels.triton_kernels import rowwise
 from paceline.kernels.triton_kernels.attention import Plan, attention, make_plan
-from paceline.kernels.triton_kernels.device import INTERPRETED, matmul, rowwise
-
-_GATE_BLOCK = 1024
+from paceline.kernels.triton_kernels.device import INTERPRETED, matmul
+from paceline.kernels.triton_kernels.sampling import TritonChooser
 
 
 class TritonKernels(ReferenceKernels):
@@ -36,6 +36,7 @@ class TritonKernels(ReferenceKernels):
                 "TRITON_INTERPRET=1 in the environment"
             )
         self.name = "triton-invariant" if batch_invariant else "triton"
+        self.chooser = TritonChooser()
         self._batch_invariant = batch_invariant
         self._plan: Plan | None = None
         """Of the batch seen last: all layers of a step share one."""
@@ -49,53 +50,31 @@ class TritonKernels(ReferenceKernels):
         return _invariant_linear(x, weight.data, bias) if self._batch_invariant else super().linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        size = x.shape[-1]
-        rowwise.rms_norm[x.numel() // size,](
-            out, x, weight, eps, SIZE=size, PADDED=triton.next_power_of_2(size), UNIT_OFFSET=unit_offset
-        )
-        return out
+        return rowwise.rms_norm(x, weight, eps, unit_offset)
+
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return rowwise.add_rms_norm(x, y, weight, eps, unit_offset)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        tokens, heads, head_dim = x.shape
-        x = x if x.stride(2) == 1 else x.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rowwise.rotate[tokens,](
-            out,
-            x,
-            cos.contiguous(),
-            sin.contiguous(),
-            x.stride(0),
-            x.stride(1),
-            HEADS=heads,
-            PADDED_HEADS=triton.next_power_of_2(heads),
-            HALF=head_dim // 2,
-            PADDED_HALF=triton.next_power_of_2(head_dim // 2),
-        )
-        return out
+        return rowwise.rotate(x, cos, sin)
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
-        assert cache.keys.stride() == cache.values.stride()
-        assert cache.keys.stride(3) == 1
-        tokens, heads, head_dim = keys.shape
-        keys = keys if keys.stride(2) == 1 else keys.contiguous()
-        values = values if values.stride(2) == 1 else values.contiguous()
-        rowwise.store_kv[tokens,](
-            cache.keys,
-            cache.values,
-            keys,
-            values,
-            group.write_slots,
-            group.write_offsets,
-            *cache.keys.stride()[:3],
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            HEADS=heads,
-            PADDED_HEADS=triton.next_power_of_2(heads),
-            HEAD_DIM=head_dim,
-            DIM=triton.next_power_of_2(head_dim),
-        )
+        rowwise.store_kv(keys, values, cache, group)
+
+    def rotate_and_store(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        group: GroupTables,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        return rowwise.rotate_and_store(queries, keys, values, cos, sin, cache, group, norms)
 
     def attention(
         self,
@@ -113,18 +92,10 @@ class TritonKernels(ReferenceKernels):
         return attention(queries, cache, plan, group, scale, softcap)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return _gated(gate, up, gelu=False)
+        return rowwise.gated(gate, up, gelu=False)
 
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return _gated(gate, up, gelu=True)
-
-
-def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    size = gate.numel()
-    rowwise.gated[triton.cdiv(size, _GATE_BLOCK),](out, gate, up, size, GELU=gelu, BLOCK=_GATE_BLOCK)
-    return out
+        return rowwise.gated(gate, up, gelu=True)
 
 
 def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
