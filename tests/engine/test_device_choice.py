@@ -78,7 +78,7 @@ def test_tokens_are_those_of_the_host(method: str, rule: str) -> None:
     rows = [
         SamplingParams(max_tokens=LENGTH),
         SamplingParams(
-            max_tokens=LENGTH, temperature=0.4, top_k=5, seed=3, stop_token_ids=frozenset({63}), min_tokens=4
+            max_tokens=LENGTH, temperature=1.5, top_k=9, seed=3, stop_token_ids=frozenset({63}), min_tokens=4
         ),
         SamplingParams(max_tokens=LENGTH, temperature=0.7, seed=4, logprobs=2),
     ]

@@ -20,6 +20,7 @@ from triton.runtime.jit import KernelParam
 
 from paceline.kernels import select_kernels
 from paceline.kernels.interface import AttentionBatch, Draw, GroupTables, HeadNorms, Kernels, view_pool
+from paceline.kernels.triton_kernels.blocks import pack_blocks, unpack_blocks
 
 ARCHITECTURES = (80, 90)
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
@@ -57,17 +58,19 @@ def launches(heads: int, kv_heads: int, head_dim: int, window: int, softcap: flo
         kernels.rotate_and_store(queries, keys, keys, angles, angles, cache[0], group, norms)
         batch = AttentionBatch((0, 100, 101), (100, 3000), (group,))
         kernels.attention(queries, cache[0], batch, group, head_dim**-0.5, softcap)
-        record_sampling(kernels)
+        record_sampling_and_moving(kernels)
     return recorded
 
 
-def record_sampling(kernels: Kernels) -> None:
+def record_sampling_and_moving(kernels: Kernels) -> None:
     chooser = kernels.chooser
     assert chooser is not None
     logits, tokens = torch.empty(3, 128_256), torch.empty(3, dtype=torch.int64)
     for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 40)):
         chooser.choose(logits, [Draw(temperature, top_k, 0.0, 1.0, 1, 1)] * 3)
     chooser.accept(tokens, tokens, (0, 1, 3))
+    pool = torch.empty(9, 32 * 2 * 8 * 16 * 128, dtype=torch.bfloat16)
+    unpack_blocks(pack_blocks(pool, tokens), pool, tokens)
 
 
 def compile_launch(

@@ -7,12 +7,13 @@ import triton
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AttentionBatch, GroupTables, HeadNorms, LayerCache, PackedWeight
+from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, HeadNorms, LayerCache, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels import rowwise
 from paceline.kernels.triton_kernels.attention import Plan, attention, make_plan
 from paceline.kernels.triton_kernels.device import INTERPRETED, matmul
+from paceline.kernels.triton_kernels.graphs import CalledAgain, CudaRecorder, Graphs
 from paceline.kernels.triton_kernels.sampling import TritonChooser
 
 
@@ -38,8 +39,12 @@ class TritonKernels(ReferenceKernels):
         self.name = "triton-invariant" if batch_invariant else "triton"
         self.chooser = TritonChooser()
         self._batch_invariant = batch_invariant
-        self._plan: Plan | None = None
-        """Of the batch seen last: all layers of a step share one."""
+        self._planned: AttentionBatch | None = None
+        self._plans: dict[int, Plan] = {}
+        """Of the batch seen last, by query heads that share a KV head: all layers of a step share them."""
+
+    def compile(self, forward: Forward) -> Forward:
+        return Graphs(forward, CalledAgain if INTERPRETED else CudaRecorder())
 
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         if isinstance(weight, QuantizedMatrix):
@@ -86,10 +91,11 @@ class TritonKernels(ReferenceKernels):
         softcap: float,
     ) -> Tensor:
         per_kv_head = queries.shape[1] // cache.keys.shape[1]
-        plan = self._plan
-        if plan is None or plan.batch is not batch or plan.group != per_kv_head:
-            self._plan = plan = make_plan(batch, per_kv_head, queries.device)
-        return attention(queries, cache, plan, group, scale, softcap)
+        if self._planned is not batch:
+            self._planned, self._plans = batch, {}
+        if per_kv_head not in self._plans:
+            self._plans[per_kv_head] = make_plan(batch, per_kv_head, queries.device)
+        return attention(queries, cache, self._plans[per_kv_head], group, scale, softcap)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return rowwise.gated(gate, up, gelu=False)

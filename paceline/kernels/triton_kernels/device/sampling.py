@@ -124,9 +124,9 @@ def accept(accepted, out, tokens, drafts, first_rows, WIDTH: tl.constexpr, PADDE
     first, end = tl.load(first_rows + request), tl.load(first_rows + request + 1)
     index = tl.arange(0, PADDED)
     chosen = tl.load(tokens + first + index, index < end - first, -1)
-    drafted = index < end - first - 1
-    draft = tl.load(drafts + first + index + 1, drafted, -1)
-    refused = tl.where(drafted & (chosen == draft), PADDED, index)
+    draft = tl.load(drafts + first + index + 1, index < end - first - 1, -1)
+    refused = tl.where(chosen == draft, PADDED, index)
+    # Behind the last row nothing was proposed.
     count = tl.maximum(tl.minimum(tl.min(refused, 0), end - first - 1), 0)
     tl.store(accepted + request, count)
     place = out + request.to(tl.int64) * WIDTH + index
