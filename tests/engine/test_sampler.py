@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.types import Constraint, ConstraintKind, SamplingParams
+from paceline.engine.distribution import cut
 from paceline.engine.sampler import SamplingRow, sample, score, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, 0.5])

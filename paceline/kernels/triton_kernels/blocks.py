@@ -67,7 +67,7 @@ class Copy:
 
     def done(self) -> bool:
         """Whether the blocks may be read, and those that were read be reused. Never waits."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def precede(self) -> None:
         """What the calling thread launches on its stream from now on comes behind the copies; the host goes on."""
@@ -101,7 +101,7 @@ class BlockCopies:
         self._pool = pool
         self._arena = arena
         self._by_kernel = pool.shape[1] * pool.itemsize < kernel_bytes
-        self._out, self._in = (torch.cuda.Stream(pool.device) if on_gpu else None for _ in range(2))
+        self._out, self._in = (torch.cuda.Stream(pool.device) if on_gpu else None for _ in range(2))  # type: ignore[no-untyped-call]
 
     def store(self, pool_slots: Sequence[int], arena_slots: Sequence[int]) -> Copy:
         """arena[arena_slots[i]] = pool[pool_slots[i]]; arena slots are different from each other."""

@@ -47,7 +47,7 @@ class CudaRecorder:
 
     def __call__(self, run: Callable[[], Tensor]) -> Recording:
         # Kernels are compiled, and vendors' libraries take their memory, outside of the recording.
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()
