@@ -101,7 +101,7 @@ class BlockCopies:
         self._pool = pool
         self._arena = arena
         self._by_kernel = pool.shape[1] * pool.itemsize < kernel_bytes
-        self._out, self._in = (torch.cuda.Stream(pool.device) if on_gpu else None for _ in range(2))  # type: ignore[no-untyped-call]
+        self._out, self._in = (_stream(pool.device) if on_gpu else None for _ in range(2))
 
     def store(self, pool_slots: Sequence[int], arena_slots: Sequence[int]) -> Copy:
         """arena[arena_slots[i]] = pool[pool_slots[i]]; arena slots are different from each other."""
@@ -153,6 +153,10 @@ def _check(target: Tensor, target_slots: Sequence[int], source: Tensor, source_s
     for tensor, slots in ((target, target_slots), (source, source_slots)):
         if slots and not (min(slots) >= 0 and max(slots) < len(tensor)):
             raise IndexError(f"there are slots 0 to {len(tensor) - 1}, asked for are {min(slots)} to {max(slots)}")
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:

@@ -15,6 +15,7 @@ from paceline.kernels.triton_kernels.attention import Plan, attention, make_plan
 from paceline.kernels.triton_kernels.device import INTERPRETED, matmul
 from paceline.kernels.triton_kernels.graphs import CalledAgain, CudaRecorder, Graphs
 from paceline.kernels.triton_kernels.sampling import TritonChooser
+from paceline.kernels.triton_kernels.tuning import Untuned, gpu_tuner
 
 
 class TritonKernels(ReferenceKernels):
@@ -38,6 +39,7 @@ class TritonKernels(ReferenceKernels):
             )
         self.name = "triton-invariant" if batch_invariant else "triton"
         self.chooser = TritonChooser()
+        self._tuner = gpu_tuner(device) if device.type == "cuda" and torch.cuda.is_available() else Untuned()
         self._batch_invariant = batch_invariant
         self._planned: AttentionBatch | None = None
         self._plans: dict[int, Plan] = {}
@@ -98,10 +100,10 @@ class TritonKernels(ReferenceKernels):
         return attention(queries, cache, self._plans[per_kv_head], group, scale, softcap)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return rowwise.gated(gate, up, gelu=False)
+        return rowwise.gated(gate, up, False, self._tuner)
 
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return rowwise.gated(gate, up, gelu=True)
+        return rowwise.gated(gate, up, True, self._tuner)
 
 
 def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,8 +11,16 @@ from torch import Tensor
 
 from paceline.kernels.interface import GroupTables, HeadNorms, LayerCache
 from paceline.kernels.triton_kernels.device import rowwise as device
+from paceline.kernels.triton_kernels.tuning import Options, Tuner, Untuned
 
-_GATE_BLOCK = 1024
+GATED_CHOICES: tuple[Options, ...] = (
+    {"BLOCK": 1024, "num_warps": 4},
+    {"BLOCK": 512, "num_warps": 4},
+    {"BLOCK": 2048, "num_warps": 4},
+    {"BLOCK": 2048, "num_warps": 8},
+    {"BLOCK": 4096, "num_warps": 8},
+)
+"""Each element is computed alone, so that these are a matter of speed. Where rows are added up there is no choice."""
 _NORM_WARP = 256
 """Elements of a row that a warp adds up; more warps would be another order of adding."""
 _MAX_WARPS = 16
@@ -124,11 +132,16 @@ def rotate_and_store(
     return out
 
 
-def gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+def gated(gate: Tensor, up: Tensor, gelu: bool, tuner: Tuner | Untuned) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     size = gate.numel()
-    device.gated[triton.cdiv(size, _GATE_BLOCK),](out, gate, up, size, GELU=gelu, BLOCK=_GATE_BLOCK, **_EXACT)
+
+    def launch(options: Options) -> None:
+        device.gated[triton.cdiv(size, options["BLOCK"]),](out, gate, up, size, GELU=gelu, **options, **_EXACT)
+
+    shape = f"{triton.next_power_of_2(size)} {gate.dtype} {'gelu' if gelu else 'silu'}"
+    launch(tuner.best("gated", shape, GATED_CHOICES, launch))
     return out
 
 
