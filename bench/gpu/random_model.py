@@ -1,4 +1,4 @@
-"""A Llama of random weights that says something: no checkpoint is needed, and drafts can come true.
+"""A model of random weights that says something: no checkpoint is needed, and drafts can come true.
 
 Its head looks for the embedding that went in and answers with the next number of a circle of eight; beside that there
 is noise of about the same strength, which depends on the whole context. So it counts for a while, jumps, and counts
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,8 +20,9 @@ from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.constraint import Grammars
 from paceline.engine.loading import Loaded
 from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.models.base import CompiledModel
 from paceline.models.config import LayerType, ModelConfig, Rope
-from paceline.models.llama import Llama
+from paceline.models.registry import MODELS
 
 CIRCLE = 8
 
@@ -54,8 +56,30 @@ def llama_config(hidden: int, inner: int, layers: int, heads: int, kv_heads: int
     )
 
 
+def gemma_config(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> ModelConfig:
+    """The shape of a Gemma 3: of six layers, five see a window of 1024."""
+    kinds: tuple[LayerType, ...] = tuple("full" if layer % 6 == 5 else "sliding" for layer in range(layers))
+    return replace(
+        llama_config(hidden, inner, layers, heads, kv_heads, vocab),
+        architecture="Gemma3ForCausalLM",
+        head_dim=head_dim,
+        norm_eps=1e-6,
+        activation="gelu_tanh",
+        layer_types=kinds,
+        sliding_window=1024,
+        rope=Rope(1_000_000.0, kind="linear", factor=8.0),
+        sliding_rope=Rope(10_000.0),
+        attention_scale=(hidden // heads) ** -0.5,
+        tie_word_embeddings=True,
+    )
+
+
 LLAMA_8B = llama_config(4096, 14336, 32, 32, 8, 128_256)
 TINY = llama_config(64, 160, 4, 4, 2, 512)
+GEMMA_27B = gemma_config(5376, 21504, 62, 32, 16, 128, 262_208)
+TINY_GEMMA = gemma_config(64, 160, 6, 4, 2, 16, 512)
 
 
 class RandomWeights:
@@ -97,7 +121,7 @@ class RandomWeights:
         return noise
 
 
-class _PackedWeights:
+class PackedWeights:
     """`Weights` for one model, as its kernels pack them."""
 
     def __init__(self, weights: RandomWeights, kernels: Kernels) -> None:
@@ -110,6 +134,9 @@ class _PackedWeights:
 
 def load_random(weights: RandomWeights, kernels: Kernels, speculative: SpeculativeConfig | None) -> Loaded:
     """What a worker would have loaded."""
-    model = Llama(weights.config, _PackedWeights(weights, kernels), kernels)
+    model = CompiledModel(
+        MODELS[weights.config.architecture](weights.config, PackedWeights(weights, kernels), kernels), kernels
+    )
     layout = make_layout(model.group_shapes, weights.dtype.itemsize, "random")
-    return Loaded(model, None, layout, speculative, Grammars(Path()))  # nothing is constrained here
+    grammars = Grammars(Path())  # nothing is constrained here
+    return Loaded(model, None, layout, speculative, grammars, kernels.chooser)

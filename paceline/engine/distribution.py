@@ -66,7 +66,7 @@ def cut(logits: Tensor, params: SamplingParams) -> Distribution:
     tokens: Tensor | None = None
     values = logits.double() / params.temperature
     if 0 < params.top_k < values.numel():
-        values, tokens = values.topk(params.top_k)
+        values, tokens = _best_values(values, params.top_k)
     probabilities = torch.softmax(values, dim=-1)
     if params.min_p > 0:
         probabilities = torch.where(probabilities < params.min_p * probabilities.max(), 0.0, probabilities)
@@ -75,6 +75,13 @@ def cut(logits: Tensor, params: SamplingParams) -> Distribution:
         probabilities, order = _cut_top_p(probabilities, params.top_p)
         tokens = order if tokens is None else tokens[order]
     return Distribution(probabilities, tokens)
+
+
+def _best_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest of values [n] in descending order, of equal ones the first, and their indices."""
+    candidates = (~(values < values.topk(count).values[-1])).nonzero().squeeze(-1)
+    best, places = values[candidates].sort(descending=True, stable=True)
+    return best[:count], candidates[places[:count]]
 
 
 def _cut_top_p(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:

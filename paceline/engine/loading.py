@@ -15,7 +15,7 @@ from paceline.engine.constraint import Grammars
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.scheduler import Limits
-from paceline.kernels.interface import Kernels
+from paceline.kernels.interface import Kernels, TokenChooser
 from paceline.models.base import Model
 from paceline.models.draft import check_speculative
 from paceline.models.identity import model_identity
@@ -32,6 +32,8 @@ class Loaded:
     """The model's groups, then those of the draft model: its cache is handed over with the target's."""
     speculative: SpeculativeConfig | None
     grammars: Grammars
+    chooser: TokenChooser | None = None
+    """The kernels' own, where they choose tokens on the device."""
 
     @property
     def max_position(self) -> int:
@@ -46,7 +48,8 @@ class Loaded:
     def runner(self, pool: Tensor, limits: Limits) -> ModelRunner:
         """What runs the model over `pool`, flat, of the cache's dtype."""
         probabilistic = self.speculative is not None and self.speculative.is_probabilistic
-        return ModelRunner(self.model, self.layout, pool, limits, self._drafter(pool), probabilistic)
+        drafter = self._drafter(pool)
+        return ModelRunner(self.model, self.layout, pool, limits, drafter, probabilistic, self.chooser)
 
     def _drafter(self, pool: Tensor) -> Drafter | None:
         config = self.speculative
@@ -84,7 +87,8 @@ def load(
     shapes, identity = model.group_shapes, model_identity(folder, str(dtype), quantization)
     draft_model = None
     if speculative is None:
-        return Loaded(model, None, make_layout(shapes, dtype.itemsize, identity), None, Grammars(folder))
+        layout = make_layout(shapes, dtype.itemsize, identity)
+        return Loaded(model, None, layout, None, Grammars(folder), kernels.chooser)
     if speculative.method == "draft_model":
         draft_folder = Path(speculative.model)
         draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir)
@@ -99,4 +103,5 @@ def load(
             for shape in draft_model.group_shapes
         )
         identity += model_identity(draft_folder, str(dtype))
-    return Loaded(model, draft_model, make_layout(shapes, dtype.itemsize, identity), speculative, Grammars(folder))
+    layout = make_layout(shapes, dtype.itemsize, identity)
+    return Loaded(model, draft_model, layout, speculative, Grammars(folder), kernels.chooser)

@@ -14,10 +14,10 @@ from paceline.core.types import Token
 from paceline.engine.constraint import Constraints, GrammarError, Move
 from paceline.engine.drafter import Drafter
 from paceline.engine.rows import Inputs, Rows
-from paceline.engine.sampler import SamplingRow, sample, score
+from paceline.engine.sampler import SamplingRow, as_draw, sample, score
 from paceline.engine.scheduler import Limits
 from paceline.engine.step import Chunk, ChunkResult, Joined, Step, StepResult
-from paceline.kernels.interface import LayerCache, view_pool
+from paceline.kernels.interface import Draw, LayerCache, TokenChooser, view_pool
 from paceline.models.base import Model, Taps
 
 _SCORED_ROWS = 256
@@ -33,6 +33,7 @@ class ModelRunner:
         drafter: proposes tokens, where there is one. What it keeps of its own comes behind the model's in the layout.
         probabilistic: accept drafts as often as the distribution allows, by numbers of their own; otherwise just when
             they are what would have been sampled without drafts: the same distribution, and the same tokens.
+        chooser: chooses on the device what depends on logits alone, so that a step waits for the device once.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class ModelRunner:
         limits: Limits,
         drafter: Drafter | None = None,
         probabilistic: bool = False,
+        chooser: TokenChooser | None = None,
     ) -> None:
         self._model = model
         self._drafter = drafter
         self._probabilistic = probabilistic
+        self._chooser = chooser
         self._rows = Rows(limits.max_seqs, limits.max_model_len, limits.max_drafts, layout, pool.device)
         self._constraints = Constraints(limits.max_seqs)
         self._caches = layer_caches(layout, pool)
@@ -111,8 +114,13 @@ class ModelRunner:
         wanted = [index for chunk, span in zip(chunks, chosen_at) if chunk.samples for index in span]
         # Most steps want all, and then nothing has to be copied.
         logits = self._logits(hidden if len(wanted) == len(hidden) else hidden[wanted]) if wanted else hidden
+        lengths = [start + span.start - begin + 1 for start, span, (begin, _) in zip(inputs.starts, chosen_at, spans)]
+        chosen: dict[int, list[int]] = {}
+        if self._chooser is not None and wanted:
+            own_inputs = inputs.token_ids if len(wanted) == len(hidden) else inputs.token_ids[wanted]
+            chosen = self._choose(self._chooser, logits, own_inputs, chunks, lengths, [len(span) for span in chosen_at])
         results, first = [], 0
-        for chunk, span, (begin, _), start in zip(chunks, chosen_at, spans, inputs.starts):
+        for chunk, span, (begin, _), length in zip(chunks, chosen_at, spans, lengths):
             scores = self._score(hidden, chunk, begin)
             if not chunk.samples:
                 results.append(ChunkResult(scores=scores))
@@ -120,7 +128,7 @@ class ModelRunner:
             own = logits[first : first + len(span)]
             first += len(span)
             try:
-                tokens, accepted = self._verify(own, chunk.row, start + span.start - begin + 1)
+                tokens, accepted = self._verify(own, chunk.row, length, chosen.get(chunk.row))
             except GrammarError as error:
                 self._rows.append(chunk.row, [], ended=True)
                 results.append(ChunkResult(scores=scores, failure=str(error)))
@@ -128,13 +136,53 @@ class ModelRunner:
             results.append(ChunkResult(tokens, max(len(span) - 1, 0), accepted, scores))
         return results
 
+    def _choose(
+        self,
+        chooser: TokenChooser,
+        logits: Tensor,
+        inputs: Tensor,
+        chunks: Sequence[Chunk],
+        lengths: Sequence[int],
+        counts: Sequence[int],
+    ) -> dict[int, list[int]]:
+        """Accepted drafts and the token behind them, by row, where logits alone decide. Waits for the device once.
+
+        Args:
+            logits, inputs: [rows, vocab] and int64 [rows], `counts[i]` for each chunk that samples.
+            lengths: of the context behind which the first of them chooses.
+        """
+        draws: list[Draw] = []
+        rows: list[int] = []
+        places: list[int] = []
+        first_rows, first = [0], 0
+        for chunk, length, count in zip(chunks, lengths, counts):
+            if not chunk.samples:
+                continue
+            fixed = self._rows.row(chunk.row)
+            own = [as_draw(fixed.sampling, length + index, fixed.prompt_len) for index in range(count)]
+            known = [draw for draw in own if draw is not None]
+            # What was drafted by chance may be accepted by chance.
+            by_chance = self._probabilistic and count > 1 and any(draw.temperature for draw in known)
+            if len(known) == count > 0 and not by_chance:
+                draws += known
+                rows.append(chunk.row)
+                places += range(first, first + count)
+                first_rows.append(len(draws))
+            first += count
+        if not rows:
+            return {}
+        if len(places) < len(logits):
+            logits, inputs = logits[places], inputs[places]
+        _, tokens = chooser.accept(chooser.choose(logits, draws), inputs, first_rows)
+        return {row: [token for token in own if token >= 0] for row, own in zip(rows, tokens.tolist())}
+
     def _logits(self, hidden: Tensor) -> Tensor:
         began = time.perf_counter()
         logits = self._model.logits(hidden)
         self._model_seconds += time.perf_counter() - began
         return logits
 
-    def _verify(self, logits: Tensor, row: int, length: int) -> tuple[list[Token], int]:
+    def _verify(self, logits: Tensor, row: int, length: int, chosen: Sequence[int] | None) -> tuple[list[Token], int]:
         """Samples as long as what comes was drafted; returns the tokens, and how many of them were drafts.
 
         Drafts that a grammar forbids are never sampled, so that behind them no mask is needed. Behind a draft that it
@@ -142,6 +190,7 @@ class ModelRunner:
 
         Args:
             logits: fp32 [1 + drafts, vocab]; the first row chooses the token behind a context of `length` tokens.
+            chosen: accepted drafts and the token behind them, where the device has chosen.
 
         Raises:
             GrammarError: the row has a grammar, and it allows no token.
@@ -155,7 +204,10 @@ class ModelRunner:
             mask = masks[index] if masks is not None else None
             own = SamplingRow(fixed.sampling, state.context(row, length + index), fixed.prompt_len, mask)
             draft = drafts[index] if index + 1 < logits.shape[0] else None
-            token = sample(logits[index], own, draft if self._probabilistic else None)
+            if chosen is not None:
+                token = Token(chosen[index])
+            else:
+                token = sample(logits[index], own, draft if self._probabilistic else None)
             tokens.append(token)
             is_draft = draft is not None and token.id == draft.token
             ended = fixed.ends(token.id, length + len(tokens))

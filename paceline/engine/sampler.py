@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.core.types import Logprob, SamplingParams, Token
 from paceline.engine.distribution import Distribution, cut
+from paceline.kernels.interface import Draw
 
 _MASK64 = (1 << 64) - 1
 _COLDEST = 1e-5
@@ -79,6 +80,15 @@ def propose(logits: Tensor, row: SamplingRow, draws: bool) -> Draft:
     _shape_logits(logits, row)
     distribution = cut(logits, row.params)
     return Draft(distribution.draw(_uniform_of(row, Purpose.DRAFT)), distribution)
+
+
+def as_draw(params: SamplingParams, position: int, prompt_len: int) -> Draw | None:
+    """How the token at `position` is chosen, where its logits alone decide and nothing is reported of them."""
+    shaped = params.logit_bias or params.allowed_token_ids or params.needs_history or params.constraint is not None
+    if shaped or params.logprobs is not None or params.unwanted_ends(position - prompt_len):
+        return None
+    temperature = 0.0 if _is_greedy(params) else params.temperature
+    return Draw(temperature, params.top_k, params.min_p, params.top_p, params.seed, position)
 
 
 def _choose(logits: Tensor, row: SamplingRow, draft: Draft | None) -> int:

@@ -72,6 +72,49 @@ class PackedWeight:
     """The backend's name for the layout of a quantized matrix."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The norms of queries and keys over each head, as `Kernels.rms_norm` takes them; weights [head_dim]."""
+
+    queries: Tensor
+    keys: Tensor
+    eps: float
+    unit_offset: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a token is chosen from one row of logits that nothing else has a say in; see `SamplingParams`."""
+
+    temperature: float
+    """0 takes the best."""
+    top_k: int
+    min_p: float
+    top_p: float
+    seed: int
+    position: int
+    """Of the token to choose; with the seed it is what the random number follows from."""
+
+
+class TokenChooser(Protocol):
+    """Chooses tokens on the device, behind which the host need not wait. The tokens are those of the host's sampler."""
+
+    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """fp32 [rows, vocab] -> int64 [rows]; one draw a row."""
+
+    def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Strict verification: a draft is accepted as long as each so far is what was chosen.
+
+        Args:
+            tokens: int64 [rows]: what each row chose.
+            drafts: int64 [rows]: the token that each row stood behind; of a request's rows the first is no draft.
+            first_rows: [requests + 1]: rows [first_rows[r], first_rows[r + 1]) are those of request r.
+
+        Returns:
+            int32 [requests]: drafts accepted; int64 [requests, most rows]: these and the token behind them, then -1.
+        """
+
+
 class Forward(Protocol):
     """A model's forward pass; see `paceline.models.base.Model`."""
 
@@ -91,6 +134,8 @@ class Kernels(Protocol):
     name: str
     packing: str
     """What the form of packed matrices follows from, as part of a file's name; empty where they stay as they are."""
+    chooser: TokenChooser | None
+    """None where the host chooses tokens."""
 
     def take_turns(self, turns: Turns) -> None:
         """From now on each operation waits for its turn, where these kernels can; others compute whole steps in one."""
@@ -124,6 +169,11 @@ class Kernels(Protocol):
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension; with unit_offset * (1 + weight), all in fp32
         (Gemma), without it the product is taken in x's dtype (Llama)."""
 
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm: `add`, then `rms_norm`, with their bits."""
+
     def rotation(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the angles that `rotate` takes, fp32 [tokens, head_dim] each.
 
@@ -135,6 +185,22 @@ class Kernels(Protocol):
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
         """Writes keys and values [tokens, kv_heads, head_dim] to their slots."""
+
+    def rotate_and_store(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        group: GroupTables,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """`rms_norm` of queries and keys by `norms`, where there are any; `rotate` of both; `store_kv` -> queries.
+
+        With the bits of these operations one by one.
+        """
 
     def attention(
         self,

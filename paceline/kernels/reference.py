@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.turns import Turns
+from paceline.kernels.composed import Composed
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 
 
-class ReferenceKernels:
+class ReferenceKernels(Composed):
     """`Kernels` in plain torch. Row-wise operations and attention do not depend on batch-mates; `linear` is as exact
     as the vendor's matrix product, whose summation order may change with the number of rows."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, LayerCache
+from paceline.kernels.interface import AttentionBatch, GroupTables, HeadNorms, Kernels, LayerCache
 from paceline.models.base import Weights
 from paceline.models.config import ModelConfig, Rope
 
@@ -38,6 +38,10 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, self._weight, self._eps, self._unit_offset)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm."""
+        return self._kernels.add_rms_norm(x, y, self._weight, self._eps, self._unit_offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +101,10 @@ class Attention:
         self._k = Linear(weights, f"{place}.k_proj", hidden, kv_heads * head_dim, bias, kernels)
         self._v = Linear(weights, f"{place}.v_proj", hidden, kv_heads * head_dim, bias, kernels)
         self._o = Linear(weights, f"{place}.o_proj", heads * head_dim, hidden, bias, kernels)
-        self._norms: tuple[RMSNorm, RMSNorm] | None = None
+        self._norms: HeadNorms | None = None
         if qk_norm:
-            q_norm = RMSNorm(weights, f"{place}.q_norm", head_dim, config.norm_eps, kernels, unit_offset=True)
-            k_norm = RMSNorm(weights, f"{place}.k_norm", head_dim, config.norm_eps, kernels, unit_offset=True)
-            self._norms = (q_norm, k_norm)
+            q_norm, k_norm = (weights.take(f"{place}.{name}.weight", head_dim) for name in ("q_norm", "k_norm"))
+            self._norms = HeadNorms(q_norm, k_norm, config.norm_eps, unit_offset=True)
         self._config = config
         self._kernels = kernels
 
@@ -110,11 +113,10 @@ class Attention:
         queries = self._q(x).view(-1, config.num_heads, config.head_dim)
         keys = self._k(x).view(-1, config.num_kv_heads, config.head_dim)
         values = self._v(x).view(-1, config.num_kv_heads, config.head_dim)
-        if self._norms is not None:
-            queries, keys = self._norms[0](queries), self._norms[1](keys)
-        queries = kernels.rotate(queries, step.rotation.cos, step.rotation.sin)
-        keys = kernels.rotate(keys, step.rotation.cos, step.rotation.sin)
-        kernels.store_kv(keys, values, cache, step.group)
+        rotation = step.rotation
+        queries = kernels.rotate_and_store(
+            queries, keys, values, rotation.cos, rotation.sin, cache, step.group, self._norms
+        )
         attended = kernels.attention(
             queries, cache, step.batch, step.group, config.attention_scale, config.attention_softcap
         )

@@ -39,11 +39,15 @@ class Gemma3:
         steps = [AttentionStep(rotary(positions), batch, group) for rotary, group in zip(self._rotaries, batch.groups)]
         x = self._vocabulary.embed(token_ids, scale=self.config.hidden_size**0.5)
         taps = taps or Taps()
-        for depth, (layer, cache, group) in enumerate(zip(self._layers[:layers], caches, self.layer_groups)):
+        run = self._layers[:layers]
+        # What a layer adds to the residual stream is normed for whoever reads it next in the same pass.
+        norms = [*(layer.norm for layer in run), self._norm]
+        normed = norms[0](x)
+        for depth, (layer, cache, group, next_norm) in enumerate(zip(run, caches, self.layer_groups, norms[1:])):
             taps.see(depth, x)
-            x = layer(x, cache, steps[group])
+            x, normed = layer(x, normed, next_norm, cache, steps[group])
         taps.see(self.config.num_layers if layers is None else layers, x)
-        return self._norm(x)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._vocabulary.logits(hidden)
@@ -52,14 +56,16 @@ class Gemma3:
 class _Layer:
     def __init__(self, config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> None:
         norm = partial(RMSNorm, size=config.hidden_size, eps=config.norm_eps, kernels=kernels, unit_offset=True)
-        self._pre_attention = norm(weights, f"{place}.input_layernorm")
+        self.norm = norm(weights, f"{place}.input_layernorm")
         self._attention = Attention(config, weights, f"{place}.self_attn", kernels, qk_norm=True)
         self._post_attention = norm(weights, f"{place}.post_attention_layernorm")
         self._pre_mlp = norm(weights, f"{place}.pre_feedforward_layernorm")
         self._mlp = GatedMLP(config, weights, f"{place}.mlp", kernels)
         self._post_mlp = norm(weights, f"{place}.post_feedforward_layernorm")
-        self._add = kernels.add
 
-    def __call__(self, x: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
-        x = self._add(x, self._post_attention(self._attention(self._pre_attention(x), cache, step)))
-        return self._add(x, self._post_mlp(self._mlp(self._pre_mlp(x))))
+    def __call__(
+        self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: LayerCache, step: AttentionStep
+    ) -> tuple[Tensor, Tensor]:
+        """x and `norm` of it -> x behind the layer, and `next_norm` of that."""
+        x, normed = self._pre_mlp.of_sum(x, self._post_attention(self._attention(normed, cache, step)))
+        return next_norm.of_sum(x, self._post_mlp(self._mlp(normed)))

@@ -35,11 +35,15 @@ class Llama:
         step = AttentionStep(self._rotary(positions), batch, batch.groups[0])
         x = self._vocabulary.embed(token_ids)
         taps = taps or Taps()
-        for depth, (layer, cache) in enumerate(zip(self._layers[:layers], caches)):
+        run = self._layers[:layers]
+        # What a layer adds to the residual stream is normed for whoever reads it next in the same pass.
+        norms = [*(layer.norm for layer in run), self._norm]
+        normed = norms[0](x)
+        for depth, (layer, cache, next_norm) in enumerate(zip(run, caches, norms[1:])):
             taps.see(depth, x)
-            x = layer(x, cache, step)
+            x, normed = layer(x, normed, next_norm, cache, step)
         taps.see(self.config.num_layers if layers is None else layers, x)
-        return self._norm(x)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._vocabulary.logits(hidden)
@@ -48,12 +52,14 @@ class Llama:
 class _Layer:
     def __init__(self, config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> None:
         size, eps = config.hidden_size, config.norm_eps
-        self._attention_norm = RMSNorm(weights, f"{place}.input_layernorm", size, eps, kernels)
+        self.norm = RMSNorm(weights, f"{place}.input_layernorm", size, eps, kernels)
         self._attention = Attention(config, weights, f"{place}.self_attn", kernels)
         self._mlp_norm = RMSNorm(weights, f"{place}.post_attention_layernorm", size, eps, kernels)
         self._mlp = GatedMLP(config, weights, f"{place}.mlp", kernels)
-        self._add = kernels.add
 
-    def __call__(self, x: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
-        x = self._add(x, self._attention(self._attention_norm(x), cache, step))
-        return self._add(x, self._mlp(self._mlp_norm(x)))
+    def __call__(
+        self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: LayerCache, step: AttentionStep
+    ) -> tuple[Tensor, Tensor]:
+        """x and `norm` of it -> x behind the layer, and `next_norm` of that."""
+        x, normed = self._mlp_norm.of_sum(x, self._attention(normed, cache, step))
+        return next_norm.of_sum(x, self._mlp(normed))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.types import Constraint, ConstraintKind, SamplingParams
+from paceline.engine.distribution import cut
 from paceline.engine.sampler import SamplingRow, sample, score, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, 0.5])
@@ -156,3 +157,10 @@ def test_score_reports_given_tokens() -> None:
 
 def _fields(params: SamplingParams) -> dict[str, object]:
     return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+
+
+def test_of_equal_tokens_top_k_keeps_those_of_the_lowest_ids() -> None:
+    logits = torch.tensor([1.0, 2.0, 2.0, 5.0, 2.0, 2.0, 5.0])
+    distribution = cut(logits, SamplingParams(temperature=1.0, top_k=4))
+    assert distribution.tokens is not None
+    assert distribution.tokens.tolist() == [3, 6, 1, 2]

@@ -19,10 +19,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import KernelParam
 
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import AttentionBatch, GroupTables, view_pool
+from paceline.kernels.interface import AttentionBatch, Draw, GroupTables, HeadNorms, Kernels, view_pool
+from paceline.kernels.triton_kernels.blocks import pack_blocks, unpack_blocks
 
 ARCHITECTURES = (80, 90)
-_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 Launch = tuple[triton.JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -42,6 +43,7 @@ def launches(heads: int, kv_heads: int, head_dim: int, window: int, softcap: flo
         x, weight = torch.empty(tokens, hidden, dtype=dtype), torch.empty(hidden, hidden, dtype=dtype)
         queries = kernels.linear(x, weight, x[0]).view(tokens, heads, head_dim)
         kernels.rms_norm(x, weight[0], 1e-5, unit_offset=softcap != 0)
+        kernels.add_rms_norm(x, x, weight[0], 1e-5, unit_offset=softcap != 0)
         kernels.silu_and_mul(x, x)
         kernels.gelu_tanh_and_mul(x, x)
         angles = torch.empty(tokens, head_dim)
@@ -52,9 +54,23 @@ def launches(heads: int, kv_heads: int, head_dim: int, window: int, softcap: flo
         group = GroupTables(16, window, torch.empty(2, 200, dtype=torch.int32), places, places)
         keys = torch.empty(tokens, kv_heads, head_dim, dtype=dtype)
         kernels.store_kv(keys, keys, cache[0], group)
+        norms = HeadNorms(weight[0, :head_dim], weight[0, :head_dim], 1e-5, unit_offset=True) if softcap else None
+        kernels.rotate_and_store(queries, keys, keys, angles, angles, cache[0], group, norms)
         batch = AttentionBatch((0, 100, 101), (100, 3000), (group,))
         kernels.attention(queries, cache[0], batch, group, head_dim**-0.5, softcap)
+        record_sampling_and_moving(kernels)
     return recorded
+
+
+def record_sampling_and_moving(kernels: Kernels) -> None:
+    chooser = kernels.chooser
+    assert chooser is not None
+    logits, tokens = torch.empty(3, 128_256), torch.empty(3, dtype=torch.int64)
+    for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 40)):
+        chooser.choose(logits, [Draw(temperature, top_k, 0.0, 1.0, 1, 1)] * 3)
+    chooser.accept(tokens, tokens, (0, 1, 3))
+    pool = torch.empty(9, 32 * 2 * 8 * 16 * 128, dtype=torch.bfloat16)
+    unpack_blocks(pack_blocks(pool, tokens), pool, tokens)
 
 
 def compile_launch(
@@ -90,7 +106,8 @@ def _type_of(value: object) -> str:
 
 def main() -> None:
     llama = launches(32, 8, 128, 0, 0.0, torch.bfloat16)
-    gemma = [launch for launch in launches(4, 1, 256, 512, 50.0, torch.bfloat16) if launch[0].__name__ == "attend"]
+    differing = ("attend", "rotate_and_store")
+    gemma = [launch for launch in launches(4, 1, 256, 512, 50.0, torch.bfloat16) if launch[0].__name__ in differing]
     for launch in llama + gemma:
         for line in compile_launch(*launch):
             print(json.dumps(line), flush=True)

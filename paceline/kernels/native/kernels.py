@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.core.turns import Turns
+from paceline.kernels.composed import Composed
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
 from paceline.kernels.native.library import (
     ERRORS,
@@ -32,7 +33,7 @@ from paceline.kernels.native.tiles import pack_tiles, tile_format, tiles_bytes
 from paceline.kernels.quantized import QuantizedMatrix
 
 
-class NativeKernels:
+class NativeKernels(Composed):
     """bf16 and fp32 on CPU, by a team of threads of its own.
 
     Every row of a result is computed in an order that depends on the weights' shapes alone. So it is the same, bit for

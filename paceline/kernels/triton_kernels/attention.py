@@ -26,10 +26,20 @@ _KEY_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
+class StaticBatch(AttentionBatch):
+    """A batch whose numbers change on the device while its place in memory does not. On the host it is the largest
+    that it can become: every other one has no more requests, and of each no more queries and no longer context."""
+
+    own_query_start: Tensor
+    """int32 [requests + 1]"""
+    own_context_len: Tensor
+    """int32 [requests]; 0 where a request has no queries."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What the kernels have to know of a batch, on the device. All int32."""
 
-    batch: AttentionBatch
     group: int
     """Query heads that share a KV head."""
     query_start: Tensor
@@ -48,7 +58,7 @@ class Plan:
 
 def make_plan(batch: AttentionBatch, group: int, device: torch.device) -> Plan:
     """A request whose queries fit one tile and whose context does not fit one split has programs for each split: a
-    matter of speed alone."""
+    matter of speed alone. So is room for more than there is: a tile without queries does nothing."""
     whole: list[int] = []
     apart: list[int] = []
     rows = most_rows = splits = 0
@@ -65,7 +75,9 @@ def make_plan(batch: AttentionBatch, group: int, device: torch.device) -> Plan:
     packed = to_device(torch.tensor([number for part in parts for number in part], dtype=torch.int32), device)
     query_start, context_len, whole_tiles, apart_tiles = torch.split(packed, [len(part) for part in parts])
     tiles = whole_tiles.view(-1, 3), apart_tiles.view(-1, 3)
-    return Plan(batch, group, query_start, context_len, *tiles, rows, most_rows, splits)
+    if isinstance(batch, StaticBatch):
+        query_start, context_len = batch.own_query_start, batch.own_context_len
+    return Plan(group, query_start, context_len, *tiles, rows, most_rows, splits)
 
 
 def attention(

@@ -7,13 +7,15 @@ import triton
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, PackedWeight
+from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, HeadNorms, LayerCache, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
+from paceline.kernels.triton_kernels import rowwise
 from paceline.kernels.triton_kernels.attention import Plan, attention, make_plan
-from paceline.kernels.triton_kernels.device import INTERPRETED, matmul, rowwise
-
-_GATE_BLOCK = 1024
+from paceline.kernels.triton_kernels.device import INTERPRETED, matmul
+from paceline.kernels.triton_kernels.graphs import CalledAgain, CudaRecorder, Graphs
+from paceline.kernels.triton_kernels.sampling import TritonChooser
+from paceline.kernels.triton_kernels.tuning import Untuned, gpu_tuner
 
 
 class TritonKernels(ReferenceKernels):
@@ -36,9 +38,15 @@ class TritonKernels(ReferenceKernels):
                 "TRITON_INTERPRET=1 in the environment"
             )
         self.name = "triton-invariant" if batch_invariant else "triton"
+        self.chooser = TritonChooser()
+        self._tuner = gpu_tuner(device) if device.type == "cuda" and torch.cuda.is_available() else Untuned()
         self._batch_invariant = batch_invariant
-        self._plan: Plan | None = None
-        """Of the batch seen last: all layers of a step share one."""
+        self._planned: AttentionBatch | None = None
+        self._plans: dict[int, Plan] = {}
+        """Of the batch seen last, by query heads that share a KV head: all layers of a step share them."""
+
+    def compile(self, forward: Forward) -> Forward:
+        return Graphs(forward, CalledAgain if INTERPRETED else CudaRecorder())
 
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         if isinstance(weight, QuantizedMatrix):
@@ -49,53 +57,31 @@ class TritonKernels(ReferenceKernels):
         return _invariant_linear(x, weight.data, bias) if self._batch_invariant else super().linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        size = x.shape[-1]
-        rowwise.rms_norm[x.numel() // size,](
-            out, x, weight, eps, SIZE=size, PADDED=triton.next_power_of_2(size), UNIT_OFFSET=unit_offset
-        )
-        return out
+        return rowwise.rms_norm(x, weight, eps, unit_offset)
+
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return rowwise.add_rms_norm(x, y, weight, eps, unit_offset)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        tokens, heads, head_dim = x.shape
-        x = x if x.stride(2) == 1 else x.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rowwise.rotate[tokens,](
-            out,
-            x,
-            cos.contiguous(),
-            sin.contiguous(),
-            x.stride(0),
-            x.stride(1),
-            HEADS=heads,
-            PADDED_HEADS=triton.next_power_of_2(heads),
-            HALF=head_dim // 2,
-            PADDED_HALF=triton.next_power_of_2(head_dim // 2),
-        )
-        return out
+        return rowwise.rotate(x, cos, sin)
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
-        assert cache.keys.stride() == cache.values.stride()
-        assert cache.keys.stride(3) == 1
-        tokens, heads, head_dim = keys.shape
-        keys = keys if keys.stride(2) == 1 else keys.contiguous()
-        values = values if values.stride(2) == 1 else values.contiguous()
-        rowwise.store_kv[tokens,](
-            cache.keys,
-            cache.values,
-            keys,
-            values,
-            group.write_slots,
-            group.write_offsets,
-            *cache.keys.stride()[:3],
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            HEADS=heads,
-            PADDED_HEADS=triton.next_power_of_2(heads),
-            HEAD_DIM=head_dim,
-            DIM=triton.next_power_of_2(head_dim),
-        )
+        rowwise.store_kv(keys, values, cache, group)
+
+    def rotate_and_store(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        group: GroupTables,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        return rowwise.rotate_and_store(queries, keys, values, cos, sin, cache, group, norms)
 
     def attention(
         self,
@@ -107,24 +93,17 @@ class TritonKernels(ReferenceKernels):
         softcap: float,
     ) -> Tensor:
         per_kv_head = queries.shape[1] // cache.keys.shape[1]
-        plan = self._plan
-        if plan is None or plan.batch is not batch or plan.group != per_kv_head:
-            self._plan = plan = make_plan(batch, per_kv_head, queries.device)
-        return attention(queries, cache, plan, group, scale, softcap)
+        if self._planned is not batch:
+            self._planned, self._plans = batch, {}
+        if per_kv_head not in self._plans:
+            self._plans[per_kv_head] = make_plan(batch, per_kv_head, queries.device)
+        return attention(queries, cache, self._plans[per_kv_head], group, scale, softcap)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return _gated(gate, up, gelu=False)
+        return rowwise.gated(gate, up, False, self._tuner)
 
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return _gated(gate, up, gelu=True)
-
-
-def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    size = gate.numel()
-    rowwise.gated[triton.cdiv(size, _GATE_BLOCK),](out, gate, up, size, GELU=gelu, BLOCK=_GATE_BLOCK)
-    return out
+        return rowwise.gated(gate, up, True, self._tuner)
 
 
 def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,10 +5,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.kernels.triton_kernels.device import INTERPRETED as _INTERPRETED_HERE
+
+_INTERPRETED = tl.constexpr(_INTERPRETED_HERE)
+
 
 @triton.jit
 def tanh(x):
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """fp32 to the nearest number of DTYPE, as torch rounds."""
+    if _INTERPRETED and DTYPE.is_bf16():
+        # Triton's interpreter rounds ties up, and loses what a carry adds to the exponent; exact numbers it keeps.
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
 
 
 @triton.jit

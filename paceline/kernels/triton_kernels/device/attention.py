@@ -65,6 +65,8 @@ def attend(
     kv_head = tl.program_id(1)
     tile = tiles + 3 * tl.program_id(0)
     request, first_row = tl.load(tile), tl.load(tile + 1)
+    if tl.load(query_start + request) + first_row // GROUP >= tl.load(query_start + request + 1):
+        return
     token, position, valid = _rows(query_start, context_len, request, first_row, GROUP, ROWS)
     head = kv_head * GROUP + (first_row + tl.arange(0, ROWS)) % GROUP
     first_key, end = tl.min(position, 0) - WINDOW + 1 if WINDOW else 0, tl.max(position, 0) + 1

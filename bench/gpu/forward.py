@@ -1,0 +1,155 @@
+"""Forward passes on a GPU beside what the machine can do at best, and beside `transformers`.
+
+    python -m bench.gpu.forward --out forward.json [--model llama-8b] [--rounds 20] [--kernels triton]
+    python -m bench.gpu.forward --out forward.json --small    # tiny models on any machine, in seconds
+
+Models of random weights, made on the device. A decode step (forward pass, logits, greedy tokens) is compared with the
+time to read its weights and its KV cache at the bandwidth that was measured; a prompt with the time of its operations
+at the peak of the vendor's matrix product. `transformers` runs the same shape with a static cache and torch.compile
+(with --small without compiling) in the same process, after ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.forward import make_batch
+from bench.gpu.random_model import GEMMA_27B, LLAMA_8B, TINY, TINY_GEMMA, RandomWeights, load_random
+from bench.gpu.timing import matrix_peak, median_seconds, pick_device, read_bandwidth
+from bench.gpu.transformers_peer import Peer
+from bench.loop import machine
+from paceline.core.kv_layout import KVLayout
+from paceline.engine.runner import layer_caches
+from paceline.kernels import select_kernels
+from paceline.kernels.interface import Draw, Kernels
+from paceline.models.config import ModelConfig
+
+MODELS = {"llama-8b": LLAMA_8B, "gemma-3-27b": GEMMA_27B}
+SMALL = {"llama-8b": TINY, "gemma-3-27b": TINY_GEMMA}
+GREEDY = Draw(0.0, 0, 0.0, 1.0, 0, 0)
+
+
+class Pass(NamedTuple):
+    name: str
+    requests: int
+    count: int
+    """Tokens of each request."""
+    context: int
+
+
+PASSES = (
+    Pass("decode, batch 1", 1, 1, 512),
+    Pass("decode, batch 64, 4k context", 64, 1, 4096),
+    Pass("prefill of 4096", 1, 4096, 4096),
+)
+SMALL_PASSES = (Pass("decode, batch 1", 1, 1, 20), Pass("decode, batch 3", 3, 1, 40), Pass("prefill of 30", 1, 30, 30))
+
+
+def matrix_elements(config: ModelConfig) -> int:
+    """Of all matrices that a token is multiplied by, the head among them."""
+    hidden, width = config.hidden_size, config.head_dim
+    attention = hidden * width * 2 * (config.num_heads + config.num_kv_heads)
+    layer = attention + 3 * hidden * config.intermediate_size
+    return config.num_layers * layer + config.vocab_size * hidden
+
+
+def visible_pairs(config: ModelConfig, own: Pass) -> int:
+    """Pairs of a query and a key that it sees, over all layers."""
+    pairs = 0
+    for kind in config.layer_types:
+        seen = config.sliding_window if kind == "sliding" else own.context
+        pairs += sum(min(position + 1, seen) for position in range(own.context - own.count, own.context))
+    return pairs * own.requests
+
+
+def floor_seconds(config: ModelConfig, own: Pass, itemsize: int, bandwidth: float, peak: float) -> float:
+    """What no implementation beats: bytes over bandwidth, or operations over the peak. Of a prompt only the last token
+    has logits."""
+    if own.count == 1:
+        kv_bytes = 2 * visible_pairs(config, own) * config.num_kv_heads * config.head_dim * itemsize
+        return (matrix_elements(config) * itemsize + kv_bytes) / bandwidth
+    head = config.vocab_size * config.hidden_size
+    products = (matrix_elements(config) - head) * own.requests * own.count + head * own.requests
+    attention = 2 * visible_pairs(config, own) * config.num_heads * config.head_dim
+    return 2.0 * (products + attention) / peak
+
+
+def prepare(weights: RandomWeights, kernels: Kernels, own: Pass, device: torch.device) -> Callable[[], object]:
+    """One pass as an engine would run it, its inputs given."""
+    loaded = load_random(weights, kernels, None)
+    layout: KVLayout = loaded.layout
+    slots = own.requests * layout.slots_for(own.context)
+    pool = torch.randn(slots * layout.slot_bytes // weights.dtype.itemsize, device=device, dtype=weights.dtype)
+    caches = layer_caches(layout, pool)
+    with torch.device(device):
+        batch = make_batch(layout, own.requests, own.count, own.context)
+        positions = torch.arange(own.context - own.count, own.context).repeat(own.requests)
+        ids = torch.arange(own.requests * own.count) % weights.config.vocab_size
+    last = slice(own.count - 1, None, own.count)
+
+    def run() -> object:
+        logits = loaded.model.logits(loaded.model.forward(ids, positions, caches, batch)[last])
+        draws = [GREEDY] * own.requests
+        return loaded.chooser.choose(logits, draws) if loaded.chooser is not None else logits.argmax(1)
+
+    return run
+
+
+def measure(name: str, config: ModelConfig, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    bandwidth, peak = read_bandwidth(device, options.small), matrix_peak(device, dtype, options.small)
+    print(f"{name}: reads {bandwidth / 1e9:.0f} GB/s, computes {peak / 1e12:.2f} TFLOP/s", flush=True)
+    passes = SMALL_PASSES if options.small else PASSES
+    kernels = select_kernels(device, options.kernels)
+    weights = RandomWeights(config, dtype, device)
+    ours = {own.name: median_seconds(prepare(weights, kernels, own, device), device, options.rounds) for own in passes}
+    del weights
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    peer = Peer(config, dtype, device, compiles=not options.small)
+    results = []
+    for own in passes:
+        theirs = median_seconds(peer.prepare(own.requests, own.count, own.context), device, options.rounds)
+        floor = floor_seconds(config, own, dtype.itemsize, bandwidth, peak)
+        seconds = ours[own.name]
+        results.append(
+            {
+                "pass": own.name,
+                "seconds": seconds,
+                "share_of_floor": floor / seconds,
+                "floor_seconds": floor,
+                "transformers_seconds": theirs,
+                "speedup": theirs / seconds,
+            }
+        )
+        print(
+            f"{own.name:<32}{seconds * 1e3:>10.2f} ms, {floor / seconds:>6.1%} of the floor, {theirs / seconds:.2f} x"
+        )
+    return {"model": name, "bytes_per_second": bandwidth, "operations_per_second": peak, "passes": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
+    parser.add_argument("--small", action="store_true", help="tiny models, on whatever device there is")
+    parser.add_argument("--model", choices=MODELS, action="append", help="may be repeated; all where none is named")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--kernels", default="auto")
+    options = parser.parse_args()
+    device = pick_device(options.small)
+    known = SMALL if options.small else MODELS
+    with torch.inference_mode():
+        results = [measure(name, known[name], options, device) for name in options.model or MODELS]
+    options.out.write_text(json.dumps({"machine": machine(device), "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

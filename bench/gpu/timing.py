@@ -1,0 +1,55 @@
+"""Times on the device's own timeline, and what the machine can do at best."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+
+from bench.gpu.step_clock import Event, HostEvent
+
+NO_GPU = "there is no CUDA device here; --small runs tiny shapes on the CPU"
+
+
+def pick_device(small: bool) -> torch.device:
+    """The GPU, or with `small` whatever there is; ends the process with a sentence where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if not small:
+        sys.exit(NO_GPU)
+    return torch.device("cpu")
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Of one run, after three that do not count: kernels are compiled, chosen and recorded in them."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(rounds):
+        begin, end = _event(device), _event(device)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def _event(device: torch.device) -> Event:
+    event: Event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostEvent()
+    return event
+
+
+def read_bandwidth(device: torch.device, small: bool) -> float:
+    """Bytes a second that reading memory reaches: what decoding cannot beat."""
+    data = torch.ones((1 << 22) if small else (1 << 30), dtype=torch.float32, device=device)
+    return data.nbytes / median_seconds(data.sum, device, 10)
+
+
+def matrix_peak(device: torch.device, dtype: torch.dtype, small: bool) -> float:
+    """Operations a second of the vendor's product of large matrices: what prefill cannot beat."""
+    size = 256 if small else 8192
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2.0 * size**3 / median_seconds(lambda: a @ b.t(), device, 10)

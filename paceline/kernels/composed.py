@@ -1,0 +1,37 @@
+"""What a backend of `Kernels` may leave out: fused operations, which are sequences of others, and choosing tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.kernels.interface import GroupTables, HeadNorms, Kernels, LayerCache, TokenChooser
+
+
+class Composed:
+    """Gives a backend the fused operations; one that has kernels for them computes the same bits in fewer passes."""
+
+    chooser: TokenChooser | None = None
+
+    def add_rms_norm(
+        self: Kernels, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        total = self.add(x, y)
+        return total, self.rms_norm(total, weight, eps, unit_offset)
+
+    def rotate_and_store(
+        self: Kernels,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        group: GroupTables,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        if norms is not None:
+            queries = self.rms_norm(queries, norms.queries, norms.eps, norms.unit_offset)
+            keys = self.rms_norm(keys, norms.keys, norms.eps, norms.unit_offset)
+        queries, keys = self.rotate(queries, cos, sin), self.rotate(keys, cos, sin)
+        self.store_kv(keys, values, cache, group)
+        return queries

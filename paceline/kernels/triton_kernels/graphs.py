@@ -1,0 +1,188 @@
+"""Decode steps as CUDA graphs: recorded once for each size of a batch, then replayed by one call.
+
+A step is filled up to the next size: with tokens that are stored nowhere, and with requests that have none. No row
+depends on its batch-mates, so that those that count keep their bits; vendors' matrix products, which `triton` has and
+`triton-invariant` has not, may add in another order for another number of rows, as they may without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import triton
+from torch import Tensor
+
+from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache
+from paceline.kernels.transfer import to_device
+from paceline.kernels.triton_kernels.attention import SPLIT, StaticBatch
+
+_MAX_QUERIES = 16
+"""Tokens of one request: one, and its drafts."""
+_MAX_TOKENS = 512
+"""Of a step. What is larger is bound by the device, not by launching."""
+_MAX_GRAPHS = 64
+
+
+class Recording(Protocol):
+    """A computation whose inputs and result stay where they are."""
+
+    result: Tensor
+
+    def replay(self) -> None:
+        """Computes `result` anew from what the inputs hold now."""
+
+
+Record = Callable[[Callable[[], Tensor]], Recording]
+
+
+class CudaRecorder:
+    """Makes CUDA graphs, all in one pool of memory; what they leave behind on their way shares it."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> Recording:
+        # Kernels are compiled, and vendors' libraries take their memory, outside of the recording.
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run()
+        return _CudaRecording(graph, result)
+
+
+class _CudaRecording:
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor) -> None:
+        self.result = result
+        self.replay = graph.replay
+
+
+class CalledAgain:
+    """A recording where there are no graphs: in Triton's interpreter."""
+
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self._run = run
+        self.result = run()
+
+    def replay(self) -> None:
+        self.result.copy_(self._run())
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a recording has room for. All are powers of two, `context` times the keys of a split."""
+
+    requests: int
+    queries: int
+    """Tokens of each request."""
+    context: int
+
+
+def size_of(batch: AttentionBatch) -> Size | None:
+    """The smallest that fits, or None where the step is too large, or nothing."""
+    if not batch.context_len or batch.query_start[-1] == 0:
+        return None
+    queries = triton.next_power_of_2(max(end - begin for begin, end in pairwise(batch.query_start)))
+    requests = triton.next_power_of_2(len(batch.context_len))
+    if queries > _MAX_QUERIES or requests * queries > _MAX_TOKENS:
+        return None
+    return Size(requests, queries, SPLIT * triton.next_power_of_2(-(-max(batch.context_len) // SPLIT)))
+
+
+class Graphs:
+    """A forward pass whose small steps are recorded when they first come, and replayed from then on."""
+
+    def __init__(self, forward: Forward, record: Record) -> None:
+        self._forward = forward
+        self._record = record
+        self._graphs: dict[tuple[object, ...], _Graph] = {}
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[LayerCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
+    ) -> Tensor:
+        size = size_of(batch)
+        if size is None:
+            return self._forward(token_ids, positions, caches, batch, layers)
+        places = [(cache.keys.data_ptr(), cache.keys.shape, cache.keys.stride()) for cache in (caches[0], caches[-1])]
+        key = (size, layers, *places)
+        if key not in self._graphs:
+            if len(self._graphs) == _MAX_GRAPHS:
+                self._graphs.clear()
+            inputs = _Inputs(size, batch.groups, token_ids.device)
+            inputs.fill(token_ids, positions, batch)
+            self._graphs[key] = _Graph(inputs, self._bound(inputs, caches, layers), self._record)
+        return self._graphs[key].run(token_ids, positions, batch)
+
+    def _bound(self, inputs: _Inputs, caches: Sequence[LayerCache], layers: int | None) -> Callable[[], Tensor]:
+        return lambda: self._forward(inputs.token_ids, inputs.positions, caches, inputs.batch, layers)
+
+
+class _Graph:
+    def __init__(self, inputs: _Inputs, run: Callable[[], Tensor], record: Record) -> None:
+        self._inputs = inputs
+        self._recording = record(run)
+
+    def run(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        self._inputs.fill(token_ids, positions, batch)
+        self._recording.replay()
+        # The next replay writes to the same place.
+        return self._recording.result[: len(token_ids)].clone()
+
+
+class _Inputs:
+    """What a recording reads, always in the same place.
+
+    Args:
+        groups: of any batch of the model.
+    """
+
+    def __init__(self, size: Size, groups: Sequence[GroupTables], device: torch.device) -> None:
+        requests, tokens = size.requests, size.requests * size.queries
+        self._device = device
+        self.token_ids, self.positions = (torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(2))
+        self._lengths = torch.zeros(2 * requests + 1, dtype=torch.int32, device=device)
+        query_start, context_len = torch.split(self._lengths, [requests + 1, requests])
+        self.batch = StaticBatch(
+            tuple(range(0, tokens + 1, size.queries)),
+            (size.context,) * requests,
+            tuple(_room_for(group, size, device) for group in groups),
+            query_start,
+            context_len,
+        )
+
+    def fill(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
+        """Takes in a step. Behind it, old tokens stay, but have no slot and belong to no request."""
+        tokens, missing = len(token_ids), len(self.batch.context_len) - len(batch.context_len)
+        self.token_ids[:tokens].copy_(token_ids)
+        self.positions[:tokens].copy_(positions)
+        lengths = (*batch.query_start, *(tokens,) * missing, *batch.context_len, *(0,) * missing)
+        self._lengths.copy_(to_device(torch.tensor(lengths, dtype=torch.int32, device="cpu"), self._device))
+        for own, group in zip(self.batch.groups, batch.groups):
+            requests, width = group.tables.shape[0], min(own.tables.shape[1], group.tables.shape[1])
+            own.tables[:requests, :width].copy_(group.tables[:, :width])
+            own.write_slots.fill_(-1)
+            own.write_slots[:tokens].copy_(group.write_slots)
+            own.write_offsets[:tokens].copy_(group.write_offsets)
+
+
+def _room_for(group: GroupTables, size: Size, device: torch.device) -> GroupTables:
+    tokens, blocks = size.requests * size.queries, -(-size.context // group.block_tokens)
+    return replace(
+        group,
+        tables=torch.zeros(size.requests, blocks, dtype=torch.int32, device=device),
+        write_slots=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+        write_offsets=torch.zeros(tokens, dtype=torch.int64, device=device),
+    )

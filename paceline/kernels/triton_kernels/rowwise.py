@@ -1,0 +1,167 @@
+"""Launches the kernels in which a token has nothing to do with another. See `Kernels` for what each computes.
+
+A slot below 0 stands for none: a token of padding is stored nowhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from paceline.kernels.interface import GroupTables, HeadNorms, LayerCache
+from paceline.kernels.triton_kernels.device import rowwise as device
+from paceline.kernels.triton_kernels.tuning import Options, Tuner, Untuned
+
+GATED_CHOICES: tuple[Options, ...] = (
+    {"BLOCK": 1024, "num_warps": 4},
+    {"BLOCK": 512, "num_warps": 4},
+    {"BLOCK": 2048, "num_warps": 4},
+    {"BLOCK": 2048, "num_warps": 8},
+    {"BLOCK": 4096, "num_warps": 8},
+)
+"""Each element is computed alone, so that these are a matter of speed. Where rows are added up there is no choice."""
+_NORM_WARP = 256
+"""Elements of a row that a warp adds up; more warps would be another order of adding."""
+_MAX_WARPS = 16
+_EXACT = {"enable_fp_fusion": False}
+"""For kernels that others are fused from."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    device.rms_norm[x.numel() // size,](out, x, weight, eps, UNIT_OFFSET=unit_offset, **_norm_shape(size))
+    return out
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
+    assert x.shape == y.shape
+    x, y = x.contiguous(), y.contiguous()
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    size = x.shape[-1]
+    grid = (x.numel() // size,)
+    device.add_rms_norm[grid](total, out, x, y, weight, eps, UNIT_OFFSET=unit_offset, **_norm_shape(size))
+    return total, out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    tokens, heads, head_dim = x.shape
+    x = _with_dense_heads(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    device.rotate[tokens,](
+        out,
+        x,
+        cos.contiguous(),
+        sin.contiguous(),
+        x.stride(0),
+        x.stride(1),
+        HEADS=heads,
+        PADDED_HEADS=triton.next_power_of_2(heads),
+        HALF=head_dim // 2,
+        PADDED_HALF=triton.next_power_of_2(head_dim // 2),
+        **_EXACT,
+    )
+    return out
+
+
+def store_kv(keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
+    tokens, heads, head_dim = keys.shape
+    keys, values = _with_dense_heads(keys), _with_dense_heads(values)
+    device.store_kv[tokens,](
+        cache.keys,
+        cache.values,
+        keys,
+        values,
+        group.write_slots,
+        group.write_offsets,
+        *_strides(cache),
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        HEADS=heads,
+        PADDED_HEADS=triton.next_power_of_2(heads),
+        HEAD_DIM=head_dim,
+        DIM=triton.next_power_of_2(head_dim),
+    )
+
+
+def rotate_and_store(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: LayerCache,
+    group: GroupTables,
+    norms: HeadNorms | None,
+) -> Tensor:
+    tokens, heads, head_dim = queries.shape
+    queries, keys, values = (_with_dense_heads(x) for x in (queries, keys, values))
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    # Without norms something has to stand in the place of their weights.
+    query_norm, key_norm, eps = (norms.queries, norms.keys, norms.eps) if norms is not None else (cos, cos, 0.0)
+    padded = triton.next_power_of_2(head_dim)
+    device.rotate_and_store[tokens, heads + keys.shape[1]](
+        out,
+        cache.keys,
+        cache.values,
+        queries,
+        keys,
+        values,
+        cos.contiguous(),
+        sin.contiguous(),
+        query_norm,
+        key_norm,
+        group.write_slots,
+        group.write_offsets,
+        eps,
+        *_strides(cache),
+        *queries.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        HEADS=heads,
+        HALF=head_dim // 2,
+        PADDED_HALF=triton.next_power_of_2(head_dim // 2),
+        PADDED=padded,
+        NORMS=norms is not None,
+        UNIT_OFFSET=norms is not None and norms.unit_offset,
+        num_warps=_norm_warps(padded),
+        **_EXACT,
+    )
+    return out
+
+
+def gated(gate: Tensor, up: Tensor, gelu: bool, tuner: Tuner | Untuned) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    size = gate.numel()
+
+    def launch(options: Options) -> None:
+        device.gated[triton.cdiv(size, options["BLOCK"]),](out, gate, up, size, GELU=gelu, **options, **_EXACT)
+
+    shape = f"{triton.next_power_of_2(size)} {gate.dtype} {'gelu' if gelu else 'silu'}"
+    launch(tuner.best("gated", shape, GATED_CHOICES, launch))
+    return out
+
+
+def _norm_shape(size: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(size)
+    return {"SIZE": size, "PADDED": padded, "num_warps": _norm_warps(padded), **_EXACT}
+
+
+def _norm_warps(padded: int) -> int:
+    """Of a row's length alone: with another number of warps a sum has another order."""
+    return min(_MAX_WARPS, max(1, padded // _NORM_WARP))
+
+
+def _with_dense_heads(x: Tensor) -> Tensor:
+    """[tokens, heads, head_dim], whose heads are dense and may lie apart."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _strides(cache: LayerCache) -> tuple[int, ...]:
+    """Of slots, heads and places, the same for keys and values."""
+    assert cache.keys.stride() == cache.values.stride()
+    assert cache.keys.stride(3) == 1
+    return cache.keys.stride()[:3]

@@ -1,0 +1,96 @@
+"""Chooses tokens where the logits are: the host waits for nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+import triton
+from torch import Tensor
+
+from paceline.kernels.interface import Draw
+from paceline.kernels.transfer import to_device
+from paceline.kernels.triton_kernels.device import sampling as device
+
+_BEST = {"BLOCK": 4096, "num_warps": 8}
+_DRAW = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
+"""Not to be tuned: another block or another number of warps would be another order of adding."""
+_TOKEN = 0
+"""What the number is for; see `paceline.engine.sampler.Purpose`."""
+
+
+class TritonChooser:
+    """See `TokenChooser`."""
+
+    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        rows: dict[Callable[[Tensor, Sequence[Draw]], Tensor], list[int]] = {}
+        for row, own in enumerate(draws):
+            rows.setdefault(_way(own, logits.shape[1]), []).append(row)
+        if len(rows) == 1:
+            return next(iter(rows))(logits, draws)
+        out = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
+        for choose, places in rows.items():
+            index = to_device(torch.tensor(places, device="cpu"), logits.device)
+            out[index] = choose(logits[index], [draws[place] for place in places])
+        return out
+
+    def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        requests = len(first_rows) - 1
+        width = max((end - begin for begin, end in pairwise(first_rows)), default=0) or 1
+        accepted = torch.empty(requests, dtype=torch.int32, device=tokens.device)
+        out = torch.empty(requests, width, dtype=torch.int64, device=tokens.device)
+        starts = to_device(torch.tensor(first_rows, dtype=torch.int32, device="cpu"), tokens.device)
+        padded = triton.next_power_of_2(width)
+        device.accept[requests,](accepted, out, tokens, drafts, starts, WIDTH=width, PADDED=padded, num_warps=1)
+        return accepted, out
+
+
+def _way(draw: Draw, vocab_size: int) -> Callable[[Tensor, Sequence[Draw]], Tensor]:
+    if draw.temperature == 0:
+        return _best
+    return _draw_ranked if 0 < draw.top_k < vocab_size or draw.top_p < 1 else _draw_in_order
+
+
+def _best(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    out = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
+    device.best[len(draws),](out, logits, logits.stride(0), SIZE=logits.shape[1], **_BEST)
+    return out
+
+
+def _draw_in_order(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Cumulates in order of token ids."""
+    floats, ints = _parameters(draws, logits)
+    return _draw(logits.double() / floats[0].unsqueeze(1), floats, ints)
+
+
+def _draw_ranked(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Cumulates from the most likely token on, of equal ones from the lowest id on."""
+    floats, ints = _parameters(draws, logits)
+    values, order = logits.sort(dim=1, descending=True, stable=True)
+    places = _draw(values.double() / floats[0].unsqueeze(1), floats, ints)
+    return order.gather(1, places.unsqueeze(1)).squeeze(1)
+
+
+def _parameters(draws: Sequence[Draw], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """fp64 [3, rows]: temperature, min_p, top_p; int64 [3, rows]: seed, position, top_k; all as `draw` takes them."""
+    floats = [[d.temperature, d.min_p, d.top_p if d.top_p < 1 else math.inf] for d in draws]
+    ints = [[d.seed - (d.seed >> 63 << 64), d.position, d.top_k or logits.shape[1]] for d in draws]
+    both = (torch.tensor(floats, dtype=torch.float64, device="cpu"), torch.tensor(ints, device="cpu"))
+    first, second = (to_device(part.t().contiguous(), logits.device) for part in both)
+    return first, second
+
+
+def _draw(values: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
+    """Places in rows of logits over temperature, fp64 [rows, vocab]."""
+    rows, size = values.shape
+    weights = torch.exp(values - values.amax(1, keepdim=True))
+    out = torch.empty(rows, dtype=torch.int64, device=values.device)
+    seeds, positions, top_k = ints
+    _, min_p, top_p = floats
+    device.draw[rows,](
+        out, weights, seeds, positions, top_k, min_p, top_p, weights.stride(0), PURPOSE=_TOKEN, SIZE=size, **_DRAW
+    )
+    return out

@@ -1,0 +1,83 @@
+"""Choosing how a kernel is launched by measuring it, once; what was found is kept on the disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from paceline.core import env
+
+log = logging.getLogger(__name__)
+
+Options = dict[str, int]
+
+
+class Tuner:
+    """Finds the fastest of several ways to launch a kernel, all of which must give the same bits.
+
+    Args:
+        file: where results are kept, one file for a GPU and a version of Triton; None keeps them in this process.
+        measure: seconds that a launch takes.
+    """
+
+    def __init__(self, file: Path | None, measure: Callable[[Callable[[], None]], float]) -> None:
+        self._file = file
+        self._measure = measure
+        self._found = self._read()
+
+    def best(self, kernel: str, shape: str, choices: Sequence[Options], launch: Callable[[Options], None]) -> Options:
+        """One of `choices`. A launch is carried out often, where nothing is known yet; one that fails is no choice."""
+        name = f"{kernel} {shape}"
+        if self._found.get(name) not in choices:
+            seconds = [self._time(launch, options) for options in choices]
+            self._found[name] = choices[seconds.index(min(seconds))]
+            self._write()
+        return self._found[name]
+
+    def _time(self, launch: Callable[[Options], None], options: Options) -> float:
+        try:
+            return self._measure(lambda: launch(options))
+        except triton.runtime.errors.OutOfResources:
+            return float("inf")
+
+    def _read(self) -> dict[str, Options]:
+        """What is known; a file that is missing or damaged says nothing."""
+        try:
+            content = json.loads(self._file.read_text()) if self._file is not None else {}
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _write(self) -> None:
+        """Beside what others have found meanwhile. Only speed depends on it."""
+        if self._file is None:
+            return
+        self._found = self._read() | self._found
+        own = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            own.write_text(json.dumps(self._found, indent=1, sort_keys=True) + "\n")
+            own.replace(self._file)
+        except OSError as error:
+            log.warning("what was measured of kernels is not kept in %s: %s", self._file, error)
+
+
+class Untuned:
+    """Takes the first choice: in Triton's interpreter times mean nothing."""
+
+    def best(self, kernel: str, shape: str, choices: Sequence[Options], launch: Callable[[Options], None]) -> Options:
+        return choices[0]
+
+
+def gpu_tuner(device: torch.device) -> Tuner:
+    """Keeps what it finds in the cache folder, whose file is named for the GPU."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device))
+    file = env.default_cache_dir() / "tuning" / f"{name}-triton-{triton.__version__}.json"
+    return Tuner(file, lambda run: float(triton.testing.do_bench(run)) / 1e3)

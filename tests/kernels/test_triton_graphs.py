@@ -1,0 +1,160 @@
+"""Steps that are filled up to a recording's size keep their bits, and what fills them up touches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.gpu.random_model import PackedWeights, RandomWeights, llama_config
+from paceline.core.kv_layout import make_layout
+from paceline.engine.runner import layer_caches
+from paceline.kernels import select_kernels
+from paceline.kernels.interface import AttentionBatch, GroupTables
+from paceline.models.gemma3 import Gemma3
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from paceline.kernels.triton_kernels.graphs import CalledAgain, CudaRecorder, Graphs, Recording, Size, size_of
+
+# What numpy says in the interpreter of the rows that fill a step up: they hold anything.
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{kind} ") for kind in ("overflow", "invalid value", "divide by zero")]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CONFIG = replace(
+    llama_config(hidden=40, inner=48, layers=2, heads=4, kv_heads=2, vocab=64),
+    layer_types=("sliding", "full"),
+    sliding_window=20,
+)
+SLOTS = 128
+STEPS = [
+    [(1, 5)],
+    [(1, 30), (1, 1), (1, 63)],
+    [(3, 40), (1, 17), (2, 2)],
+    [(1, 300), (5, 260)],  # in splits
+    [(1, 60), (0, 9), (1, 33)],  # the second has ended
+    [(0, 9), (1, 20)],
+    [(1, 7)],  # smaller than those before it in the same recording
+]
+"""Of each request: queries, context."""
+
+
+def recorder() -> Callable[[Callable[[], Tensor]], Recording]:
+    return CudaRecorder() if DEVICE.type == "cuda" else CalledAgain
+
+
+class World:
+    """A model of two groups, and steps over a pool that is NaN where no context lies."""
+
+    def __init__(self) -> None:
+        self.kernels = select_kernels(DEVICE, "triton-invariant")
+        weights = PackedWeights(RandomWeights(CONFIG, torch.float32, DEVICE), self.kernels)
+        self.model = Gemma3(CONFIG, weights, self.kernels)
+        self.layout = make_layout(self.model.group_shapes, 4, "test")
+        self.elements = self.layout.slot_bytes // 4
+
+    def make(self, lengths: list[tuple[int, int]], seed: int) -> tuple[Tensor, Tensor, AttentionBatch, Tensor]:
+        """Inputs of a step, and what the pool holds before it: random contexts."""
+        generator = torch.Generator().manual_seed(seed)
+        pool = torch.full((SLOTS, self.elements), float("nan"))
+        free = iter(torch.randperm(SLOTS, generator=generator).tolist())
+        places = [(request, p) for request, (count, end) in enumerate(lengths) for p in range(end - count, end)]
+        groups = []
+        for group in self.layout.groups:
+            window, width = group.shape.window, max(group.blocks_for(context) for _, context in lengths)
+            tables = torch.full((len(lengths), width + 1), 2**31 - 1, dtype=torch.int32)
+            for request, (count, context) in enumerate(lengths):
+                first = max(0, context - count - window + 1) if window else 0
+                for block in range(first // group.block_tokens, group.blocks_for(context)):
+                    tables[request, block] = slot = next(free)
+                    pool[slot] = torch.randn(self.elements, generator=generator)
+            slots = [int(tables[request, position // group.block_tokens]) for request, position in places]
+            offsets = [position % group.block_tokens for _, position in places]
+            groups.append(GroupTables(group.block_tokens, window, tables.to(DEVICE), ints(slots), ints(offsets)))
+        starts = [sum(count for count, _ in lengths[:request]) for request in range(len(lengths) + 1)]
+        batch = AttentionBatch(tuple(starts), tuple(context for _, context in lengths), tuple(groups))
+        ids = torch.randint(0, CONFIG.vocab_size, (len(places),), generator=generator)
+        return ids.to(DEVICE), ints([position for _, position in places]), batch, pool
+
+
+def ints(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(DEVICE)
+
+
+def test_a_step_that_is_filled_up_has_the_bits_of_the_step() -> None:
+    world = World()
+    graphs = Graphs(world.model.forward, recorder())
+    held = torch.zeros(SLOTS, world.elements, device=DEVICE)
+    caches = layer_caches(world.layout, held.view(-1))
+    for seed, lengths in enumerate(STEPS):
+        ids, positions, batch, pool = world.make(lengths, seed)
+        held.copy_(pool)
+        expected, expected_pool = world.model.forward(ids, positions, caches, batch), held.clone()
+        held.copy_(pool)
+        result = graphs(ids, positions, caches, batch)
+        assert torch.equal(result, expected)
+        assert torch.equal(held.view(torch.int32), expected_pool.view(torch.int32))
+
+
+def test_results_outlive_the_next_step() -> None:
+    world = World()
+    graphs = Graphs(world.model.forward, recorder())
+    held = torch.zeros(SLOTS, world.elements, device=DEVICE)
+    caches = layer_caches(world.layout, held.view(-1))
+    results = []
+    for seed in range(2):
+        ids, positions, batch, pool = world.make([(1, 9), (1, 12)], seed)
+        held.copy_(pool)
+        results.append((graphs(ids, positions, caches, batch), world.model.forward(ids, positions, caches, batch)))
+    assert all(torch.equal(*pair) for pair in results)
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def test_sizes_layers_and_caches_have_recordings_of_their_own() -> None:
+    world = World()
+    recorded: list[Recording] = []
+
+    def record(run: Callable[[], Tensor]) -> Recording:
+        recorded.append(recorder()(run))
+        return recorded[-1]
+
+    graphs = Graphs(world.model.forward, record)
+    pools = [torch.zeros(SLOTS, world.elements, device=DEVICE) for _ in range(2)]
+    caches = [layer_caches(world.layout, pool.view(-1)) for pool in pools]
+
+    def run(lengths: list[tuple[int, int]], pool: int, layers: int | None = None) -> int:
+        ids, positions, batch, content = world.make(lengths, 1)
+        pools[pool].copy_(content)
+        result = graphs(ids, positions, caches[pool], batch, layers)
+        assert torch.equal(result, world.model.forward(ids, positions, caches[pool], batch, layers))
+        return len(recorded)
+
+    assert run([(1, 9)], 0) == 1
+    assert run([(1, 200)], 0) == 1
+    assert run([(1, 9)], 0, layers=1) == 2
+    assert run([(1, 9)], 1) == 3
+    assert run([(1, 9), (1, 9)], 0) == 4
+    assert run([(40, 50)], 0) == 4  # a prompt is not recorded
+
+
+@pytest.mark.parametrize(
+    ("counts", "contexts", "expected"),
+    [
+        ([1], [1], Size(1, 1, 256)),
+        ([1] * 3, [1, 256, 9], Size(4, 1, 256)),
+        ([1] * 64, [4096] * 64, Size(64, 1, 4096)),
+        ([5, 0, 1], [257, 9, 9], Size(4, 8, 512)),
+        ([16] * 32, [600] * 32, Size(32, 16, 1024)),
+        ([16] * 33, [600] * 33, None),
+        ([17], [600], None),
+        ([1] * 513, [9] * 513, None),
+        ([0], [9], None),
+        ([], [], None),
+    ],
+)
+def test_a_step_takes_the_smallest_size_that_holds_it(counts: list[int], contexts: list[int], expected: object) -> None:
+    starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
+    assert size_of(AttentionBatch(tuple(starts), tuple(contexts), ())) == expected

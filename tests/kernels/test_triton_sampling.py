@@ -1,0 +1,166 @@
+"""Tokens that are chosen on the device are those of the host's sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.core.types import SamplingParams
+from paceline.engine.sampler import SamplingRow, as_draw, sample
+from paceline.kernels import select_kernels
+from paceline.kernels.interface import Draw, TokenChooser
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def chooser() -> TokenChooser:
+    chooser = select_kernels(DEVICE, "triton").chooser
+    assert chooser is not None
+    return chooser
+
+
+def poisoned(rows: Tensor) -> Tensor:
+    """The same rows on the device; what lies behind each is larger than all, or no number."""
+    wide = torch.full((rows.shape[0] + 1, rows.shape[1] + 9), NAN)
+    wide[:, rows.shape[1] :: 2] = INF
+    wide[:-1, : rows.shape[1]] = rows
+    return wide.to(DEVICE)[:-1, : rows.shape[1]]
+
+
+def on_host(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
+    context = [0] * max((position for _, position in rows), default=0)
+    return [
+        sample(own.clone(), SamplingRow(params, context[:position], 0)).id
+        for own, (params, position) in zip(logits, rows)
+    ]
+
+
+def on_device(chooser: TokenChooser, logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
+    draws = [as_draw(params, position, 0) for params, position in rows]
+    known = [draw for draw in draws if draw is not None]
+    assert len(known) == len(rows)
+    tokens: list[int] = chooser.choose(poisoned(logits), known).tolist()
+    return tokens
+
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 0, 1, 7, 63, 100_000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.3, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.lists(st.tuples(params, st.integers(0, 5000)), min_size=1, max_size=5),
+    vocab=st.sampled_from([1, 2, 60, 63, 1024, 1500, 4099]),
+    seed=st.integers(0, 1000),
+    coarse=st.booleans(),
+)
+def test_tokens_are_those_of_the_host(
+    chooser: TokenChooser, rows: list[tuple[SamplingParams, int]], vocab: int, seed: int, coarse: bool
+) -> None:
+    logits = 3 * torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(seed), device="cpu")
+    if coarse:  # many of the same size, as bf16 has them
+        logits = (logits * 2).round() / 2
+    expected = on_host(logits, rows)
+    assert on_device(chooser, logits, rows) == expected
+    # A row alone gives the token that it gives beside others.
+    assert [on_device(chooser, logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))] == expected
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([1.0, 3.0, 3.0, 2.0], 1),
+        ([-INF, -INF, -INF], 0),
+        ([-INF, -5.0, INF], 2),
+        ([-0.0, 0.0, -1.0], 0),
+        ([0.0, -0.0], 0),
+        ([1.0, INF, NAN, NAN], 2),
+        ([-3.0, -2.0, -2.5], 1),
+        ([-3e38, -1e-40, -1e-45], 2),
+    ],
+    ids=str,
+)
+def test_greedy_takes_the_first_of_the_largest(chooser: TokenChooser, numbers: list[float], expected: int) -> None:
+    rows = [(SamplingParams(), 1)]
+    logits = torch.tensor([numbers], device="cpu")
+    assert on_host(logits, rows) == [expected]
+    assert on_device(chooser, logits, rows) == [expected]
+    behind = torch.cat((torch.full((1, 5000), -INF, device="cpu"), logits), dim=1)  # in another block
+    assert on_device(chooser, behind, rows) == on_host(behind, rows)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_token_that_is_forbidden_is_never_drawn(chooser: TokenChooser, top_k: int) -> None:
+    logits = torch.full((200, 1100), -INF, device="cpu")
+    logits[:, 1050], logits[:, 70] = 1.0, 1.5
+    rows = [(SamplingParams(temperature=1.0, top_k=top_k, seed=seed), 3) for seed in range(200)]
+    tokens = on_device(chooser, logits, rows)
+    assert set(tokens) == {70, 1050}
+    assert tokens == on_host(logits, rows)
+
+
+def test_the_tail_is_drawn_as_often_as_it_is_likely(chooser: TokenChooser) -> None:
+    """In fp32 the cumulative sum would have no room for it."""
+    logits = torch.zeros(400, 4096, device="cpu")
+    logits[:, 0] = 17.0  # the others together have 1.7e-4
+    rows = [(SamplingParams(temperature=2.0, seed=seed), 0) for seed in range(400)]
+    tokens = on_device(chooser, logits, rows)
+    assert tokens == on_host(logits, rows)
+    assert 0 < sum(token != 0 for token in tokens) < 400
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.lists(st.booleans(), max_size=6).flatmap(lambda hits: st.tuples(st.just(hits), st.booleans())), max_size=4
+    )
+)
+def test_drafts_are_accepted_up_to_the_first_that_was_not_chosen(
+    chooser: TokenChooser, requests: list[tuple[list[bool], bool]]
+) -> None:
+    """Of each request: which drafts are what was chosen, and whether it has rows at all."""
+    tokens, drafts, first_rows, expected = [], [], [0], []
+    for hits, has_rows in requests:
+        if has_rows:
+            chosen = [100 + index for index in range(len(hits) + 1)]
+            tokens += chosen
+            # What stands before the first row is no draft, even if it looks like one.
+            drafts += [100, *(token if hit else 7 for hit, token in zip(hits, chosen))]
+            count = (*hits, False).index(False)
+            expected.append((count, chosen[: count + 1]))
+        else:
+            expected.append((0, []))
+        first_rows.append(len(tokens))
+    # Behind the last row lies what would be the next draft.
+    held = torch.tensor([*tokens, 105, 105]).to(DEVICE), torch.tensor([*drafts, 100, 101, 102, 103]).to(DEVICE)
+    accepted, out = chooser.accept(held[0][: len(tokens)], held[1][: len(tokens)], first_rows)
+    assert accepted.tolist() == [count for count, _ in expected]
+    assert [[token for token in own if token != -1] for own in out.tolist()] == [own for _, own in expected]
+
+
+def test_what_more_than_logits_decide_is_left_to_the_host() -> None:
+    assert as_draw(SamplingParams(temperature=0.5, seed=3), 9, 2) == Draw(0.5, 0, 0.0, 1.0, 3, 9)
+    assert as_draw(SamplingParams(stop_token_ids=frozenset({1}), min_tokens=7), 9, 2) == Draw(0.0, 0, 0.0, 1.0, 0, 9)
+    for own in (
+        SamplingParams(logprobs=0),
+        SamplingParams(logit_bias={1: 2.0}),
+        SamplingParams(allowed_token_ids=(1,)),
+        SamplingParams(presence_penalty=1.0),
+        SamplingParams(stop_token_ids=frozenset({1}), min_tokens=8),
+    ):
+        assert as_draw(own, 9, 2) is None
