@@ -13,7 +13,7 @@ from paceline.core.errors import UnavailableError
 from paceline.services.kvtransfer.transport import ArenaMemory, Source
 from paceline.services.kvtransfer.ucx_connection import Abandoned, UcxConnection
 from paceline.services.kvtransfer.ucx_serving import UcxServing
-from paceline.services.kvtransfer.ucx_wire import Offer
+from paceline.services.kvtransfer.ucx_wire import MOST_SLOT, Offer
 
 SILENCE_SECONDS = 5.0
 _READS_AT_ONCE = 8
@@ -129,8 +129,8 @@ def _checked(offer: bytes, slot_bytes: int, slots: Sequence[tuple[int, int]]) ->
         raise UnavailableError(str(error)) from None
     if offered.slot_bytes != slot_bytes:
         raise UnavailableError(f"its slots have {offered.slot_bytes} bytes, ours {slot_bytes}")
-    if any(not 0 <= there < offered.slots for there, _ in slots):
-        raise UnavailableError(f"its arena has {offered.slots} slots; not all that were asked for are in it")
+    if any(not 0 <= there <= MOST_SLOT for there, _ in slots):
+        raise UnavailableError("no arena has all the slots that were asked for")
     return offered
 
 

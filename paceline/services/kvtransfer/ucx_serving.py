@@ -38,7 +38,7 @@ class UcxServing:
         self._arrivals: list[int] = []
         self._readers: list[_Reader] = []
         port = self._worker.listen(self._arrivals.append)
-        self.offer = Offer(port, memory.slot_bytes, memory.slots, secrets.token_bytes(TOKEN_BYTES))
+        self.offer = Offer(port, memory.slot_bytes, secrets.token_bytes(TOKEN_BYTES))
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="ucx-serving", daemon=True)
         self._thread.start()
@@ -102,7 +102,7 @@ class UcxServing:
     def _answer(self, reader: _Reader) -> str:
         """Sends what was asked for; returns why not."""
         try:
-            wanted = parse_request(reader.request, self.offer.token, self.offer.slots)
+            wanted = parse_request(reader.request, self.offer.token, self._memory.slots)
         except ValueError as error:
             log.warning("refused a UCX reader: %s", error)
             return str(error)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 TOKEN_BYTES = 16
 MOST_SLOTS = 256
 """Of one request."""
+MOST_SLOT = 2**32 - 1
 
-_OFFER = struct.Struct(f"!4sHQI{TOKEN_BYTES}s")
+_OFFER = struct.Struct(f"!4sHQ{TOKEN_BYTES}s")
 _MAGIC = b"PUX1"
 _REQUEST = struct.Struct(f"!{TOKEN_BYTES}sI{MOST_SLOTS}I")
 REQUEST_BYTES = _REQUEST.size
@@ -28,22 +29,21 @@ class Offer:
 
     port: int
     slot_bytes: int
-    slots: int
     token: bytes
     """Who shows it may read."""
 
     def pack(self) -> bytes:
-        return _OFFER.pack(_MAGIC, self.port, self.slot_bytes, self.slots, self.token)
+        return _OFFER.pack(_MAGIC, self.port, self.slot_bytes, self.token)
 
     @staticmethod
     def parse(data: bytes) -> Offer:
         """Raises ValueError where these bytes are no offer."""
         if len(data) != _OFFER.size:
             raise ValueError(f"an offer has {_OFFER.size} bytes, not {len(data)}")
-        magic, port, slot_bytes, slots, token = _OFFER.unpack(data)
+        magic, port, slot_bytes, token = _OFFER.unpack(data)
         if magic != _MAGIC or not port or not slot_bytes:
             raise ValueError("these bytes are no offer of this version")
-        return Offer(port, slot_bytes, slots, token)
+        return Offer(port, slot_bytes, token)
 
 
 def pack_request(token: bytes, slots: Sequence[int]) -> bytes:

@@ -1,0 +1,72 @@
+"""Every transport under one roof, for the conformance suite and its other process.
+
+    python -m tests.services.kvtransfer.transports NAME SLOTS SLOT_BYTES
+
+serves an arena filled by `content`, and prints the address and the offer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+
+import numpy as np
+
+from paceline.core.errors import ConfigError
+from paceline.services.kvtransfer.transport import ArenaMemory, Transport
+from paceline.services.kvtransfer.ucx import UcxTransport
+from paceline.services.kvtransfer.ucx_worker import load_ucx
+
+SILENCE_SECONDS = 2.0
+
+Serving = Callable[[ArenaMemory], AbstractAsyncContextManager[tuple[Transport, str]]]
+"""Serves this memory: the transport, and the address where its gRPC server is, or would be."""
+
+
+@contextlib.asynccontextmanager
+async def ucx(memory: ArenaMemory) -> AsyncIterator[tuple[Transport, str]]:
+    transport = UcxTransport(memory, SILENCE_SECONDS)
+    try:
+        yield transport, "127.0.0.1:1"
+    finally:
+        await transport.close()
+
+
+# A new transport is added here.
+TRANSPORTS: dict[str, Serving] = {"ucx": ucx}
+
+
+def missing(name: str) -> str:
+    """Why this transport cannot be tested here; empty where it can."""
+    if name == "ucx":
+        try:
+            load_ucx()
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def content(slot: int, slot_bytes: int) -> np.ndarray:
+    """What slot `slot` of the other process holds: eight bytes that no other slot has, again and again."""
+    return np.full(slot_bytes // 8, (slot + 1) * 0x9E3779B97F4A7C15 % 2**64, np.uint64).view(np.uint8)
+
+
+def arena(slots: int, slot_bytes: int) -> ArenaMemory:
+    return ArenaMemory(memoryview(bytearray(slots * slot_bytes)), slot_bytes, slots)
+
+
+async def _serve(name: str, slots: int, slot_bytes: int) -> None:
+    memory = arena(slots, slot_bytes)
+    for slot in range(slots):
+        memory.slot(slot)[:] = content(slot, slot_bytes).data
+    async with TRANSPORTS[name](memory) as (transport, address):
+        print(json.dumps([address, transport.offer().hex()]), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
