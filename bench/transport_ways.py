@@ -3,7 +3,8 @@
     python -m bench.transport_ways source WAY BLOCK_BYTES BLOCKS
     python -m bench.transport_ways reader WAY BLOCK_BYTES BLOCKS IP OFFER
 
-A source prints its offer. A reader prints "ready", and for each line that it reads the seconds that one read took.
+A source prints its offer. A reader prints "ready", and for each line that it reads one read's seconds and its
+processor time.
 """
 
 from __future__ import annotations
@@ -172,12 +173,12 @@ async def reader(way: str, memory: ArenaMemory, ip: str, offer: str) -> None:
     print("ready", flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         memory.blocks[:] = bytes(len(memory.blocks))
-        began = time.perf_counter()
+        began, cpu_before = time.perf_counter(), time.process_time()
         await read()
-        seconds = time.perf_counter() - began
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu_before
         if not np.array_equal(np.frombuffer(memory.blocks, np.uint8), expected):
             raise RuntimeError(f"{way} brought other bytes")
-        print(seconds, flush=True)
+        print(seconds, cpu, flush=True)
 
 
 def main() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.services.kvtransfer.transport import ArenaMemory, Source
 from paceline.services.kvtransfer.ucx_connection import Abandoned, UcxConnection
 from paceline.services.kvtransfer.ucx_serving import UcxServing
@@ -19,8 +20,19 @@ SILENCE_SECONDS = 5.0
 _READS_AT_ONCE = 8
 _MOST_IDLE = 16
 
+log = logging.getLogger(__name__)
+
 Place = tuple[str, Offer]
 """IPv4 address and what is offered there. A source that starts anew has another offer."""
+
+
+def open_ucx(memory: ArenaMemory) -> UcxTransport | None:
+    """UCX where it is installed; otherwise a word in the log, and nothing."""
+    try:
+        return UcxTransport(memory)
+    except ConfigError as error:
+        log.info("blocks go between hosts without UCX: %s", error)
+        return None
 
 
 class UcxTransport:
@@ -30,7 +42,7 @@ class UcxTransport:
         silence_seconds: a source from which nothing comes for so long counts as gone.
 
     Raises:
-        ConfigError: UCX is not installed.
+        ConfigError: UCX is not installed, or does not start.
     """
 
     name = "ucx"

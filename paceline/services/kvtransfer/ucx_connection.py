@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.services.kvtransfer.ucx_wire import MOST_SLOTS, Offer, pack_request
 from paceline.services.kvtransfer.ucx_worker import Handle, UcxWorker, failure
 
@@ -30,7 +30,10 @@ class UcxConnection:
 
     def __init__(self, ip: str, offer: Offer) -> None:
         self._offer = offer
-        self._worker = UcxWorker()
+        try:
+            self._worker = UcxWorker()
+        except ConfigError as error:
+            raise UnavailableError(str(error)) from error
         self._endpoints: list[Handle] = []
         self._request = pack_request(offer.token, [])  # a greeting: it asks for nothing
         self._sending: list[Handle] = []

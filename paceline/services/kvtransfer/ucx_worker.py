@@ -39,6 +39,9 @@ class UcxWorker:
 
     Used by one thread at a time. Over TCP bytes move in `progress` alone, with other networks at any time; none
     move once `close` is through.
+
+    Raises:
+        ConfigError: UCX is not installed, or does not start.
     """
 
     def __init__(self) -> None:
@@ -49,8 +52,11 @@ class UcxWorker:
         features = self._api.Feature
         # No remote memory access: with it, over TCP, UCX reads and writes this process at any address a peer names.
         flags = (features.TAG, features.STREAM, features.WAKEUP)
-        self._worker = self._api.UCXWorker(self._api.UCXContext({}, feature_flags=flags))
-        self._worker.init_blocking_progress_mode()
+        try:
+            self._worker = self._api.UCXWorker(self._api.UCXContext({}, feature_flags=flags))
+            self._worker.init_blocking_progress_mode()
+        except self.error as error:
+            raise ConfigError(f"UCX does not start: {error}") from error
         self._listener: Handle = None
 
     def listen(self, arrived: Callable[[int], object]) -> int:
