@@ -222,9 +222,12 @@ async def test_a_silent_source_is_given_up_and_comes_back(pair: Pair, known: boo
     if known:
         await pair.read([(0, 0)])
     pair.other.signal(signal.SIGSTOP)
-    for _ in range(2):
+    open_files = []
+    for _ in range(3):
         with pytest.raises(UnavailableError, match="other"):
             await pair.read([(1, 1)])
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    assert open_files[2] <= open_files[1]
     pair.array()[:] = POISON
     pair.other.signal(signal.SIGCONT)
     await asyncio.sleep(0.3)
