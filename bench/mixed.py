@@ -89,7 +89,7 @@ def _request(rng: random.Random, vocab_size: int) -> Request:
             {"logprobs": rng.choice([0, 3])},
             {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3},
             {"stop": rng.choice([["\n"], [" the", "."], ["item 3"]])},
-            {"stop": [" a", "e"], "min_tokens": 3},
+            {"stop": [" a", "e"], "min_tokens": min(3, body["max_tokens"])},
             {"logit_bias": {str(token): rng.choice([-100, 2, 5]) for token in some}},
             {"ignore_eos": True},
             {"structured_outputs": {"regex": r"[a-z]{1,8}( [a-z]{1,8}){0,4}"}},

@@ -28,6 +28,7 @@ from paceline.core.telemetry import LogFormat
 GIB = 1 << 30
 
 Quantization = Literal["none", "int8", "gguf"]
+TransportChoice = Literal["auto", "ucx", "grpc"]
 """How a model's matrices lie in memory."""
 
 
@@ -156,6 +157,12 @@ class KVTransferConfig(ServiceConfig):
         "memory",
     )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
+    transport: TransportChoice = option(
+        "auto",
+        "how KV blocks come from other hosts: ucx, or grpc alone; auto takes ucx where it is installed, works, and "
+        "--host is reached from outside, because it listens on all addresses of the machine",
+        "network",
+    )
     host_id: str = option("", "unique name of this host; empty makes one", "cluster")
     lease_seconds: float = option(10.0, "a hold that is not renewed for this long ends", "limits", at_least=0.1)
 

@@ -36,3 +36,12 @@ def share_cores() -> None:
     it waits for needs, and a step takes ten times as long (docs/decisions/0001-openmp-wait-policy.md).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def quiet_ucx() -> None:
+    """Lets UCX say nothing on its own, unless the user wants it to; call it before UCX is loaded.
+
+    What fails comes as an error, which is reported where it belongs.
+    """
+    for variable, value in (("UCX_LOG_LEVEL", "fatal"), ("UCXX_LOG_LEVEL", "fatal"), ("UCX_WARN_UNUSED_ENV_VARS", "n")):
+        os.environ.setdefault(variable, value)

@@ -903,23 +903,21 @@ Global___ExportedBlock: _TypeAlias = ExportedBlock  # noqa: Y015
 class ReadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEY_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    token: _builtins.bytes
+    """What Offer says of this transport."""
     @_builtins.property
-    def key(self) -> _common_pb2.Key: ...
-    @_builtins.property
-    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of the hold."""
-
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        key: _common_pb2.Key | None = ...,
+        token: _builtins.bytes = ...,
         slots: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

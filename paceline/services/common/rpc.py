@@ -101,7 +101,7 @@ class RpcServer:
 
     def bind(self) -> int:
         """Takes the port, and returns it; calls wait until `start`. Raises ConfigError."""
-        if not self._guarded and not _is_loopback(self._host):
+        if not self._guarded and not is_loopback(self._host):
             log.warning(
                 "whoever reaches %s:%d may use this service: name a file with a secret in --auth-token-file, here and "
                 "in all services of the cluster; `paceline token FILE` makes one",
@@ -218,7 +218,8 @@ def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
     return UnavailableError(f"{who}: {details}")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

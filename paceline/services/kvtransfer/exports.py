@@ -23,7 +23,6 @@ from paceline.services.kvtransfer.transport import ArenaMemory
 
 ALIVE_SECONDS = 1.0
 """Something is said at least this often, so that silence is a failure."""
-_PIECE_BYTES = 1 << 20
 _BLOCKS = 256
 """In one message: their digests are taken in one go, and nobody else is served meanwhile."""
 
@@ -117,21 +116,6 @@ class Exports:
             await write(pb.ExportEvent(exported=exported))
             if not found:
                 return
-
-    async def read(self, key: Key, slots: Sequence[int], write: Callable[[pb.ReadReply], Awaitable[None]]) -> None:
-        """Writes the bytes of a hold's blocks.
-
-        Raises:
-            InvalidRequestError: these are not its slots.
-            StaleError: the hold has ended.
-        """
-        for slot in slots:
-            for first in range(0, self._memory.slot_bytes, _PIECE_BYTES):
-                # Each time, because others may have ended it since the last piece.
-                if slot not in self._ledger.find(key, self._clock()).slots():
-                    raise InvalidRequestError(f"hold {key} has no slot {slot}")
-                piece = self._memory.slot(slot)[first : first + _PIECE_BYTES]
-                await write(pb.ReadReply(data=bytes(piece)))
 
 
 class _Cursor:

@@ -23,10 +23,11 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import heeding_cancellation, unmapped_error
 from paceline.services.common.wire import key_to_pb
+from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.exports import digest_of
 from paceline.services.kvtransfer.hold import TRANSFER, Hold
 from paceline.services.kvtransfer.ledger import Ledger
-from paceline.services.kvtransfer.peers import Peer, Peers
+from paceline.services.kvtransfer.paths import Paths
 from paceline.services.kvtransfer.transport import ArenaMemory
 
 SILENCE_SECONDS = 5.0
@@ -66,14 +67,21 @@ class Fetches:
     """
 
     def __init__(
-        self, layout: KVLayout, ledger: Ledger, memory: ArenaMemory, clock: Callable[[], float], peers: Peers
+        self,
+        layout: KVLayout,
+        ledger: Ledger,
+        memory: ArenaMemory,
+        clock: Callable[[], float],
+        channels: Channels,
+        paths: Paths,
     ) -> None:
         self.totals = Totals()
         self._layout = layout
         self._ledger = ledger
         self._memory = memory
         self._clock = clock
-        self._peers = peers
+        self._channels = channels
+        self._paths = paths
 
     async def run(self, session: int, key: Key, source: str, source_key: Key) -> pb.FetchReply:
         """Fills the hold, which ends where that fails.
@@ -89,8 +97,8 @@ class Fetches:
         self._ledger.renew(session, key, self._clock())
         hold = self._ledger.open(TRANSFER, key, self._clock())
         try:
-            with self._peers.at(source) as peer:
-                reply = await self._bring(hold, peer, source_key)
+            with self._channels.to(source) as channel:
+                reply = await self._bring(hold, pb_grpc.KVTransferStub(channel), source, source_key)
         except BaseException as error:
             with contextlib.suppress(PacelineError):
                 self._ledger.release(TRANSFER, hold.key, self._clock())
@@ -108,9 +116,10 @@ class Fetches:
         totals.read_seconds += reply.read_ms / 1000
         totals.exposed_seconds += reply.exposed_ms / 1000
 
-    async def _bring(self, hold: Hold, peer: Peer, source_key: Key) -> pb.FetchReply:
+    async def _bring(
+        self, hold: Hold, stub: pb_grpc.KVTransferAsyncStub, source: str, source_key: Key
+    ) -> pb.FetchReply:
         """Pulls all blocks that the source names, and fills the hold."""
-        stub: pb_grpc.KVTransferAsyncStub = pb_grpc.KVTransferStub(peer.channel)
         request = pb.ExportRequest(
             fingerprint=self._layout.fingerprint, key=key_to_pb(source_key), cached_tokens=hold.filled_tokens
         )
@@ -123,7 +132,7 @@ class Fetches:
                 exported = (await _next(call, "exported")).exported
                 named = time.monotonic()
                 if exported.blocks:
-                    reply.path = await self._read(peer, source_key, offer, exported.blocks, arrivals)
+                    reply.path = await self._read(offer, source, exported.blocks, arrivals)
                     self._seal(hold.key, exported.blocks)
                 elapsed = round((time.monotonic() - named) * 1000)
                 reply.blocks += len(exported.blocks)
@@ -135,18 +144,11 @@ class Fetches:
                     reply.bytes = reply.blocks * self._layout.slot_bytes
                     return reply
         except grpc.aio.AioRpcError as error:
-            raise unmapped_error(error, f"kvtransfer at {peer.address}") from error
+            raise unmapped_error(error, f"kvtransfer at {source}") from error
         finally:
             call.cancel()
 
-    async def _read(
-        self,
-        peer: Peer,
-        key: Key,
-        offer: pb.Offer,
-        blocks: Sequence[pb.ExportedBlock],
-        arrivals: _Arrivals,
-    ) -> str:
+    async def _read(self, offer: pb.Offer, source: str, blocks: Sequence[pb.ExportedBlock], arrivals: _Arrivals) -> str:
         """Pulls and verifies blocks; returns the name of the path."""
         places = arrivals.places(blocks)
 
@@ -154,7 +156,7 @@ class Fetches:
             return sum(digest_of(self._memory.slot(here)) != block.digest for block, here in zip(blocks, places))
 
         slots = [(block.slot, here) for block, here in zip(blocks, places)]
-        return await peer.read(key, offer, slots, damaged)
+        return await self._paths.read(offer, source, slots, damaged)
 
     def _seal(self, key: Key, blocks: Sequence[pb.ExportedBlock]) -> None:
         """Publishes those that have a name, one call for each run of neighbours."""

@@ -1,62 +1,130 @@
-"""Blocks over the connection that the services have anyway: no set-up, works wherever gRPC does."""
+"""Blocks over gRPC: no set-up, works wherever the services reach each other."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import hmac
+import secrets
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import grpc.aio
 
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.rpc import heeding_cancellation, unmapped_error
-from paceline.services.common.wire import key_to_pb
+from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
+from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.transport import ArenaMemory, Source
 
-READ_SECONDS = 30.0
-"""For the blocks of one call, of which there are some hundreds at most."""
+SILENCE_SECONDS = 5.0
+_PIECE_BYTES = 1 << 20
+_TOKEN_BYTES = 16
+_OFFER = struct.Struct(f"!Q{_TOKEN_BYTES}s")
+
+Call = grpc.aio.UnaryStreamCall[pb.ReadRequest, pb.ReadReply]
 
 
 class GrpcTransport:
-    """`Transport` through the method `Read` of the other service, which checks that the blocks are the hold's."""
+    """A `Transport` through the method `Read` of the other service, which that one serves with `send`.
+
+    Args:
+        silence_seconds: a source from which nothing comes for so long counts as gone.
+    """
 
     name = "grpc"
 
-    def __init__(self, memory: ArenaMemory) -> None:
+    def __init__(self, memory: ArenaMemory, channels: Channels, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._memory = memory
+        self._channels = channels
+        self._silence_seconds = silence_seconds
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._calls: set[Call] = set()
+        self._closed = False
 
     def offer(self) -> bytes:
-        return b""
+        return _OFFER.pack(self._memory.slot_bytes, self._token)
 
     async def read(self, source: Source, slots: Sequence[tuple[int, int]]) -> None:
+        if any(not 0 <= here < self._memory.slots for _, here in slots):
+            raise ValueError(f"this arena has {self._memory.slots} slots; not all of these are in it: {slots}")
         if not slots:
             return
-        stub: pb_grpc.KVTransferAsyncStub = pb_grpc.KVTransferStub(source.channel)
-        request = pb.ReadRequest(key=key_to_pb(source.key), slots=[there for there, _ in slots])
-        call = stub.Read(request, timeout=READ_SECONDS)
         try:
-            pieces = _pieces(call)
-            for _, here in slots:
-                await self._fill(self._memory.slot(here), pieces)
+            request = self._request(source.offer, [there for there, _ in slots])
+            with self._channels.to(source.address) as channel:
+                stub: pb_grpc.KVTransferAsyncStub = pb_grpc.KVTransferStub(channel)
+                await self._read(stub.Read(request), [here for _, here in slots])
         except grpc.aio.AioRpcError as error:
-            raise unmapped_error(error, f"kvtransfer at {source.address}") from error
+            reason = unmapped_error(error, f"kvtransfer at {source.address}")
+            raise UnavailableError(f"cannot read from {source.host_id} by gRPC: {reason}") from error
+        except UnavailableError as error:
+            raise UnavailableError(f"cannot read from {source.host_id} by gRPC: {error}") from error
+
+    def _request(self, offer: bytes, slots: Sequence[int]) -> pb.ReadRequest:
+        """Raises UnavailableError where that arena cannot be read into this one."""
+        if self._closed:
+            raise UnavailableError("this transport was closed")
+        if len(offer) != _OFFER.size:
+            raise UnavailableError(f"an offer has {_OFFER.size} bytes, not {len(offer)}")
+        slot_bytes, token = _OFFER.unpack(offer)
+        if slot_bytes != self._memory.slot_bytes:
+            raise UnavailableError(f"its slots have {slot_bytes} bytes, ours {self._memory.slot_bytes}")
+        if any(not 0 <= slot < 1 << 32 for slot in slots):
+            raise UnavailableError("no arena has all the slots that were asked for")
+        return pb.ReadRequest(token=token, slots=slots)
+
+    async def _read(self, call: Call, slots: Sequence[int]) -> None:
+        self._calls.add(call)
+        try:
+            pieces = self._pieces(call)
+            for slot in slots:
+                await _fill(self._memory.slot(slot), pieces)
         finally:
+            self._calls.discard(call)
             call.cancel()
 
-    @staticmethod
-    async def _fill(block: memoryview, pieces: AsyncIterator[bytes]) -> None:
-        done = 0
-        while done < len(block):
-            piece = await anext(pieces, b"")
-            if not 0 < len(piece) <= len(block) - done:
-                raise UnavailableError(f"{len(piece)} bytes came where {len(block) - done} of a block were left")
-            block[done : done + len(piece)] = piece
-            done += len(piece)
+    async def _pieces(self, call: Call) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_seconds):
+                    reply = await heeding_cancellation(call.read())
+            except TimeoutError:
+                raise UnavailableError(f"nothing came for {self._silence_seconds:g} s") from None
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                raise UnavailableError("this transport was closed") from None
+            if not isinstance(reply, pb.ReadReply):
+                return
+            yield reply.data
+
+    async def send(self, request: pb.ReadRequest, write: Callable[[pb.ReadReply], Awaitable[None]]) -> None:
+        """The source's side: writes the bytes of these slots, whatever they hold.
+
+        Raises:
+            InvalidRequestError: the caller was not offered this arena, or it has no such slots.
+        """
+        if not hmac.compare_digest(request.token, self._token):
+            raise InvalidRequestError("this is not the token of this arena's offer")
+        if any(slot >= self._memory.slots for slot in request.slots):
+            raise InvalidRequestError(f"this arena has {self._memory.slots} slots")
+        for slot in request.slots:
+            block = self._memory.slot(slot)
+            for first in range(0, len(block), _PIECE_BYTES):
+                await write(pb.ReadReply(data=bytes(block[first : first + _PIECE_BYTES])))
 
     async def close(self) -> None:
-        """Nothing is its own."""
+        self._closed = True
+        for call in self._calls:
+            call.cancel()
 
 
-async def _pieces(call: grpc.aio.UnaryStreamCall[pb.ReadRequest, pb.ReadReply]) -> AsyncIterator[bytes]:
-    while isinstance(reply := await heeding_cancellation(call.read()), pb.ReadReply):
-        yield reply.data
+async def _fill(block: memoryview, pieces: AsyncIterator[bytes]) -> None:
+    done = 0
+    while done < len(block):
+        piece = await anext(pieces, b"")
+        if not 0 < len(piece) <= len(block) - done:
+            raise UnavailableError(f"{len(piece)} bytes came where {len(block) - done} of a block were left")
+        block[done : done + len(piece)] = piece
+        done += len(piece)

@@ -9,14 +9,16 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.arena import Arena
+from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.exports import Exports
 from paceline.services.kvtransfer.fetches import Fetches
+from paceline.services.kvtransfer.grpc_transport import GrpcTransport
 from paceline.services.kvtransfer.ledger import Ledger
-from paceline.services.kvtransfer.peers import Peers
+from paceline.services.kvtransfer.paths import Paths
 from paceline.services.kvtransfer.transport import ArenaMemory, Transport
 
 MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]
-"""The ways to read blocks of other hosts into this memory, best first."""
+"""The ways to read blocks of other hosts into this memory that come before gRPC, best first."""
 
 
 class HostMemory:
@@ -45,17 +47,23 @@ class HostMemory:
         # Stays mapped after `close`, for what still moves some of them.
         memory = memoryview(map_arena(arena.path, arena.size))[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
-        transports = make_transports(blocks)
+        self._channels = Channels(secret)
+        self.grpc = GrpcTransport(blocks, self._channels)
+        self._transports = transports = [*make_transports(blocks), self.grpc]
         offer = pb.Offer(host_id=host_id, transports={each.name: each.offer() for each in transports})
-        self._peers = Peers(transports, secret)
         self.exports = Exports(layout, self.ledger, blocks, clock, offer)
-        self.fetches = Fetches(layout, self.ledger, blocks, clock, self._peers)
+        self.fetches = Fetches(layout, self.ledger, blocks, clock, self._channels, Paths(transports))
 
     async def sweep(self) -> None:
         """Lets go of hosts that have not been heard of for long."""
-        await self._peers.sweep()
+        await self._channels.sweep()
 
     def close(self) -> Coroutine[None, None, None]:
         """Removes the arena now; its memory is free once no worker maps it. What is returned lets go of other hosts."""
         self.arena.close()
-        return self._peers.close()
+        return self._let_go()
+
+    async def _let_go(self) -> None:
+        for transport in self._transports:
+            await transport.close()
+        await self._channels.close()

@@ -14,9 +14,10 @@ from paceline.core.machine import available_memory
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
 from paceline.services.common.registry import Member, Registrar
-from paceline.services.common.rpc import RpcServer
+from paceline.services.common.rpc import RpcServer, is_loopback
 from paceline.services.common.secret import read_secret
 from paceline.services.kvtransfer.events import BlockEventPublisher
+from paceline.services.kvtransfer.fast_transports import fast_transports
 from paceline.services.kvtransfer.service import KVTransferService
 
 _AUTO_MOST = 2 * GIB
@@ -34,7 +35,13 @@ async def run(config: KVTransferConfig) -> None:
     enough_tokens = _AUTO_TOKENS if config.kv_memory == "auto" else 0
     secret = read_secret(config.auth_token_file)
     service = KVTransferService(
-        host_id, _kv_memory(config), arena_dir, config.lease_seconds, enough_tokens=enough_tokens, secret=secret
+        host_id,
+        _kv_memory(config),
+        arena_dir,
+        config.lease_seconds,
+        enough_tokens=enough_tokens,
+        make_transports=await fast_transports(config.transport, is_loopback(config.host)),
+        secret=secret,
     )
     server = RpcServer(config.host, config.port, host_id, secret)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)

@@ -29,7 +29,6 @@ from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.arena import Arena, check_room, remove_stale_arenas
 from paceline.services.kvtransfer.awake_clock import AwakeClock
-from paceline.services.kvtransfer.grpc_transport import GrpcTransport
 from paceline.services.kvtransfer.hold import TRANSFER
 from paceline.services.kvtransfer.host_memory import HostMemory, MakeTransports
 from paceline.services.kvtransfer.layout import difference, layout_from_pb
@@ -95,7 +94,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         lease_seconds: float,
         clock: Callable[[], float] | None = None,
         enough_tokens: int = 0,
-        make_transports: MakeTransports = lambda memory: (GrpcTransport(memory),),
+        make_transports: MakeTransports = lambda memory: (),
         secret: Secret | None = None,
     ) -> None:
         self._host_id = host_id
@@ -243,7 +242,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> None:  # type: ignore[override]
         async with mapped_errors(context):
-            await self._need().exports.read(key_of(request.key), request.slots, context.write)
+            await self._need().grpc.send(request, context.write)
 
     def _need(self) -> HostMemory:
         if self._memory is None:

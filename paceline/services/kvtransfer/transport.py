@@ -7,10 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import grpc.aio
-
-from paceline.core.types import Key
-
 
 class ArenaMemory(NamedTuple):
     """The blocks of this host's arena, as transports see them."""
@@ -34,10 +30,6 @@ class Source:
     offer: bytes
     """`Transport.offer` of the transport of the same name there. It came over the wire: whatever it holds, reading
     with it may fail, and nothing worse."""
-    channel: grpc.aio.Channel
-    """To that server."""
-    key: Key
-    """Of the hold whose blocks are read."""
 
 
 class Transport(Protocol):

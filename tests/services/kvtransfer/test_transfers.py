@@ -6,21 +6,21 @@ import asyncio
 import contextlib
 import mmap
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 
+from paceline.core.errors import UnavailableError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.proto.common_pb2 import Key
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.rpc import RpcServer
-from paceline.services.kvtransfer import fetches, peers
-from paceline.services.kvtransfer.grpc_transport import GrpcTransport
+from paceline.services.kvtransfer import fetches
 from paceline.services.kvtransfer.transport import ArenaMemory, Source
 from tests.services.kvtransfer.kv_host import SLOT, Host, Worker, key, layout, release, reserve
 from tests.services.kvtransfer.kv_toolkit import chain
@@ -252,31 +252,46 @@ async def test_the_service_of_a_source_that_is_gone_is_a_failed_transfer(tmp_pat
         await two.destination.until(lambda reply: not (reply.held or reply.in_flight or reply.holds))
 
 
-class Damaging(GrpcTransport):
-    """Changes a byte of each block on its way."""
+class Strange:
+    """A transport that is of no use."""
 
-    name = "damaging"
+    def __init__(self, memory: ArenaMemory, name: str, broken: bool = False) -> None:
+        self.name = name
+        self.reads = 0
+        self._memory = memory
+        self._broken = broken
+
+    def offer(self) -> bytes:
+        return b""
 
     async def read(self, source: Source, slots: Sequence[tuple[int, int]]) -> None:
-        await super().read(source, slots)
+        self.reads += 1
+        if self._broken:
+            raise UnavailableError("it is broken")
         for _, here in slots:
-            self._memory.slot(here)[100] ^= 1
+            self._memory.slot(here)[:] = b"?" * SLOT
+
+    async def close(self) -> None:
+        pass
 
 
-def offering(host: Host, name: str) -> None:
-    """The source says that it can be read by this transport, too."""
+def offering(host: Host, *names: str) -> None:
+    """The source says that it can be read by these transports alone."""
     memory = host.service._memory
     assert memory is not None
-    memory.exports._offer.transports[name] = b""
+    kept = memory.exports._offer.transports.get("grpc", b"")
+    memory.exports._offer.transports.clear()
+    for name in names:
+        memory.exports._offer.transports[name] = kept if name == "grpc" else b""
 
 
 @pytest.mark.parametrize("fallback", [True, False])
 async def test_damaged_blocks_are_never_handed_over(tmp_path: Path, fallback: bool) -> None:
-    def transports(memory: ArenaMemory) -> list[GrpcTransport]:
-        return [Damaging(memory), GrpcTransport(memory)] if fallback else [Damaging(memory)]
+    def transports(memory: ArenaMemory) -> list[Strange]:
+        return [Strange(memory, "damaging")]
 
     async with pair(tmp_path, make_transports=transports) as two:
-        offering(two.source, "damaging")
+        offering(two.source, "damaging", *(("grpc",) if fallback else ()))
         reserved, opened = await two.begin()
         call = two.fetch(reserved, opened)
         await two.compute(opened, 0, 7)
@@ -322,14 +337,14 @@ async def test_a_source_tells_nobody_of_what_is_not_theirs(tmp_path: Path) -> No
             return pb.ExportRequest(fingerprint=fingerprint, key=of, cached_tokens=cached)
 
         first = stub.Export(export(opened.key))
-        assert (await first.read()).HasField("offer")
+        token = (await first.read()).offer.transports["grpc"][-16:]
         for request, code in (
             (export(opened.key), grpc.StatusCode.INVALID_ARGUMENT),  # it has a reader
             (export(opened.key, "model-b"), grpc.StatusCode.FAILED_PRECONDITION),
             (export(key("unknown")), grpc.StatusCode.ABORTED),
             (export(opened.key, cached=8), grpc.StatusCode.INVALID_ARGUMENT),
-            (pb.ReadRequest(key=opened.key, slots=[SLOTS]), grpc.StatusCode.INVALID_ARGUMENT),
-            (pb.ReadRequest(key=key("unknown"), slots=[0]), grpc.StatusCode.ABORTED),
+            (pb.ReadRequest(token=b"guess", slots=[0]), grpc.StatusCode.INVALID_ARGUMENT),
+            (pb.ReadRequest(token=token, slots=[SLOTS]), grpc.StatusCode.INVALID_ARGUMENT),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await refused(request)
@@ -363,7 +378,7 @@ def exported(*places: tuple[int, int], filled: int | None = None, name: bytes = 
     return pb.ExportEvent(exported=pb.Exported(blocks=blocks, filled_tokens=filled))
 
 
-OFFER = pb.ExportEvent(offer=pb.Offer(host_id="liar", transports={"grpc": b""}))
+OFFER = pb.ExportEvent(offer=pb.Offer(host_id="liar", transports={"grpc": SLOT.to_bytes(8) + bytes(16)}))
 LIES = {
     "nothing": [],
     "no offer": [exported(filled=0)],
@@ -410,40 +425,30 @@ async def test_a_silent_source_is_given_up(tmp_path: Path, monkeypatch: pytest.M
         await server.close(0)
 
 
-async def test_a_path_that_failed_is_left_out_for_a_while_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[str] = []
+async def test_a_path_that_failed_is_left_out_for_a_while_and_tried_again(tmp_path: Path) -> None:
+    made: list[Strange] = []
 
-    class Counting(GrpcTransport):
-        async def read(self, source: Source, slots: Sequence[tuple[int, int]]) -> None:
-            reads.append(self.name)
-            await super().read(source, slots)
-
-    class Broken(Counting):
-        name = "broken"
-
-        async def read(self, source: Source, slots: Sequence[tuple[int, int]]) -> None:
-            reads.append(self.name)
-            raise peers.UnavailableError("it is broken")
+    def transports(memory: ArenaMemory) -> list[Strange]:
+        made.append(Strange(memory, "broken", broken=True))
+        return made
 
     async def transfer(two: Pair, request: str) -> None:
         reserved = (await two.decode.do(reserve(key(request), tokens=20))).hold
         opened = (await two.prefill.do(reserve(key(request), tokens=20))).hold
         opened = (await two.prefill.do(pb.Operation(open=pb.Open(key=opened.key)))).hold
         await two.fill(opened, 20)
-        await two.fetch(reserved, opened)
+        assert (await two.fetch(reserved, opened)).path == "grpc"
         await two.end(reserved.key)
 
-    make: Callable[[ArenaMemory], list[GrpcTransport]] = lambda memory: [Broken(memory), Counting(memory)]  # noqa: E731
-    async with pair(tmp_path, make_transports=make) as two:
-        offering(two.source, "broken")
+    async with pair(tmp_path, make_transports=transports) as two:
+        offering(two.source, "broken", "grpc")
         await transfer(two, "first")
         await transfer(two, "second")
-        assert reads == ["broken", "grpc", "grpc"]
+        assert made[0].reads == 1
         memory = two.destination.service._memory
         assert memory is not None
-        for connection in memory._peers._connections.values():
-            connection.shut = dict.fromkeys(connection.shut, 0.0)
+        shut = memory.fetches._paths._shut
+        assert list(shut) == [("source", "broken")]
+        shut.update(dict.fromkeys(shut, 0.0))
         await transfer(two, "third")
-        assert reads[3:] == ["broken", "grpc"]
+        assert made[0].reads == 2

@@ -1,0 +1,58 @@
+"""Connections to services of other hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc.aio
+
+from paceline.services.common.rpc import open_channel
+from paceline.services.common.secret import Secret
+
+IDLE_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class _Connection:
+    channel: grpc.aio.Channel
+    users: int = 0
+    used_at: float = 0.0
+    """On time.monotonic()."""
+
+
+class Channels:
+    """Made when they are first wanted; `sweep` closes those that nobody has used for long.
+
+    Args:
+        secret: that of the cluster.
+    """
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        self._connections: dict[str, _Connection] = {}
+
+    @contextmanager
+    def to(self, address: str) -> Iterator[grpc.aio.Channel]:
+        connection = self._connections.get(address)
+        if connection is None:
+            connection = self._connections[address] = _Connection(open_channel(address, self._secret))
+        connection.users += 1
+        try:
+            yield connection.channel
+        finally:
+            connection.users -= 1
+            connection.used_at = time.monotonic()
+
+    async def sweep(self) -> None:
+        now = time.monotonic()
+        for address, connection in list(self._connections.items()):
+            if not connection.users and now - connection.used_at > IDLE_SECONDS:
+                del self._connections[address]
+                await connection.channel.close(None)
+
+    async def close(self) -> None:
+        for connection in self._connections.values():
+            await connection.channel.close(None)

@@ -1,0 +1,131 @@
+"""The reader's side of UCX: one connection, for one read at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.services.kvtransfer.ucx_wire import MOST_SLOTS, Offer, pack_request
+from paceline.services.kvtransfer.ucx_worker import Handle, UcxWorker, failure
+
+BATCH_BYTES = 16 << 20
+"""Asked for at once, so that the deadline is one for so many bytes."""
+_LOOK_SECONDS = 0.02
+
+
+class Abandoned(Exception):
+    """Nobody waits for this read any more."""
+
+
+class UcxConnection:
+    """A worker of its own and its endpoint at one source.
+
+    Closing it ends every message and takes the worker down, so that a transfer under way touches no memory any more,
+    whatever state it was in.
+
+    Raises:
+        UnavailableError: no connection can be tried.
+    """
+
+    def __init__(self, ip: str, offer: Offer) -> None:
+        self._offer = offer
+        try:
+            self._worker = UcxWorker()
+        except ConfigError as error:
+            raise UnavailableError(str(error)) from error
+        self._endpoints: list[Handle] = []
+        self._request = pack_request(offer.token, [])  # a greeting: it asks for nothing
+        self._sending: list[Handle] = []
+        self._receiving: list[Handle] = []
+        try:
+            self._endpoints.append(self._worker.connect(ip, offer.port))
+            self._sending.append(self._worker.send(self._endpoints[0], self._request))
+        except self._worker.error as error:
+            raise UnavailableError(str(error)) from error
+
+    @property
+    def opening(self) -> bool:
+        """Whether the source has not answered yet. Keep it then rather than close it, if it shall be read again: what
+        is being sent cannot be called off."""
+        return bool(self._sending)
+
+    def stands(self) -> bool:
+        """Whether the source has not closed it meanwhile, as far as can be told from here."""
+        self._worker.progress()
+        return bool(self._endpoints[0].alive)
+
+    def read(
+        self, pairs: Sequence[tuple[int, memoryview]], abandoned: Callable[[], bool], silence_seconds: float
+    ) -> None:
+        """Reads slots of the source into memory of their size.
+
+        Where it raises, close the connection before you use the memory, unless it is `opening`.
+
+        Raises:
+            UnavailableError: the source is gone, or no slot came for so many seconds.
+            Abandoned: `abandoned` said so.
+        """
+        at_once = max(1, min(MOST_SLOTS, BATCH_BYTES // self._offer.slot_bytes))
+        try:
+            self._wait(lambda: len(self._sending), abandoned, silence_seconds)
+            for start in range(0, len(pairs), at_once):
+                self._read_batch(pairs[start : start + at_once], abandoned, silence_seconds)
+        except self._worker.error as error:
+            raise UnavailableError(str(error)) from error
+
+    def close(self) -> None:
+        """Memory is untouched from now on."""
+        self._sending.clear()
+        self._worker.close(self._endpoints, self._receiving)
+
+    def _read_batch(
+        self, pairs: Sequence[tuple[int, memoryview]], abandoned: Callable[[], bool], silence_seconds: float
+    ) -> None:
+        self._request = pack_request(self._offer.token, [slot for slot, _ in pairs])
+        self._sending.append(self._worker.send(self._endpoints[0], self._request))
+        wanted = {tag: into for tag, (_, into) in enumerate(pairs)}
+
+        def left() -> int:
+            self._receive_arrived(wanted)
+            return len(wanted) + len(self._receiving)
+
+        self._wait(left, abandoned, silence_seconds)
+
+    def _receive_arrived(self, wanted: dict[int, memoryview]) -> None:
+        while arrived := self._worker.arrived_tagged():
+            into = wanted.pop(int(arrived.sender_tag.value), None)
+            if into is None or arrived.length != len(into):
+                raise UnavailableError("the source sent what nobody asked for")
+            self._receiving.append(self._worker.receive_tagged(arrived, into))
+
+    def _wait(self, left: Callable[[], int], abandoned: Callable[[], bool], silence_seconds: float) -> None:
+        """Until nothing is left; each time that less is left, the deadline begins anew."""
+        heard_at, fewest = time.monotonic(), left() + 1
+        while True:
+            self._sending = still_under_way(self._sending)
+            self._receiving = still_under_way(self._receiving)
+            if not (now_left := left()):
+                return
+            if now_left < fewest:
+                heard_at, fewest = time.monotonic(), now_left
+            if abandoned():
+                raise Abandoned
+            if not self._endpoints[0].alive:
+                raise UnavailableError("the connection broke, or the source refused")
+            if time.monotonic() - heard_at > silence_seconds:
+                raise UnavailableError(f"nothing came for {silence_seconds:g} s")
+            self._worker.sleep(_LOOK_SECONDS)
+            self._worker.progress()
+
+
+def still_under_way(messages: list[Handle]) -> list[Handle]:
+    """Those that are not completed.
+
+    Raises:
+        UnavailableError: one of the others failed. An error holds on to the frames that it went through, so no frame
+            names a message.
+    """
+    if failures := [why for message in messages if message.completed and (why := failure(message))]:
+        raise UnavailableError(f"a message failed: {failures[0]}")
+    return [message for message in messages if not message.completed]

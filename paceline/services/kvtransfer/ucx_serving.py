@@ -1,0 +1,115 @@
+"""The source's side of UCX: a thread that sends slots of the arena to those who may read them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from paceline.services.kvtransfer.transport import ArenaMemory
+from paceline.services.kvtransfer.ucx_wire import REQUEST_BYTES, TOKEN_BYTES, Offer, parse_request
+from paceline.services.kvtransfer.ucx_worker import Handle, UcxWorker, failure
+
+_MOST_READERS = 256
+_LOOK_SECONDS = 0.2
+_CLOSE_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Reader:
+    """One connection. It has one request under way; the next is heard when all of that has been sent."""
+
+    endpoint: Handle
+    request: bytearray
+    asking: Handle
+    sending: deque[Handle] = field(default_factory=deque)
+
+
+class UcxServing:
+    """Owns the listening worker and the thread that alone uses it, from construction to `close`."""
+
+    def __init__(self, memory: ArenaMemory) -> None:
+        self._memory = memory
+        self._worker = UcxWorker()
+        self._arrivals: list[int] = []
+        self._readers: list[_Reader] = []
+        port = self._worker.listen(self._arrivals.append)
+        self.offer = Offer(port, memory.slot_bytes, secrets.token_bytes(TOKEN_BYTES))
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="ucx-serving", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Blocks until nothing is sent any more."""
+        self._stopping.set()
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.error("UCX does not stop sending; its thread is left behind")
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._worker.progress()
+                if not self._accept() and not sum(map(self._attend, tuple(self._readers))):
+                    self._worker.sleep(_LOOK_SECONDS)
+        except Exception:
+            log.exception("UCX failed; other hosts read from here by other transports")
+        finally:
+            readers, self._readers = self._readers, []
+            endpoints = [reader.endpoint for reader in readers]
+            messages = [message for reader in readers for message in (reader.asking, *reader.sending)]
+            readers.clear()
+            self._worker.close(endpoints, messages)
+
+    def _accept(self) -> bool:
+        """Whether somebody came."""
+        if not self._arrivals:
+            return False
+        arrival, request = self._arrivals.pop(), bytearray(REQUEST_BYTES)
+        try:
+            endpoint = self._worker.accept(arrival)
+            self._readers.append(_Reader(endpoint, request, self._worker.receive(endpoint, request)))
+        except self._worker.error as error:
+            log.debug("a UCX reader has gone before it was heard: %s", error)
+        if len(self._readers) > _MOST_READERS:
+            log.warning("more than %d UCX readers: the oldest has to go", _MOST_READERS)
+            self._drop(self._readers[0])
+        return True
+
+    def _attend(self, reader: _Reader) -> bool:
+        """Goes on with what this reader wants; whether there was anything to do."""
+        failed = ""
+        while not failed and reader.sending and reader.sending[0].completed:
+            failed = failure(reader.sending.popleft())
+        asks = reader.asking.completed and not reader.sending
+        if asks and not failed:
+            failed = failure(reader.asking) or self._answer(reader)
+        if failed or not reader.endpoint.alive:
+            log.debug("a UCX reader is gone: %s", failed)
+            self._drop(reader)
+            return True
+        return bool(asks)
+
+    def _drop(self, reader: _Reader) -> None:
+        """What is being sent to it fails, in time, in the worker's hands."""
+        self._readers.remove(reader)
+        reader.endpoint.close_blocking()
+
+    def _answer(self, reader: _Reader) -> str:
+        """Sends what was asked for; returns why not."""
+        try:
+            wanted = parse_request(reader.request, self.offer.token, self._memory.slots)
+        except ValueError as error:
+            log.warning("refused a UCX reader: %s", error)
+            return str(error)
+        try:
+            for tag, slot in enumerate(wanted):
+                reader.sending.append(self._worker.send_tagged(reader.endpoint, self._memory.slot(slot), tag))
+            reader.asking = self._worker.receive(reader.endpoint, reader.request)
+        except self._worker.error as error:
+            return str(error)
+        return ""
