@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
@@ -21,9 +21,11 @@ from paceline.proto.common_pb2 import Key
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.rpc import RpcServer
 from paceline.services.kvtransfer import fetches
+from paceline.services.kvtransfer.fast_transports import fast_transports
 from paceline.services.kvtransfer.transport import ArenaMemory, Source
 from tests.services.kvtransfer.kv_host import SLOT, Host, Worker, key, layout, release, reserve
 from tests.services.kvtransfer.kv_toolkit import chain
+from tests.services.kvtransfer.transports import arena, missing
 
 CONTEXT = "abcdef"
 TOKENS = 16 * len(CONTEXT) + 5
@@ -95,11 +97,13 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair(folder: Path, shape: pb.KVLayout | None = None, **options: object) -> AsyncIterator[Pair]:
-    """Two hosts; the options are those of the destination's service."""
+async def pair(
+    folder: Path, shape: pb.KVLayout | None = None, alike: bool = False, **options: object
+) -> AsyncIterator[Pair]:
+    """Two hosts; the options are those of the destination's service, or of both."""
     async with contextlib.AsyncExitStack() as undo:
         hosts = []
-        for name, own in (("source", {}), ("destination", options)):
+        for name, own in (("source", options if alike else {}), ("destination", options)):
             (folder / name).mkdir()
             host = Host(folder / name, SLOTS * SLOT, name=name, **own)  # type: ignore[arg-type]
             await host.start()
@@ -138,6 +142,27 @@ async def test_blocks_come_while_the_others_are_computed(tmp_path: Path) -> None
             again = (await worker.do(reserve(key("again"), CONTEXT))).hold
             assert again.filled_tokens == 16 * 5  # one fewer than there are, because something must be computed
             await worker.do(release(again.key))
+
+
+@pytest.mark.skipif(bool(missing("ucx")), reason=missing("ucx") or "UCX is there")
+async def test_blocks_come_over_ucx_where_both_have_it(tmp_path: Path) -> None:
+    async with pair(tmp_path, alike=True, make_transports=await fast_transports("ucx", only_here=True)) as two:
+        reserved, opened = await two.begin()
+        call = two.fetch(reserved, opened)
+        await two.compute(opened, 0, 7)
+        await two.fill(opened)
+        assert (await call).path == "ucx"
+        two.check(reserved, 0, 7)
+        await two.end(reserved.key)
+
+
+async def test_ucx_is_opened_only_where_others_come(tmp_path: Path) -> None:
+    for wanted, only_here in (("grpc", False), ("auto", True)):
+        assert not (await fast_transports(wanted, only_here))(arena(1, SLOT))
+    if missing("ucx"):
+        assert not (await fast_transports("auto", only_here=False))(arena(1, SLOT))
+        with pytest.raises(ConfigError, match=r"paceline\[ucx\]"):
+            await fast_transports("ucx", only_here=False)
 
 
 async def test_what_is_here_already_is_not_brought_again(tmp_path: Path) -> None:
