@@ -87,6 +87,10 @@ class Hosts:
     def source_ip(self) -> str:
         return _IP["source"] if self._names else "127.0.0.1"
 
+    @property
+    def reader_ip(self) -> str:
+        return _IP["reader"] if self._names else "127.0.0.1"
+
     def command(self, role: str) -> list[str]:
         return ["ip", "netns", "exec", self._names[role]] if self._names else []
 

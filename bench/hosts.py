@@ -1,0 +1,185 @@
+"""The KV path between two hosts under a real stack: how fast blocks come, and how much of that prefill hides.
+
+    python -m bench.hosts ~/.cache/paceline/smollm2-135m-instruct --prompt-tokens 2000 --requests 12
+    python -m bench.hosts … --transport grpc --mbit 800
+
+As root. The hosts are two network namespaces joined by a veth pair: one has kvtransfer and a prefill worker, the other
+Redis, kvtransfer, a decode worker and the gateway. Prompts are random and sent one after the other. What is hidden is
+the share of the reading that was over before the prompt was computed. --mbit limits the link in both directions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.load import table
+from bench.transport import Hosts
+from paceline.services.serve.redis_server import redis_command
+
+START_SECONDS = 180.0
+PORTS = {"redis": 6399, "kvtransfer": 7300, "gateway": 8000}
+
+
+class Stack:
+    """The services of both hosts, from construction to `close`."""
+
+    def __init__(self, hosts: Hosts, folder: Path, model: str, transport: str) -> None:
+        self._hosts = hosts
+        self._folder = folder
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._redis = f"redis://{hosts.reader_ip}:{PORTS['redis']}/0"
+        listen = ("--port", str(PORTS["redis"]), "--bind", hosts.reader_ip, "--protected-mode", "no")
+        self._start("reader", "redis", *redis_command(folder / "redis.sock"), *listen)
+        for role, ip in (("source", hosts.source_ip), ("reader", hosts.reader_ip)):
+            options = (f"--port={PORTS['kvtransfer']}", f"--transport={transport}", f"--host-id={role}")
+            self._service(role, "kvtransfer", ip, *options)
+        for role, worker, ip in (("source", "prefill", hosts.source_ip), ("reader", "decode", hosts.reader_ip)):
+            self._service(role, worker, ip, model, f"--kvtransfer-address={ip}:{PORTS['kvtransfer']}")
+        self._service("reader", "gateway", hosts.reader_ip, model, f"--port={PORTS['gateway']}")
+
+    def _service(self, host: str, name: str, ip: str, *options: str) -> None:
+        self._start(
+            host,
+            f"{host}-{name}",
+            sys.executable,
+            "-m",
+            "paceline",
+            name,
+            *options,
+            f"--host={ip}",
+            f"--redis={self._redis}",
+        )
+
+    def _start(self, host: str, name: str, *command: str) -> None:
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self._running.append(
+                subprocess.Popen([*self._hosts.command(host), *command], stdout=log, stderr=subprocess.STDOUT)
+            )
+
+    def measure(self, prompt_tokens: int, requests: int) -> dict[str, Any]:
+        """What the client says, which runs on the decode worker's host. Raises RuntimeError with all last words."""
+        url = f"http://{self._hosts.reader_ip}:{PORTS['gateway']}"
+        command = [sys.executable, "-m", "bench.hosts", "--client", url, "--prompt-tokens", str(prompt_tokens)]
+        done = subprocess.run(
+            [*self._hosts.command("reader"), *command, "--requests", str(requests)],
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        if done.returncode:
+            logs = [f"{log.name}: {log.read_text()[-600:]}" for log in sorted(self._folder.glob("*.log"))]
+            raise RuntimeError("\n".join([done.stderr, *logs]))
+        return dict(json.loads(done.stdout))
+
+    def close(self) -> None:
+        for process in reversed(self._running):
+            process.terminate()
+        for process in self._running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+
+
+def client(url: str, prompt_tokens: int, requests: int) -> dict[str, Any]:
+    """Sends the prompts and reads what the services counted."""
+    deadline = time.monotonic() + START_SECONDS
+    with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
+        while not _complete(http):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the two workers did not come")
+            time.sleep(0.2)
+        seconds: list[float] = []
+        # The first two connect, and warm up what is compiled late.
+        for number in range(requests + 2):
+            if number == 2:
+                before = _transfers(http)
+                seconds.clear()
+            prompt = [random.randrange(100, 20_000) for _ in range(prompt_tokens)]
+            began = time.perf_counter()
+            http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "temperature": 0}).raise_for_status()
+            seconds.append(time.perf_counter() - began)
+        time.sleep(1.5)  # a heartbeat and a look at it
+        after = _transfers(http)
+    figures = {name: after[name] - before.get(name, 0) for name in after}
+    return {"request_seconds": statistics.median(seconds), **figures}
+
+
+def _complete(http: httpx.Client) -> bool:
+    try:
+        workers = http.get("/fleet").json()["workers"]
+    except httpx.TransportError:
+        return False
+    return {worker["role"] for worker in workers} >= {"prefill", "decode", "kvtransfer"}
+
+
+def _transfers(http: httpx.Client) -> dict[str, float]:
+    (reader,) = (worker for worker in http.get("/fleet").json()["workers"] if worker["worker_id"] == "reader")
+    return {name: value for name, value in reader["stats"].items() if name.startswith("transfer")}
+
+
+@contextlib.contextmanager
+def limited(hosts: Hosts, mbit: int) -> Iterator[None]:
+    for role in ("source", "reader") if mbit else ():
+        shape = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "512kb", "latency", "50ms")
+        subprocess.run([*hosts.command(role), "tc", "qdisc", "add", "dev", "eth0", *shape], check=True)
+    yield
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="folder of the model")
+    parser.add_argument("--prompt-tokens", type=int, default=2000)
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--transport", default="auto", choices=["auto", "ucx", "grpc"])
+    parser.add_argument("--mbit", type=int, default=0, help="of the link; 0 does not limit it")
+    parser.add_argument("--json", type=Path, help="where all figures go")
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.client:
+        print(json.dumps(client(options.client, options.prompt_tokens, options.requests)))
+        return 0
+    if not options.model or os.geteuid():
+        parser.error("name a model, and be root: the hosts are network namespaces")
+    with Hosts(apart=True) as hosts, limited(hosts, options.mbit), tempfile.TemporaryDirectory() as folder:
+        stack = Stack(hosts, Path(folder), options.model, options.transport)
+        try:
+            found = stack.measure(options.prompt_tokens, options.requests)
+        except RuntimeError as error:
+            print(f"bench.hosts: {error}", file=sys.stderr)
+            return 1
+        finally:
+            stack.close()
+    read, exposed = found["transfer_read_seconds"], found["transfer_exposed_seconds"]
+    paths = {name.removeprefix("transfers_"): count for name, count in found.items() if name.startswith("transfers_")}
+    rows = [
+        ["transfers, by path", ", ".join(f"{count:g} {path}" for path, count in paths.items() if count)],
+        ["failures", f"{found['transfer_failures']:g}"],
+        ["MB each", f"{found['transfer_bytes'] / 1e6 / options.requests:.1f}"],
+        ["GB/s while reading", f"{found['transfer_bytes'] / read / 1e9:.2f}"],
+        ["reading each, ms", f"{read / options.requests * 1e3:.0f}"],
+        ["of it not hidden, ms", f"{exposed / options.requests * 1e3:.0f}"],
+        ["hidden", f"{1 - exposed / read:.0%}"],
+        ["request of 4 tokens, median ms", f"{found['request_seconds'] * 1e3:.0f}"],
+    ]
+    print(table(["figure", f"{options.prompt_tokens} tokens, {options.mbit or 'unlimited'} Mbit/s"], rows))
+    if options.json:
+        options.json.write_text(json.dumps({**vars(options), "json": None, **found}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
