@@ -28,8 +28,9 @@ from paceline.core.telemetry import LogFormat
 GIB = 1 << 30
 
 Quantization = Literal["none", "int8", "gguf"]
-TransportChoice = Literal["auto", "ucx", "grpc"]
 """How a model's matrices lie in memory."""
+TransportChoice = Literal["auto", "ucx", "grpc"]
+"""How KV blocks come from other hosts."""
 
 
 def option(

@@ -93,7 +93,8 @@ class KVTransferServicer:
 
     def Fetch(self, request, context):
         """Brings the blocks of a context that is being computed on another host into a reserved hold. Ends when all of them
-        are here and verified: the hold is filled then. Cancelling the call ends the transfer; the hold stays the caller's.
+        are here and verified: the hold is filled then. Cancelling the call ends the transfer. A hold whose transfer did not
+        succeed has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,8 @@ class KVTransferStub:
     """The block ledger, with the owner of every hold."""
     Fetch: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]
     """Brings the blocks of a context that is being computed on another host into a reserved hold. Ends when all of them
-    are here and verified: the hold is filled then. Cancelling the call ends the transfer; the hold stays the caller's.
+    are here and verified: the hold is filled then. Cancelling the call ends the transfer. A hold whose transfer did not
+    succeed has ended.
     """
     Export: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ExportRequest, _kvtransfer_pb2.ExportEvent]
     """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
@@ -65,7 +66,8 @@ class KVTransferAsyncStub(KVTransferStub):
     """The block ledger, with the owner of every hold."""
     Fetch: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]  # type: ignore[assignment]
     """Brings the blocks of a context that is being computed on another host into a reserved hold. Ends when all of them
-    are here and verified: the hold is filled then. Cancelling the call ends the transfer; the hold stays the caller's.
+    are here and verified: the hold is filled then. Cancelling the call ends the transfer. A hold whose transfer did not
+    succeed has ended.
     """
     Export: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ExportRequest, _kvtransfer_pb2.ExportEvent]  # type: ignore[assignment]
     """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
@@ -108,7 +110,8 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvtransfer_pb2.FetchReply, _abc.Awaitable[_kvtransfer_pb2.FetchReply]]:
         """Brings the blocks of a context that is being computed on another host into a reserved hold. Ends when all of them
-        are here and verified: the hold is filled then. Cancelling the call ends the transfer; the hold stays the caller's.
+        are here and verified: the hold is filled then. Cancelling the call ends the transfer. A hold whose transfer did not
+        succeed has ended.
         """
 
     @_abc_1.abstractmethod

@@ -39,6 +39,8 @@ class Valid:
 
     model: str
     layout: kvtransfer_pb2.KVLayout
+    address: str
+    """Of kvtransfer."""
     session: int = 0
     """An open one of ours."""
 
@@ -49,8 +51,16 @@ class Valid:
             session = self.session if rng.random() < 0.9 else rng.getrandbits(63)
             operations = [self._operation(rng) for _ in range(rng.choice((1, 2, 8)))]
             return kvtransfer_pb2.BatchRequest(session=session, operations=operations)
+        if kind is kvtransfer_pb2.FetchRequest:
+            source = rng.choice((self.address, "127.0.0.1:1", "no.such.host.invalid:1"))
+            return kvtransfer_pb2.FetchRequest(session=self.session, key=_key(rng), source=source, source_key=_key(rng))
+        if kind is kvtransfer_pb2.ExportRequest:
+            fingerprint, cached = self.layout.fingerprint, rng.choice((0, 0, 16, 1 << 31))
+            return kvtransfer_pb2.ExportRequest(fingerprint=fingerprint, key=_key(rng), cached_tokens=cached)
+        if kind is kvtransfer_pb2.ReadRequest:
+            return kvtransfer_pb2.ReadRequest(token=rng.randbytes(16), slots=[rng.randrange(1 << 20) for _ in range(3)])
         if kind is worker_pb2.PrefillRequest:
-            return worker_pb2.PrefillRequest(work=self._work(rng))
+            return worker_pb2.PrefillRequest(work=self._work(rng), host_id=rng.choice(("", "elsewhere")))
         if kind is worker_pb2.DecodeCommand:
             return worker_pb2.DecodeCommand(admit=self._work(rng))
         return random_message(rng, kind)
@@ -59,7 +69,9 @@ class Valid:
         """What may come behind an admission."""
         handoff = worker_pb2.Handoff(key=_key(rng), first_token_id=rng.choice((1, 299, 300, 2**32 - 1)))
         here = worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere())
-        return rng.choice(([], [here], [here, here], [worker_pb2.DecodeCommand(handoff=handoff)]))
+        fetch = worker_pb2.DecodeCommand(fetch=worker_pb2.Fetch(key=_key(rng), source=self.address))
+        handed = worker_pb2.DecodeCommand(handoff=handoff)
+        return rng.choice(([], [here], [here, here], [handed], [fetch], [fetch, handed]))
 
     def _work(self, rng: random.Random) -> common_pb2.Work:
         ids = [rng.randrange(300) for _ in range(rng.choice((1, 5, 40)))]

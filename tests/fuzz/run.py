@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import random
 import sys
 import tempfile
@@ -18,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ _STRANGERS_GET = {"UNAUTHENTICATED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILA
 """By those who lack the secret. The last four come of what is wrong with the call itself."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Sight:
     """What must be the same before and after."""
 
@@ -116,7 +116,7 @@ async def neighbour(stack: FuzzStack, valid: Valid) -> AsyncIterator[Valid]:
         request = kvtransfer_pb2.AttachRequest(worker_id="mad", role="decode", layout=valid.layout, context_tokens=64)
         call = kvtransfer_pb2_grpc.KVTransferStub(channel).Attach(request)
         event = await call.read()
-        yield Valid(valid.model, valid.layout, event.session)
+        yield dataclasses.replace(valid, session=event.session)
         call.cancel()
 
 

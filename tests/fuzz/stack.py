@@ -140,7 +140,7 @@ class FuzzStack:
     def valid(self) -> Valid:
         """What workers of this stack would say."""
         loaded = load(self.model, torch.float32, torch.device("cpu"), select_kernels(torch.device("cpu"), "auto"), None)
-        return Valid(model_digest(self.model), layout_to_pb(loaded.layout))
+        return Valid(model_digest(self.model), layout_to_pb(loaded.layout), self.addresses["kvtransfer"])
 
     def _http(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=f"http://{self.addresses['gateway']}", timeout=30, trust_env=False)

@@ -43,7 +43,7 @@ STEPS = [
 
 
 def recorder() -> Callable[[Callable[[], Tensor]], Recording]:
-    return CudaRecorder() if DEVICE.type == "cuda" else CalledAgain
+    return CudaRecorder if DEVICE.type == "cuda" else lambda: CalledAgain
 
 
 class World:
@@ -121,7 +121,7 @@ def test_sizes_layers_and_caches_have_recordings_of_their_own() -> None:
         recorded.append(recorder()(run))
         return recorded[-1]
 
-    graphs = Graphs(world.model.forward, record)
+    graphs = Graphs(world.model.forward, lambda: record)
     pools = [torch.zeros(SLOTS, world.elements, device=DEVICE) for _ in range(2)]
     caches = [layer_caches(world.layout, pool.view(-1)) for pool in pools]
 

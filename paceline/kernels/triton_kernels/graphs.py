@@ -98,11 +98,20 @@ def size_of(batch: AttentionBatch) -> Size | None:
 
 
 class Graphs:
-    """A forward pass whose small steps are recorded when they first come, and replayed from then on."""
+    """A forward pass whose small steps are recorded when they first come, and replayed from then on.
 
-    def __init__(self, forward: Forward, record: Record) -> None:
+    Args:
+        recorder: makes what makes recordings; all of one share a pool of memory, and go together.
+        plans: what the kernels keep on the device of the batch seen last, and read in every replay.
+    """
+
+    def __init__(
+        self, forward: Forward, recorder: Callable[[], Record], plans: Callable[[], object] = lambda: None
+    ) -> None:
         self._forward = forward
-        self._record = record
+        self._recorder = recorder
+        self._record = recorder()
+        self._plans = plans
         self._graphs: dict[tuple[object, ...], _Graph] = {}
 
     def __call__(
@@ -121,9 +130,10 @@ class Graphs:
         if key not in self._graphs:
             if len(self._graphs) == _MAX_GRAPHS:
                 self._graphs.clear()
+                self._record = self._recorder()
             inputs = _Inputs(size, batch.groups, token_ids.device)
             inputs.fill(token_ids, positions, batch)
-            self._graphs[key] = _Graph(inputs, self._bound(inputs, caches, layers), self._record)
+            self._graphs[key] = _Graph(inputs, self._bound(inputs, caches, layers), self._record, self._plans)
         return self._graphs[key].run(token_ids, positions, batch)
 
     def _bound(self, inputs: _Inputs, caches: Sequence[LayerCache], layers: int | None) -> Callable[[], Tensor]:
@@ -131,9 +141,11 @@ class Graphs:
 
 
 class _Graph:
-    def __init__(self, inputs: _Inputs, run: Callable[[], Tensor], record: Record) -> None:
+    def __init__(self, inputs: _Inputs, run: Callable[[], Tensor], record: Record, plans: Callable[[], object]) -> None:
         self._inputs = inputs
         self._recording = record(run)
+        # Made before the recording began, outside of its pool: nobody else keeps what it points to.
+        self._read_by_replays = plans()
 
     def run(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         self._inputs.fill(token_ids, positions, batch)

@@ -43,10 +43,11 @@ class TritonKernels(ReferenceKernels):
         self._batch_invariant = batch_invariant
         self._planned: AttentionBatch | None = None
         self._plans: dict[int, Plan] = {}
-        """Of the batch seen last, by query heads that share a KV head: all layers of a step share them."""
+        """Of the batch seen last, by query heads that share a KV head: all layers of a step share them. Each batch has
+        a dict of its own, which a recording can keep."""
 
     def compile(self, forward: Forward) -> Forward:
-        return Graphs(forward, CalledAgain if INTERPRETED else CudaRecorder())
+        return Graphs(forward, (lambda: CalledAgain) if INTERPRETED else CudaRecorder, lambda: self._plans)
 
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         if isinstance(weight, QuantizedMatrix):

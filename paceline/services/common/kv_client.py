@@ -118,9 +118,7 @@ class KVClient:
             raise UnavailableError(f"kvtransfer at {self._address} does not answer; is it running?") from None
         if not isinstance(event, pb.AttachEvent):
             raise UnavailableError(f"kvtransfer at {self._address} ended the session at once")
-        self.session, self._arena_path = event.session, Path(event.arena_path)
-        self.host_id, self.source = event.host_id, event.address
-        self._lease_seconds = event.lease_ms / 1000
+        self._take_in(event)
         self._tasks = [
             asyncio.create_task(self._watch(call), name="kv-session"),
             asyncio.create_task(self._sender.run(), name="kv-batches"),
@@ -129,6 +127,11 @@ class KVClient:
         for task in self._tasks:
             task.add_done_callback(self._end_with)
         return Arena(event.host_id, self._arena_path, event.arena_bytes, event.slots)
+
+    def _take_in(self, event: pb.AttachEvent) -> None:
+        self.session, self._arena_path = event.session, Path(event.arena_path)
+        self.host_id, self.source = event.host_id, event.address
+        self._lease_seconds = event.lease_ms / 1000
 
     async def _try_to_attach(self, request: pb.AttachRequest) -> tuple[Stream, object]:
         """The stream and what it says first. A service that goes away meanwhile is asked again, as long as there is the
@@ -359,7 +362,7 @@ class KVClient:
             return None
         if not isinstance(event, pb.AttachEvent):
             return None
-        self.session = event.session
+        self._take_in(event)
         self._sender.resume()
         return call
 

@@ -20,7 +20,7 @@ from paceline.engine.scheduler import GROWTH_TOKENS
 from paceline.engine.step import Preempted, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.event_stream import ALIVE_SECONDS, RequestEvent
-from paceline.services.common.kv_client import Fetched, Hold
+from paceline.services.common.kv_client import Hold
 from paceline.services.common.reports import SHARED_MEMORY, Reporter, count_blocks
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.tasks import end_tasks
@@ -83,14 +83,10 @@ class _Attempt:
             await self._write(worker_pb2.DecodeEvent(admitted=admitted))
             # The gateway's silence needs no deadline: when it goes, the call is cancelled.
             command = await _next(commands, "handoff", "prefill_here", "fetch")
-            key, fetched = key_from_pb(command.handoff.key), None
             if command.HasField("fetch"):
-                fetched, command = await self._fetch(hold.key, command.fetch, commands)
-                key = fetched.key
-            if command.HasField("handoff"):
-                self._worker.check_handoff(self._work, command.handoff)
-                hold = await self._adopt(key, fetched)
-                self._token_ids.append(command.handoff.first_token_id)
+                hold = await self._fetch_and_adopt(hold.key, command.fetch, commands)
+            elif command.HasField("handoff"):
+                hold = await self._adopt(command.handoff, key_from_pb(command.handoff.key), time.monotonic())
             reason = await self._generate(hold)
             log.info("decoded to the end: %s", reason.value)
             finished = worker_pb2.Finished(reason=reason_to_pb(reason))
@@ -107,32 +103,42 @@ class _Attempt:
         self._key = hold.key
         return hold
 
-    async def _fetch(
-        self, key: Key, fetch: worker_pb2.Fetch, commands: Commands
-    ) -> tuple[Fetched, worker_pb2.DecodeCommand]:
-        """Brings the prompt over while another host computes it; returns what came, and the handoff."""
+    async def _fetch_and_adopt(self, key: Key, fetch: worker_pb2.Fetch, commands: Commands) -> Hold:
+        """Brings the prompt over while another host computes it, and takes it over once it has."""
         fetching = asyncio.create_task(self._worker.kv.fetch(key, fetch.source, key_from_pb(fetch.key)))
         handoff = asyncio.create_task(_next(commands, "handoff"))
+        told = 0.0
         pending: set[asyncio.Task[Any]] = {fetching, handoff}
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
+                if handoff in done:
+                    told = time.monotonic()
                 if not done and handoff.done():
                     await self._write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
-            return fetching.result(), handoff.result()
+            fetched = fetching.result()
+            return await self._adopt(handoff.result().handoff, fetched.key, told, fetched.bytes, fetched.path)
         finally:
             await end_tasks(fetching, handoff)
 
-    async def _adopt(self, key: Key, fetched: Fetched | None) -> Hold:
-        """Takes over what a prefill worker has filled, or what was fetched."""
-        began = time.monotonic()
+    async def _adopt(
+        self, handoff: worker_pb2.Handoff, key: Key, told: float, moved: int = 0, path: str = SHARED_MEMORY
+    ) -> Hold:
+        """Takes over what a prefill worker has filled.
+
+        Args:
+            key: of the blocks here.
+            told: when the handoff came, on time.monotonic().
+            moved: bytes that came from another host.
+        """
+        self._worker.check_handoff(self._work, handoff)
         hold = await self._worker.kv.adopt(key)
         self._key = hold.key
         blocks = count_blocks(self._worker.layout, hold, len(self._token_ids))
-        moved, path = (fetched.bytes, fetched.path) if fetched is not None else (0, SHARED_MEMORY)
-        self._reporter.adopted(blocks, moved, path, time.monotonic() - began)
+        self._reporter.adopted(blocks, moved, path, time.monotonic() - told)
+        self._token_ids.append(handoff.first_token_id)
         return hold
 
     async def _generate(self, hold: Hold) -> FinishReason:

@@ -20,7 +20,14 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError, UnavailableError
+from paceline.core.errors import (
+    BusyError,
+    InvalidRequestError,
+    PacelineError,
+    RefusedError,
+    TransferError,
+    UnavailableError,
+)
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason, Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
@@ -172,7 +179,11 @@ class Attempt:
         answer = asyncio.create_task(asking)
         try:
             while not (await asyncio.wait((answer,), timeout=QUIET_SECONDS))[0]:
-                if not await is_serving(worker.channel, worker.member.worker_id) and not answer.done():
+                try:
+                    serves = await is_serving(worker.channel, worker.member.worker_id)
+                except RefusedError as error:
+                    raise WorkerFailedError(str(error), worker, True) from error
+                if not serves and not answer.done():
                     raise WorkerFailedError(f"{worker} stands still: it does not answer", worker, True)
             return await answer
         finally:

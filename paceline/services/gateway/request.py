@@ -274,11 +274,12 @@ class RequestRunner:
 
     def _note_failure(self, error: WorkerFailedError, progress: _Progress, begun: bool = True) -> None:
         if error.link is not None:
+            # Nobody's fault, and no try that counts: without the link there is another way, at the latest without any.
             self._fleet.links.avoid(error.link)
         else:
             progress.failed |= {error.worker.member.worker_id}
-        # Beyond its first token an attempt has got on: whatever ended it is not this request.
-        progress.failures = begun + (0 if len(progress.generated) > progress.known + 1 else progress.failures)
+            # Beyond its first token an attempt has got on: whatever ended it is not this request.
+            progress.failures = begun + (0 if len(progress.generated) > progress.known + 1 else progress.failures)
         progress.last_failure = error
         if self._aborted:
             return

@@ -61,9 +61,11 @@ class Arena:
         return None
 
     def close(self) -> None:
-        """Removes the file. Its memory is free once no worker maps it."""
-        self.path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        """Removes the file. Its memory is free once no worker maps it. Closing twice is no error."""
+        if self._descriptor >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def remove_stale_arenas(folder: Path) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -17,14 +18,15 @@ from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.kv_layout import NO_SLOT, KVGroup, KVLayout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.transport import ArenaMemory
 
 ALIVE_SECONDS = 1.0
 """Something is said at least this often, so that silence is a failure."""
-_BLOCKS = 256
-"""In one message: their digests are taken in one go, and nobody else is served meanwhile."""
+_DIGESTED_BYTES = 32 << 20
+"""Of the blocks of one message: their digests are taken in one go, and nobody else is served meanwhile."""
 
 Write = Callable[[pb.ExportEvent], Awaitable[None]]
 
@@ -32,6 +34,16 @@ Write = Callable[[pb.ExportEvent], Awaitable[None]]
 def digest_of(block: memoryview) -> bytes:
     """XXH3-128 of a slot's bytes. It finds damage and what was overwritten, not malice: hosts trust each other."""
     return xxhash.xxh3_128_digest(block)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One export."""
+
+    key: Key
+    change: asyncio.Event = field(default_factory=asyncio.Event)
+    """An operation may have completed blocks, or ended the hold."""
+    adopted: Hold | None = None
 
 
 class Exports:
@@ -50,17 +62,19 @@ class Exports:
         self._memory = memory
         self._clock = clock
         self._offer = offer
-        self._changes: dict[tuple[str, int], asyncio.Event] = {}
+        self._readings: dict[tuple[str, int], _Reading] = {}
+        """By request and attempt."""
+        self._most_blocks = max(1, _DIGESTED_BYTES // layout.slot_bytes)
 
     def note(self, operations: Iterable[pb.Operation]) -> None:
         """What has been carried out: it may have completed blocks, or ended a hold."""
-        if not self._changes:
+        if not self._readings:
             return
         for operation in operations:
             if (name := operation.WhichOneof("op")) in ("seal", "fill", "release"):
                 key = getattr(operation, name).key
-                if change := self._changes.get((key.request_id, key.attempt)):
-                    change.set()
+                if reading := self._readings.get((key.request_id, key.attempt)):
+                    reading.change.set()
 
     async def run(self, key: Key, cached_tokens: int, write: Write) -> None:
         """Names blocks until the reader ends the call, which cancels this.
@@ -74,38 +88,56 @@ class Exports:
         """
         if cached_tokens % self._layout.alignment:
             raise InvalidRequestError(f"cached_tokens must be a multiple of {self._layout.alignment}")
-        if key[:2] in self._changes:
+        if key[:2] in self._readings:
             raise InvalidRequestError(f"hold {key} is being exported already")
         cursor = _Cursor(self._layout.groups, cached_tokens)
-        change = self._changes[key[:2]] = asyncio.Event()
+        reading = self._readings[key[:2]] = _Reading(key)
+        keeper = asyncio.create_task(self._keep(reading), name="export lease")
         try:
             await write(pb.ExportEvent(offer=self._offer))
-            while (hold := self._ledger.find(key, self._clock())).state is not State.FILLED:
-                if hold.state is not State.FILLING:
-                    raise InvalidRequestError(f"hold {hold.key} is {hold.state.value}; nobody computes a prompt in it")
-                change.clear()
+            while (adopted := self._take_over(reading)) is None:
+                reading.change.clear()
+                hold = self._ledger.find(key, self._clock())
                 await self._name(hold, cursor.sealed(hold, self._ledger.hash_of), write)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ALIVE_SECONDS):
-                        await change.wait()
-            hold = self._ledger.adopt(TRANSFER, hold.key, self._clock())
-            try:
-                await self._name(hold, cursor.rest(hold, self._ledger.hash_of), write, last=True)
-                while True:
-                    await asyncio.sleep(ALIVE_SECONDS)
-                    self._ledger.renew(TRANSFER, hold.key, self._clock())
-                    await write(pb.ExportEvent(exported=pb.Exported()))
-            finally:
-                with contextlib.suppress(PacelineError):
-                    self._ledger.release(TRANSFER, hold.key, self._clock())
+                        await reading.change.wait()
+            await self._name(adopted, cursor.rest(adopted, self._ledger.hash_of), write, last=True)
+            while True:
+                await asyncio.sleep(ALIVE_SECONDS)
+                self._take_over(reading)
+                await write(pb.ExportEvent(exported=pb.Exported()))
         finally:
-            del self._changes[key[:2]]
+            await end_tasks(keeper)
+            del self._readings[key[:2]]
+            if reading.adopted is not None:
+                with contextlib.suppress(PacelineError):
+                    self._ledger.release(TRANSFER, reading.adopted.key, self._clock())
+
+    def _take_over(self, reading: _Reading) -> Hold | None:
+        """Adopts the hold once it is filled, and renews its lease from then on. Raises what `run` does."""
+        now = self._clock()
+        if reading.adopted is not None:
+            return self._ledger.renew(TRANSFER, reading.adopted.key, now)
+        hold = self._ledger.find(reading.key, now)
+        if hold.state is State.FILLED:
+            reading.adopted = self._ledger.adopt(TRANSFER, hold.key, now)
+        elif hold.state is not State.FILLING:
+            raise InvalidRequestError(f"hold {hold.key} is {hold.state.value}; nobody computes a prompt in it")
+        return reading.adopted
+
+    async def _keep(self, reading: _Reading) -> None:
+        """Nobody else renews a filled hold, and a slow reader keeps `run` waiting for longer than a lease."""
+        with contextlib.suppress(PacelineError):  # which `run` meets, too
+            while True:
+                await asyncio.sleep(ALIVE_SECONDS)
+                self._take_over(reading)
 
     async def _name(self, hold: Hold, blocks: Iterator[pb.ExportedBlock], write: Write, last: bool = False) -> None:
         """Writes these blocks with their digests; without any too, to say that all is well."""
         found = list(blocks)
         while True:
-            part, found = found[:_BLOCKS], found[_BLOCKS:]
+            part, found = found[: self._most_blocks], found[self._most_blocks :]
             # In between others may have ended the hold, and its slots may be somebody else's.
             self._ledger.find(hold.key, self._clock())
             for block in part:

@@ -43,6 +43,7 @@ class Totals:
     transfers: Counter[str] = field(default_factory=Counter)
     """By path; without one, those that had no block to move."""
     failures: int = 0
+    """Without those that were cancelled."""
     bytes: int = 0
     read_seconds: float = 0.0
     exposed_seconds: float = 0.0
@@ -102,8 +103,8 @@ class Fetches:
         except BaseException as error:
             with contextlib.suppress(PacelineError):
                 self._ledger.release(TRANSFER, hold.key, self._clock())
-            self.totals.failures += 1
             if isinstance(error, PacelineError):
+                self.totals.failures += 1
                 raise TransferError(f"{key} could not be brought over from {source}: {error}") from error
             raise
         self._count(reply)

@@ -112,6 +112,8 @@ class GrpcTransport:
         for slot in request.slots:
             block = self._memory.slot(slot)
             for first in range(0, len(block), _PIECE_BYTES):
+                if self._closed:
+                    raise UnavailableError("this transport was closed")
                 await write(pb.ReadReply(data=bytes(block[first : first + _PIECE_BYTES])))
 
     async def close(self) -> None:

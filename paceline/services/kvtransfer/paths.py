@@ -21,7 +21,7 @@ class Paths:
     """Reads blocks of other hosts by the best transport that works.
 
     Args:
-        transports: best first. The last one is tried even if it has failed lately.
+        transports: best first. One that failed is left out for a while, but for the last.
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
@@ -46,15 +46,26 @@ class Paths:
         self._shut = {place: until for place, until in self._shut.items() if until > now}
         offered = [transport for transport in self._transports if transport.name in offer.transports]
         usable = [each for each in offered if (offer.host_id, each.name) not in self._shut]
-        failures = []
-        for transport in usable or offered[-1:]:
+        # The last one is what is left where all have failed lately, and where those that have not fail now.
+        order = usable + [each for each in offered[-1:] if each not in usable]
+        failures: list[str] = []
+        damaging: list[Transport] = []
+        for transport in order:
             try:
                 await transport.read(Source(offer.host_id, address, offer.transports[transport.name]), slots)
-                if not (count := damaged()):
-                    return transport.name
-                failures.append(f"{count} of {len(slots)} blocks differ from their digests")
             except UnavailableError as error:
                 failures.append(str(error))
-            self._shut[offer.host_id, transport.name] = time.monotonic() + random.uniform(*RETRY_SECONDS)
-            log.warning("blocks of host %s cannot be read over %s: %s", offer.host_id, transport.name, failures[-1])
+                self._avoid(offer.host_id, transport, failures[-1])
+                continue
+            if not (count := damaged()):
+                for other in damaging:
+                    self._avoid(offer.host_id, other, "other bytes came than by the next path")
+                return transport.name
+            # Where no path brings what was named, the blocks are others' by now, and the path is not to blame.
+            failures.append(f"{count} of {len(slots)} blocks differ from their digests")
+            damaging.append(transport)
         raise UnavailableError("; ".join(failures) or "it offers no path that is known here")
+
+    def _avoid(self, host_id: str, transport: Transport, reason: str) -> None:
+        self._shut[host_id, transport.name] = time.monotonic() + random.uniform(*RETRY_SECONDS)
+        log.warning("blocks of host %s cannot be read over %s: %s", host_id, transport.name, reason)

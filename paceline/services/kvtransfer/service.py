@@ -184,7 +184,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             session = secrets.randbits(63) | 1
             try:
                 await self._reconciled(session, request)
-                memory = self._join(session, request)
+                memory = await self._join(session, request)
                 yield pb.AttachEvent(
                     session=session,
                     host_id=self._host_id,
@@ -278,7 +278,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         if request.arena_path and session not in self._sessions:
             raise StaleError(f"worker {request.worker_id} comes back too late, or its arena could not be kept")
 
-    def _join(self, session: int, request: pb.AttachRequest) -> HostMemory:
+    async def _join(self, session: int, request: pb.AttachRequest) -> HostMemory:
         if self._closing.is_set():
             raise UnavailableError("the kvtransfer service is stopping")
         if not 0 < len(request.worker_id) <= _MAX_NAME:
@@ -288,11 +288,11 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         if len(self._sessions) >= _MAX_SESSIONS:
             raise BusyError(f"{_MAX_SESSIONS} workers have a session; no host runs so many")
         layout = layout_from_pb(request.layout)
-        memory = self._memory
-        if memory is not None and memory.layout != layout and not self._sessions:
+        if self._memory is not None and self._memory.layout != layout and not self._sessions:
             # What still drains is of sessions that are gone: such a worker writes to a file that is nobody's any more.
             self._unshape()
-            memory = None
+            await asyncio.gather(*self._leaving)
+        memory = self._memory
         if memory is None:
             memory = self._shape(layout, request.context_tokens)
         elif memory.layout != layout:
@@ -342,7 +342,11 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         if rest or (not self._enough_tokens and slots != self._most_slots(layout)):
             raise ConfigError(f"it has {arena.size} bytes, and is to have {self._kv_memory_bytes}")
         memory = self._make_memory(layout, arena)
-        memory.ledger.restore(list(reconciliation.claims()), self._clock())
+        try:
+            memory.ledger.restore(list(reconciliation.claims()), self._clock())
+        except PacelineError:
+            self._leave_behind(memory)
+            raise
         return memory
 
     def _most_slots(self, layout: KVLayout) -> int:
@@ -357,8 +361,14 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "
                 f"{self._kv_memory_bytes}; raise --kv-memory"
             )
+        # A predecessor under another name, or one whose workers had not gone yet when this service started.
+        remove_stale_arenas(self._arena_dir)
         arena = Arena(self._arena_dir, slots * layout.slot_bytes, self._host_id)
-        self._memory = self._make_memory(layout, arena)
+        try:
+            self._memory = self._make_memory(layout, arena)
+        except BaseException:
+            arena.close()
+            raise
         log.info("arena %s: %d blocks of %d bytes", arena.path, slots, layout.slot_bytes)
         return self._memory
 
@@ -369,10 +379,13 @@ class KVTransferService(pb_grpc.KVTransferServicer):
 
     def _unshape(self) -> None:
         if self._memory is not None:
-            leaving = asyncio.create_task(self._memory.close())
-            self._leaving.add(leaving)
-            leaving.add_done_callback(self._leaving.discard)
+            self._leave_behind(self._memory)
             self._memory = None
+
+    def _leave_behind(self, memory: HostMemory) -> None:
+        leaving = asyncio.create_task(memory.close())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
 
     # ---- keeping the ledger
 

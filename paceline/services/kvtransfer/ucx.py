@@ -93,6 +93,9 @@ class UcxTransport:
             else:
                 connection.close()
             raise UnavailableError(str(error) or "the read was given up") from None
+        except BaseException:
+            connection.close()
+            raise
         self._idle.put(place, connection)
 
 

@@ -52,7 +52,10 @@ class UcxConnection:
 
     def stands(self) -> bool:
         """Whether the source has not closed it meanwhile, as far as can be told from here."""
-        self._worker.progress()
+        try:
+            self._worker.progress()
+        except self._worker.error:
+            return False
         return bool(self._endpoints[0].alive)
 
     def read(

@@ -62,7 +62,10 @@ class UcxWorker:
     def listen(self, arrived: Callable[[int], object]) -> int:
         """Accepts connections at the port that is returned, on all of the machine's addresses: the library knows no
         other way. `arrived` is called in `progress`, with what `accept` takes."""
-        self._listener = self._api.UCXListener.create(self._worker, 0, arrived)
+        try:
+            self._listener = self._api.UCXListener.create(self._worker, 0, arrived)
+        except self.error as error:
+            raise ConfigError(f"UCX does not listen: {error}") from error
         return int(self._listener.port)
 
     def accept(self, arrival: int) -> Handle:

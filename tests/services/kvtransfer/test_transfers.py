@@ -20,11 +20,13 @@ from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.proto.common_pb2 import Key
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.rpc import RpcServer
-from paceline.services.kvtransfer import fetches
+from paceline.services.common.tasks import end_tasks
+from paceline.services.kvtransfer import exports, fetches
 from paceline.services.kvtransfer.fast_transports import fast_transports
+from paceline.services.kvtransfer.operations import key_of
 from paceline.services.kvtransfer.transport import ArenaMemory, Source
 from tests.services.kvtransfer.kv_host import SLOT, Host, Worker, key, layout, release, reserve
-from tests.services.kvtransfer.kv_toolkit import chain
+from tests.services.kvtransfer.kv_toolkit import LEASE, chain
 from tests.services.kvtransfer.transports import arena, missing
 
 CONTEXT = "abcdef"
@@ -111,6 +113,39 @@ async def pair(
             hosts.append(host)
         workers = [await host.attach(shape=shape) for host in hosts]
         yield Pair(hosts[0], hosts[1], workers[0], workers[1])
+
+
+class Strange:
+    """A transport that is of no use."""
+
+    def __init__(self, memory: ArenaMemory, name: str, broken: bool = False) -> None:
+        self.name = name
+        self.reads = 0
+        self._memory = memory
+        self._broken = broken
+
+    def offer(self) -> bytes:
+        return b""
+
+    async def read(self, source: Source, slots: Sequence[tuple[int, int]]) -> None:
+        self.reads += 1
+        if self._broken:
+            raise UnavailableError("it is broken")
+        for _, here in slots:
+            self._memory.slot(here)[:] = b"?" * SLOT
+
+    async def close(self) -> None:
+        pass
+
+
+def offering(host: Host, *names: str) -> None:
+    """The source says that it can be read by these transports alone."""
+    memory = host.service._memory
+    assert memory is not None
+    kept = memory.exports._offer.transports.get("grpc", b"")
+    memory.exports._offer.transports.clear()
+    for name in names:
+        memory.exports._offer.transports[name] = kept if name == "grpc" else b""
 
 
 async def failure(call: grpc.aio.UnaryUnaryCall) -> grpc.aio.AioRpcError:
@@ -218,6 +253,38 @@ async def test_of_a_window_only_what_is_still_seen_is_brought(tmp_path: Path) ->
         await two.end(reserved.key)
 
 
+async def test_a_reader_that_is_slower_than_a_lease_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exports, "ALIVE_SECONDS", 0.02)
+    go_on = asyncio.Event()
+    written: list[pb.ExportEvent] = []
+
+    async def write(event: pb.ExportEvent) -> None:
+        if event.HasField("exported"):
+            await go_on.wait()
+        written.append(event)
+
+    async with pair(tmp_path) as two:
+        reserved, opened = await two.begin()
+        memory = two.source.service._memory
+        assert memory is not None
+        run = asyncio.create_task(memory.exports.run(key_of(opened.key), 0, write))
+        await two.compute(opened, 0, 7)
+        await two.fill(opened)  # from now on its worker does not renew
+        for _ in range(4):
+            await two.source.until(lambda reply: any(hold.state == "active" for hold in reply.holds))
+            await asyncio.sleep(0.1)
+            two.source.now += LEASE / 2
+        go_on.set()
+        async with asyncio.timeout(10):
+            while not written[-1].exported.HasField("filled_tokens"):
+                await asyncio.sleep(0.01)
+        assert sum(len(event.exported.blocks) for event in written) == 7
+        await end_tasks(run)
+        await two.end(reserved.key)
+
+
 async def test_a_cancelled_transfer_gives_everything_back(tmp_path: Path) -> None:
     async with pair(tmp_path) as two:
         reserved, opened = await two.begin()
@@ -226,6 +293,7 @@ async def test_a_cancelled_transfer_gives_everything_back(tmp_path: Path) -> Non
         await two.destination.until(lambda reply: any(hold.writer == "kvtransfer" for hold in reply.holds))
         call.cancel()
         await two.end(reserved.key, opened.key)
+        assert two.destination.service.snapshot().transfers["transfer_failures"] == 0
 
 
 async def test_blocks_of_a_dead_decode_worker_stay_until_nothing_writes_to_them(tmp_path: Path) -> None:
@@ -275,39 +343,6 @@ async def test_the_service_of_a_source_that_is_gone_is_a_failed_transfer(tmp_pat
         assert (await failure(two.fetch(reserved, opened))).code() is grpc.StatusCode.ABORTED  # the hold has ended
         await two.decode.do(release(reserved.key))
         await two.destination.until(lambda reply: not (reply.held or reply.in_flight or reply.holds))
-
-
-class Strange:
-    """A transport that is of no use."""
-
-    def __init__(self, memory: ArenaMemory, name: str, broken: bool = False) -> None:
-        self.name = name
-        self.reads = 0
-        self._memory = memory
-        self._broken = broken
-
-    def offer(self) -> bytes:
-        return b""
-
-    async def read(self, source: Source, slots: Sequence[tuple[int, int]]) -> None:
-        self.reads += 1
-        if self._broken:
-            raise UnavailableError("it is broken")
-        for _, here in slots:
-            self._memory.slot(here)[:] = b"?" * SLOT
-
-    async def close(self) -> None:
-        pass
-
-
-def offering(host: Host, *names: str) -> None:
-    """The source says that it can be read by these transports alone."""
-    memory = host.service._memory
-    assert memory is not None
-    kept = memory.exports._offer.transports.get("grpc", b"")
-    memory.exports._offer.transports.clear()
-    for name in names:
-        memory.exports._offer.transports[name] = kept if name == "grpc" else b""
 
 
 @pytest.mark.parametrize("fallback", [True, False])
