@@ -19,7 +19,7 @@ MAX_TOKENS = 64
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "adaptive": false}'
 
 ALL = slice(None)
-SOME = slice(0, None, 3)
+SOME = slice(0, None, 6)
 
 # requests at a time, which prompts, options
 STACKS: dict[str, tuple[int, slice, tuple[str, ...]]] = {
