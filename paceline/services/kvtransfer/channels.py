@@ -13,6 +13,7 @@ from paceline.services.common.rpc import open_channel
 from paceline.services.common.secret import Secret
 
 IDLE_SECONDS = 60.0
+MOST_IDLE = 16
 
 
 @dataclass(slots=True)
@@ -24,7 +25,8 @@ class _Connection:
 
 
 class Channels:
-    """Made when they are first wanted; `sweep` closes those that nobody has used for long.
+    """Made when they are first wanted; `sweep` closes those that nobody has used for long, and all idle ones but the
+    newest.
 
     Args:
         secret: that of the cluster.
@@ -47,11 +49,14 @@ class Channels:
             connection.used_at = time.monotonic()
 
     async def sweep(self) -> None:
-        now = time.monotonic()
-        for address, connection in list(self._connections.items()):
-            if not connection.users and now - connection.used_at > IDLE_SECONDS:
-                del self._connections[address]
-                await connection.channel.close(None)
+        idle = [(one.used_at, address) for address, one in self._connections.items() if not one.users]
+        idle.sort(reverse=True)
+        for place, (used_at, address) in enumerate(idle):
+            if place >= MOST_IDLE or time.monotonic() - used_at > IDLE_SECONDS:
+                connection = self._connections[address]
+                if not connection.users:  # somebody may have come while another one was closed
+                    del self._connections[address]
+                    await connection.channel.close(None)
 
     async def close(self) -> None:
         for connection in self._connections.values():

@@ -78,7 +78,10 @@ async def test_over_a_link_that_loses_blocks_nothing_more_is_moved(start_stack: 
         answer = (await stack.post("/v1/completions", prompt="x", max_tokens=30, seed=0)).json()
         assert answer["choices"][0]["text"] == TEXT[:30]
     # The worker that could not fetch is not to blame: it goes on with the prompt itself, and so does the next request.
-    assert [call.commands for call in decode.calls] == [["fetch"], ["prefill_here"], ["prefill_here"]]
+    commands = [call.commands for call in decode.calls]
+    assert commands[-2:] == [["prefill_here"], ["prefill_here"]]
+    # Where a command meets the end of its call, gRPC may say "internal error" instead of why: then it is tried again.
+    assert commands[:-2] in ([["fetch"]], [["fetch"], ["fetch"]])
 
 
 async def _is_known(stack: Stack, count: int) -> bool:
