@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -43,7 +45,7 @@ STEPS = [
 
 
 def recorder() -> Callable[[Callable[[], Tensor]], Recording]:
-    return CudaRecorder if DEVICE.type == "cuda" else lambda: CalledAgain
+    return CudaRecorder() if DEVICE.type == "cuda" else CalledAgain
 
 
 class World:
@@ -86,7 +88,7 @@ def ints(numbers: list[int]) -> Tensor:
 
 def test_a_step_that_is_filled_up_has_the_bits_of_the_step() -> None:
     world = World()
-    graphs = Graphs(world.model.forward, recorder())
+    graphs = Graphs(world.model.forward, recorder)
     held = torch.zeros(SLOTS, world.elements, device=DEVICE)
     caches = layer_caches(world.layout, held.view(-1))
     for seed, lengths in enumerate(STEPS):
@@ -101,7 +103,7 @@ def test_a_step_that_is_filled_up_has_the_bits_of_the_step() -> None:
 
 def test_results_outlive_the_next_step() -> None:
     world = World()
-    graphs = Graphs(world.model.forward, recorder())
+    graphs = Graphs(world.model.forward, recorder)
     held = torch.zeros(SLOTS, world.elements, device=DEVICE)
     caches = layer_caches(world.layout, held.view(-1))
     results = []
@@ -111,6 +113,18 @@ def test_results_outlive_the_next_step() -> None:
         results.append((graphs(ids, positions, caches, batch), world.model.forward(ids, positions, caches, batch)))
     assert all(torch.equal(*pair) for pair in results)
     assert not torch.equal(results[0][0], results[1][0])
+
+
+def test_a_recording_keeps_what_its_replays_read() -> None:
+    world = World()
+    plans = [{"a plan": torch.zeros(1)}]
+    graphs = Graphs(world.model.forward, recorder, lambda: plans[0])
+    ids, positions, batch, pool = world.make([(1, 9)], 1)
+    graphs(ids, positions, layer_caches(world.layout, pool.view(-1)), batch)
+    read = weakref.ref(plans[0]["a plan"])
+    plans[0] = {}  # as the next batch does
+    gc.collect()
+    assert read() is not None
 
 
 def test_sizes_layers_and_caches_have_recordings_of_their_own() -> None:
