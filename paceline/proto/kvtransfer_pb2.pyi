@@ -706,15 +706,12 @@ class FetchReply(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     READ_MS_FIELD_NUMBER: _builtins.int
-    EXPOSED_MS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     bytes: _builtins.int
     path: _builtins.str
     """The transport."""
     read_ms: _builtins.int
     """Spent on reading and verifying."""
-    exposed_ms: _builtins.int
-    """Of these, after the source had said that the context is computed."""
     @_builtins.property
     def key(self) -> _common_pb2.Key:
         """To adopt the hold with."""
@@ -727,11 +724,10 @@ class FetchReply(_message.Message):
         bytes: _builtins.int = ...,
         path: _builtins.str = ...,
         read_ms: _builtins.int = ...,
-        exposed_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "exposed_ms", b"exposed_ms", "key", b"key", "path", b"path", "read_ms", b"read_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "key", b"key", "path", b"path", "read_ms", b"read_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -217,13 +217,7 @@ class KVClient:
             raise unmapped_error(error, f"kvtransfer at {self._address}") from error
         finally:
             call.cancel()
-        log.info(
-            "%d blocks came over %s, %d ms after the last token",
-            reply.blocks,
-            reply.path,
-            reply.exposed_ms,
-            extra={"request_id": key.request_id},
-        )
+        log.info("%d blocks came over %s", reply.blocks, reply.path, extra={"request_id": key.request_id})
         return Fetched(key_from_pb(reply.key), reply.bytes, reply.path)
 
     def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | PacelineError], None]) -> None:

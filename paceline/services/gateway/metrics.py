@@ -175,7 +175,6 @@ class _FleetCollector(Collector):
                 ("failures", "Transfers between hosts that failed"),
                 ("bytes", "Bytes of KV blocks that came from other hosts"),
                 ("read_seconds", "Time in which blocks were read from other hosts"),
-                ("exposed_seconds", "Of this, when the prompt had been computed already"),
             )
         }
         for member in (worker.member for worker in self._workers() if worker.member.role == "kvtransfer"):

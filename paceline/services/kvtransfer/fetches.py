@@ -46,8 +46,7 @@ class Totals:
     """Without those that were cancelled."""
     bytes: int = 0
     read_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    """Of these, from the news that the context is computed until its last block was here."""
+    """Spent on reading and verifying; most of it while the prompt was being computed."""
 
     def stats(self) -> dict[str, float]:
         """For the report to Redis."""
@@ -55,7 +54,6 @@ class Totals:
             "transfer_failures": self.failures,
             "transfer_bytes": self.bytes,
             "transfer_read_seconds": self.read_seconds,
-            "transfer_exposed_seconds": self.exposed_seconds,
             **{f"transfers_{path or 'empty'}": count for path, count in self.transfers.items()},
         }
 
@@ -115,7 +113,6 @@ class Fetches:
         totals.transfers[reply.path] += 1
         totals.bytes += reply.bytes
         totals.read_seconds += reply.read_ms / 1000
-        totals.exposed_seconds += reply.exposed_ms / 1000
 
     async def _bring(
         self, hold: Hold, stub: pb_grpc.KVTransferAsyncStub, source: str, source_key: Key
@@ -127,6 +124,7 @@ class Fetches:
         call = stub.Export(request)
         arrivals = _Arrivals(self._layout.groups, hold)
         reply = pb.FetchReply(key=key_to_pb(hold.key))
+        read_seconds = 0.0
         try:
             offer = (await _next(call, "offer")).offer
             while True:
@@ -135,14 +133,13 @@ class Fetches:
                 if exported.blocks:
                     reply.path = await self._read(offer, source, exported.blocks, arrivals)
                     self._seal(hold.key, exported.blocks)
-                elapsed = round((time.monotonic() - named) * 1000)
+                read_seconds += time.monotonic() - named
                 reply.blocks += len(exported.blocks)
-                reply.read_ms += elapsed
                 if exported.HasField("filled_tokens"):
                     arrivals.check_all(exported.filled_tokens)
                     self._ledger.fill(TRANSFER, hold.key, exported.filled_tokens, self._clock())
-                    reply.exposed_ms = elapsed
                     reply.bytes = reply.blocks * self._layout.slot_bytes
+                    reply.read_ms = round(read_seconds * 1000)
                     return reply
         except grpc.aio.AioRpcError as error:
             raise unmapped_error(error, f"kvtransfer at {source}") from error
