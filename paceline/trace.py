@@ -115,7 +115,7 @@ def _prefill(prefill: Json) -> Iterator[Line]:
 def _handoff(handoff: Json) -> Iterator[Line]:
     yield handoff["filled_ms"], "filled", ""
     if handoff["adopted_ms"] is None:
-        yield handoff["told_ms"], "handoff", "not known to be over"
+        yield handoff["told_ms"] or handoff["filled_ms"], "handoff", "not known to be over"
         return
     moved = f"{_count(handoff['blocks'], 'block')}, {handoff['bytes_moved']} bytes moved, path: {handoff['path']}"
     yield handoff["adopted_ms"], "handoff", f"{moved}; {handoff['ms']:.1f} ms"

@@ -18,7 +18,6 @@ from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.kv_layout import NO_SLOT, KVGroup, KVLayout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.transport import ArenaMemory
@@ -108,7 +107,8 @@ class Exports:
                 self._take_over(reading)
                 await write(pb.ExportEvent(exported=pb.Exported()))
         finally:
-            await end_tasks(keeper)
+            # Nothing is awaited here: a second cancellation would leave the rest undone.
+            keeper.cancel()
             del self._readings[key[:2]]
             if reading.adopted is not None:
                 with contextlib.suppress(PacelineError):
