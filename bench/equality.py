@@ -25,6 +25,7 @@ from bench.load import table
 from bench.mixed import Outcome, answers, requests
 from bench.systems import System, ending_on_sigterm, running
 from paceline.core.env import default_cache_dir
+from paceline.models.assets import resolve_model
 
 
 def ways(draft_folder: Path, layers: int) -> dict[str, tuple[str, ...]]:
@@ -78,14 +79,14 @@ def stack(model: str, *options: str) -> System:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.equality", description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="bundled name, whose converted folder is in the cache, or a folder")
+    parser.add_argument("model", help="bundled name, Hugging Face folder or GGUF file")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--concurrency", type=int, action="append", help="default: 1 and 8")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     ending_on_sigterm()
-    folder = Path(args.model) if Path(args.model).is_dir() else default_cache_dir() / args.model
+    folder = resolve_model(args.model, default_cache_dir(), lambda text: print(text, file=sys.stderr))
     config = json.loads((folder / "config.json").read_text())
     third = max(1, config["num_hidden_layers"] // 3)
     asked = requests(args.requests, args.seed, config["vocab_size"])
