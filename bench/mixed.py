@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 REQUEST_SECONDS = 600.0
+MOST_TRIES = 30
 
 _OPENINGS = (
     "Once upon a time there was a dragon who",
@@ -111,15 +112,27 @@ def _prompt(rng: random.Random) -> str:
 
 
 async def answers(url: str, model: str, asked: Sequence[Request], concurrency: int) -> list[Outcome]:
-    """The outcomes of all requests, so many at a time. Raises httpx.HTTPStatusError where one is refused."""
+    """The outcomes of all requests, so many at a time. Raises httpx.HTTPStatusError where one is refused for good."""
     places = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, trust_env=False) as client:
 
         async def one(request: Request) -> Outcome:
             async with places:
-                return await _answer(client, {"model": model, **request.body}, request.leaves_after)
+                return await _patiently(client, {"model": model, **request.body}, request.leaves_after)
 
         return list(await asyncio.gather(*(one(request) for request in asked)))
+
+
+async def _patiently(client: httpx.AsyncClient, body: dict[str, Any], leaves_after: int | None) -> Outcome:
+    """Asks again where the server says that it has no worker for the moment."""
+    for _ in range(MOST_TRIES - 1):
+        try:
+            return await _answer(client, body, leaves_after)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                raise
+            await asyncio.sleep(float(error.response.headers["Retry-After"]))
+    return await _answer(client, body, leaves_after)
 
 
 async def _answer(client: httpx.AsyncClient, body: dict[str, Any], leaves_after: int | None) -> Outcome:
