@@ -74,7 +74,7 @@ class WorkerProcess:
         self._kv = kv
         self._host_id = host_id
         self._epoch = time.time_ns()
-        self._server = RpcServer(config.host, config.port, config.worker_id, secret)
+        self._server = RpcServer(config.host, config.port, secret, config.worker_id)
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
         self._undo = contextlib.AsyncExitStack()
 

@@ -20,6 +20,7 @@ from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.proto.common_pb2 import Key
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.rpc import RpcServer
+from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer import exports, fetches
 from paceline.services.kvtransfer.fast_transports import fast_transports
@@ -140,7 +141,7 @@ class Strange:
 
 def offering(host: Host, *names: str) -> None:
     """The source says that it can be read by these transports alone."""
-    memory = host.service._memory
+    memory = host.service.sessions.memory
     assert memory is not None
     kept = memory.exports._offer.transports.get("grpc", b"")
     memory.exports._offer.transports.clear()
@@ -267,7 +268,7 @@ async def test_a_reader_that_is_slower_than_a_lease_loses_nothing(
 
     async with pair(tmp_path) as two:
         reserved, opened = await two.begin()
-        memory = two.source.service._memory
+        memory = two.source.service.sessions.memory
         assert memory is not None
         run = asyncio.create_task(memory.exports.run(key_of(opened.key), 0, write))
         await two.compute(opened, 0, 7)
@@ -456,7 +457,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 async def test_nonsense_of_a_source_fails_the_transfer_alone(tmp_path: Path, lie: list[pb.ExportEvent]) -> None:
-    server = RpcServer("127.0.0.1", 0)
+    server = RpcServer("127.0.0.1", 0, Secret())
     pb_grpc.add_KVTransferServicer_to_server(Liar(lie), server.server)
     address = f"127.0.0.1:{await server.start()}"
     try:
@@ -471,7 +472,7 @@ async def test_nonsense_of_a_source_fails_the_transfer_alone(tmp_path: Path, lie
 
 async def test_a_silent_source_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "SILENCE_SECONDS", 0.2)
-    server = RpcServer("127.0.0.1", 0)
+    server = RpcServer("127.0.0.1", 0, Secret())
     pb_grpc.add_KVTransferServicer_to_server(Liar([OFFER, exported((0, 0))], then_silent=True), server.server)
     address = f"127.0.0.1:{await server.start()}"
     try:
@@ -505,7 +506,7 @@ async def test_a_path_that_failed_is_left_out_for_a_while_and_tried_again(tmp_pa
         await transfer(two, "first")
         await transfer(two, "second")
         assert made[0].reads == 1
-        memory = two.destination.service._memory
+        memory = two.destination.service.sessions.memory
         assert memory is not None
         shut = memory.fetches._paths._shut
         assert list(shut) == [("source", "broken")]
