@@ -27,7 +27,8 @@ from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.models.config import read_config
 from paceline.services.common.arena_map import map_arena
-from paceline.services.common.kv_client import Arena, KVClient
+from paceline.services.common.kv_client import KVClient
+from paceline.services.common.kv_session import Arena
 from paceline.services.common.lifecycle import (
     announce_ready,
     reachable_address,

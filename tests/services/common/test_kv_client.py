@@ -17,7 +17,7 @@ from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common import kv_client
+from paceline.services.common import kv_client, kv_session
 from paceline.services.common.kv_client import KVClient
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES, RpcServer
 from paceline.services.common.secret import Secret
@@ -223,7 +223,7 @@ async def test_a_worker_learns_that_a_lease_ended_and_frees_the_blocks_when_it_i
     def lines() -> set[tuple[str, str]]:
         return {(each.name, each.__dict__["request_id"]) for each in caplog.records if "lease" in each.message}
 
-    await host.until(lambda: lines() == {(kv_client.__name__, "r"), (keeper.__name__, "r")})
+    await host.until(lambda: lines() == {(kv_session.__name__, "r"), (keeper.__name__, "r")})
 
 
 async def test_renewals_keep_a_hold(host: Host) -> None:
@@ -291,7 +291,7 @@ async def test_closing_ends_what_has_no_answer_yet(host: Host, monkeypatch: pyte
     host.service.pause = 3
     waiting = asyncio.create_task(host.decode.reserve(KEY, [], 64, 0))
     await host.until(lambda: bool(holds(host)))
-    monkeypatch.setattr(kv_client, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(kv_session, "CALL_SECONDS", 0.1)
     async with asyncio.timeout(10):
         await host.decode.close()
         with pytest.raises(UnavailableError, match="no session"):
