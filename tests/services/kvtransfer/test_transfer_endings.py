@@ -47,6 +47,7 @@ async def test_the_death_of_the_prefill_worker_ends_the_transfer(tmp_path: Path)
         error = await failure(call)
         assert error.code() is grpc.StatusCode.DATA_LOSS
         assert two.source.address in str(error.details())
+        assert two.destination.service.snapshot().transfers["transfer_failures"] == 1
         two.source.now += 10
         await two.end(reserved.key)
 
@@ -119,4 +120,17 @@ async def test_a_source_tells_nobody_of_what_is_not_theirs(tmp_path: Path) -> No
                 await refused(request)
             assert caught.value.code() is code
         first.cancel()
+
+        async def another() -> bool:
+            call = stub.Export(export(opened.key))
+            try:
+                return bool((await call.read()).HasField("offer"))
+            except grpc.aio.AioRpcError:
+                return False
+            finally:
+                call.cancel()
+
+        async with asyncio.timeout(10):
+            while not await another():
+                await asyncio.sleep(0.01)
         await two.end(reserved.key, opened.key)

@@ -20,6 +20,12 @@ from tests.services.kvtransfer.kv_host import SLOT, key, reserve
 from tests.services.kvtransfer.kv_pair import TOKENS, Pair, Strange, failure, offering, pair
 
 
+def shut_paths(two: Pair) -> list[tuple[str, str]]:
+    memory = two.destination.service.sessions.memory
+    assert memory is not None
+    return list(memory.fetches._paths._shut)
+
+
 @pytest.mark.parametrize("fallback", [True, False])
 async def test_damaged_blocks_are_never_handed_over(tmp_path: Path, fallback: bool) -> None:
     def transports(memory: ArenaMemory) -> list[Strange]:
@@ -34,10 +40,12 @@ async def test_damaged_blocks_are_never_handed_over(tmp_path: Path, fallback: bo
         if fallback:
             assert (await call).path == "grpc"
             two.check(reserved, 0, 7)
+            assert shut_paths(two) == [("source", "damaging")]
             await two.end(reserved.key)
         else:
             assert (await failure(call)).code() is grpc.StatusCode.DATA_LOSS
             assert (await two.destination.ledger()).cached == 0
+            assert not shut_paths(two)  # the blocks may have been others' by then
             await two.end(reserved.key)
 
 
@@ -133,10 +141,10 @@ async def test_a_path_that_failed_is_left_out_for_a_while_and_tried_again(tmp_pa
         await transfer(two, "first")
         await transfer(two, "second")
         assert made[0].reads == 1
+        assert shut_paths(two) == [("source", "broken")]
         memory = two.destination.service.sessions.memory
         assert memory is not None
         shut = memory.fetches._paths._shut
-        assert list(shut) == [("source", "broken")]
         shut.update(dict.fromkeys(shut, 0.0))
         await transfer(two, "third")
         assert made[0].reads == 2

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.tasks import end_tasks
-from paceline.services.kvtransfer import exports
+from paceline.services.kvtransfer import exports, fetches
 from paceline.services.kvtransfer.fast_transports import fast_transports
 from paceline.services.kvtransfer.operations import key_of
 from tests.services.kvtransfer.kv_host import SLOT, key, layout, release, reserve
@@ -20,7 +20,10 @@ from tests.services.kvtransfer.kv_toolkit import LEASE
 from tests.services.kvtransfer.transports import arena, missing
 
 
-async def test_blocks_come_while_the_others_are_computed(tmp_path: Path) -> None:
+async def test_blocks_come_while_the_others_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # They come as soon as they are sealed, not when the source would say that it lives.
+    monkeypatch.setattr(exports, "ALIVE_SECONDS", 1000)
+    monkeypatch.setattr(fetches, "SILENCE_SECONDS", 1000)
     async with pair(tmp_path) as two:
         reserved, opened = await two.begin()
         call = two.fetch(reserved, opened)
@@ -147,5 +150,10 @@ async def test_a_reader_that_is_slower_than_a_lease_loses_nothing(
             while not written[-1].exported.HasField("filled_tokens"):
                 await asyncio.sleep(0.01)
         assert sum(len(event.exported.blocks) for event in written) == 7
+        async with asyncio.timeout(10):
+            while written[-1].exported.HasField(
+                "filled_tokens"
+            ):  # until the reader has read them, it says that it lives
+                await asyncio.sleep(0.01)
         await end_tasks(run)
         await two.end(reserved.key)
