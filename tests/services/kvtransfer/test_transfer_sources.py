@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -148,3 +149,6 @@ async def test_a_path_that_failed_is_left_out_for_a_while_and_tried_again(tmp_pa
         shut.update(dict.fromkeys(shut, 0.0))
         await transfer(two, "third")
         assert made[0].reads == 2
+        # Where all have failed lately the last one is what is left.
+        memory.fetches._paths._shut["source", "grpc"] = math.inf
+        await transfer(two, "fourth")
