@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 
 from bench.load import Round, Server, add_options, load
-from bench.systems import ServerError, System, ending_on_sigterm
+from bench.systems import System
 from bench.turns import add_options as add_turn_options
-from bench.turns import report, systems_of, take_turns
+from bench.turns import compare, systems_of
 from bench.workloads import WORKLOADS
 
 
@@ -30,13 +29,7 @@ def main() -> int:
         async with Server(system.url, api_key=args.api_key) as server:
             return await load(server, args.workload or list(WORKLOADS), args.seed + 2 * number, args.vocab)
 
-    ending_on_sigterm()
-    try:
-        rounds = take_turns(systems, args.rounds, args.ready_seconds, lambda *turn: asyncio.run(measure(*turn)))
-    except ServerError as error:
-        print(f"bench.compare: {error}", file=sys.stderr)
-        return 1
-    return report(args, args.seed, rounds)
+    return compare(parser, args, systems, lambda *turn: asyncio.run(measure(*turn)))
 
 
 if __name__ == "__main__":

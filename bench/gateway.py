@@ -30,6 +30,7 @@ from paceline.core.model_folder import model_digest
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
+from paceline.services.common.secret import Secret
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 
 FIRST_ID, IDS = 1000, 20_000
@@ -76,7 +77,7 @@ async def stack(model: Path, step_seconds: float) -> AsyncIterator[tuple[str, ps
         redis = f"unix://{folder / 'redis.sock'}"
         await _start(undo, *redis_command(folder / "redis.sock"))
         await wait_for_redis(redis, START_SECONDS)
-        reciter, rpc = Reciter(step_seconds), RpcServer("127.0.0.1", 0, "reciter")
+        reciter, rpc = Reciter(step_seconds), RpcServer("127.0.0.1", 0, Secret(), "reciter")
         worker_pb2_grpc.add_DecodeServicer_to_server(reciter, rpc.server)
         port = await rpc.start()
         undo.push_async_callback(rpc.close, 0)

@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.load import Round
-from bench.systems import ServerError, System, ending_on_sigterm
-from bench.turns import add_options, report, systems_of, take_turns
+from bench.systems import ServerError, System
+from bench.turns import add_options, compare, systems_of
 from paceline.core.env import child_environment
 
 CLIENT_SECONDS = 1800.0
@@ -125,13 +124,7 @@ def main() -> int:
             found[name] = {"all": measure(vllm, args.tokenizer, system, workload, args.seed + number)}
         return found
 
-    ending_on_sigterm()
-    try:
-        rounds = take_turns(systems, args.rounds, args.ready_seconds, turn)
-    except ServerError as error:
-        print(f"bench.headline: {error}", file=sys.stderr)
-        return 1
-    return report(args, args.seed, rounds)
+    return compare(parser, args, systems, turn)
 
 
 if __name__ == "__main__":

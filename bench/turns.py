@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.load import Round, table
-from bench.systems import READY_SECONDS, System, running
+from bench.systems import READY_SECONDS, ServerError, System, ending_on_sigterm, running
 
 Rounds = Mapping[str, Sequence[Round]]
 """By the name of the system; all rounds have the same shape."""
@@ -40,6 +40,22 @@ def take_turns(
             with running(system, ready_seconds):
                 found[system.name].append(measure(system, number))
     return found
+
+
+def compare(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    systems: Sequence[System],
+    measure: Callable[[System, int], Round],
+) -> int:
+    """Takes the turns that the options ask for, and reports; returns 1 where a system or a request failed, else 0."""
+    ending_on_sigterm()
+    try:
+        rounds = take_turns(systems, args.rounds, args.ready_seconds, measure)
+    except ServerError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return report(args, args.seed, rounds)
 
 
 def values_of(rounds: Sequence[Round], workload: str, group: str, figure: str) -> list[float]:

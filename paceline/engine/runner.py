@@ -173,7 +173,7 @@ class ModelRunner:
             return {}
         if len(places) < len(logits):
             logits, inputs = logits[places], inputs[places]
-        _, tokens = chooser.accept(chooser.choose(logits, draws), inputs, first_rows)
+        tokens = chooser.accept(chooser.choose(logits, draws), inputs, first_rows)
         return {row: [token for token in own if token >= 0] for row, own in zip(rows, tokens.tolist())}
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class TokenChooser(Protocol):
     def choose(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         """fp32 [rows, vocab] -> int64 [rows]; one draw a row."""
 
-    def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> Tensor:
         """Strict verification: a draft is accepted as long as each so far is what was chosen.
 
         Args:
@@ -111,7 +111,7 @@ class TokenChooser(Protocol):
             first_rows: [requests + 1]: rows [first_rows[r], first_rows[r + 1]) are those of request r.
 
         Returns:
-            int32 [requests]: drafts accepted; int64 [requests, most rows]: these and the token behind them, then -1.
+            int64 [requests, most rows]: the accepted drafts and the token behind them, then -1.
         """
 
 

@@ -14,6 +14,7 @@ import redis
 
 from paceline.core.errors import RefusedError
 from paceline.services.common.rpc import is_serving, open_channel
+from paceline.services.common.secret import Secret
 from tests.fuzz.run import fuzz
 from tests.fuzz.stack import ROLES, FuzzStack, fuzz_stack
 from tests.stack.processes import Process, arenas
@@ -49,7 +50,7 @@ async def test_a_tenant_finds_its_own_blocks_alone(stack: FuzzStack) -> None:
 
 @pytest.mark.parametrize("role", ROLES[:-1])
 async def test_every_service_refuses_who_lacks_the_secret(stack: FuzzStack, role: str) -> None:
-    async with open_channel(stack.addresses[role]) as channel:
+    async with open_channel(stack.addresses[role], Secret()) as channel:
         with pytest.raises(RefusedError, match="--auth-token-file"):
             await is_serving(channel, timeout=10)
     async with open_channel(stack.addresses[role], stack.secret) as channel:

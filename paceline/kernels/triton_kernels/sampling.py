@@ -36,15 +36,14 @@ class TritonChooser:
             out[index] = choose(logits[index], [draws[place] for place in places])
         return out
 
-    def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> Tensor:
         requests = len(first_rows) - 1
         width = max((end - begin for begin, end in pairwise(first_rows)), default=0) or 1
-        accepted = torch.empty(requests, dtype=torch.int32, device=tokens.device)
         out = torch.empty(requests, width, dtype=torch.int64, device=tokens.device)
         starts = to_device(torch.tensor(first_rows, dtype=torch.int32, device="cpu"), tokens.device)
         padded = triton.next_power_of_2(width)
-        device.accept[requests,](accepted, out, tokens, drafts, starts, WIDTH=width, PADDED=padded, num_warps=1)
-        return accepted, out
+        device.accept[requests,](out, tokens, drafts, starts, WIDTH=width, PADDED=padded, num_warps=1)
+        return out
 
 
 def _way(draw: Draw, vocab_size: int) -> Callable[[Tensor, Sequence[Draw]], Tensor]:

@@ -46,9 +46,6 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-_OPEN = Secret()
-"""No secret: everybody who gets there may call."""
-
 _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -62,7 +59,7 @@ _PARAM = "paceline-param"
 """Trailing metadata beside INVALID_ARGUMENT: the field at fault."""
 
 
-def open_channel(address: str, secret: Secret = _OPEN) -> grpc.aio.Channel:
+def open_channel(address: str, secret: Secret) -> grpc.aio.Channel:
     """A channel that reconnects within a second of the other side's return, and sends `secret` with every call."""
     backoff = (
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -86,7 +83,7 @@ class RpcServer:
     ones end.
     """
 
-    def __init__(self, host: str, port: int, name: str = "", secret: Secret = _OPEN) -> None:
+    def __init__(self, host: str, port: int, secret: Secret, name: str = "") -> None:
         guards = (RequireSecret(secret),) if secret else ()
         # so_reuseport off: a second start on a taken port must fail. Who connects and says nothing is left soon.
         own = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))

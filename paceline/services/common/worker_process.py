@@ -27,7 +27,8 @@ from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.models.config import read_config
 from paceline.services.common.arena_map import map_arena
-from paceline.services.common.kv_client import Arena, KVClient
+from paceline.services.common.kv_client import KVClient
+from paceline.services.common.kv_session import Arena
 from paceline.services.common.lifecycle import (
     announce_ready,
     reachable_address,
@@ -74,7 +75,7 @@ class WorkerProcess:
         self._kv = kv
         self._host_id = host_id
         self._epoch = time.time_ns()
-        self._server = RpcServer(config.host, config.port, config.worker_id, secret)
+        self._server = RpcServer(config.host, config.port, secret, config.worker_id)
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
         self._undo = contextlib.AsyncExitStack()
 

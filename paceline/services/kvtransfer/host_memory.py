@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.arena import Arena
+from paceline.services.kvtransfer.awake_clock import AwakeClock
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.exports import Exports
 from paceline.services.kvtransfer.fetches import Fetches
@@ -21,38 +24,48 @@ MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]
 """The ways to read blocks of other hosts into this memory that come before gRPC, best first."""
 
 
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """What is settled before the first worker comes."""
+
+    host_id: str
+    """Unique name of the host; workers with the same one share blocks."""
+    kv_memory_bytes: int
+    """Size of the arena."""
+    arena_dir: Path
+    """A tmpfs that all workers of the host see."""
+    lease_seconds: float
+    """A hold that is not renewed for this long ends."""
+    secret: Secret
+    """By which services of other hosts know this one."""
+    enough_tokens: int = 0
+    """Of these, or of one of the longest contexts, the arena need not hold more; 0 makes it as large as it may be."""
+    make_transports: MakeTransports = lambda memory: ()
+    clock: Callable[[], float] = field(default_factory=AwakeClock)
+    """Monotonic seconds of the ledger, by default those in which this process ran."""
+
+
 class HostMemory:
     """Exists from the first worker on, whose layout it has, until `close`.
 
     Args:
         arena: its own from now on.
-        clock: monotonic seconds, of the ledger.
-        secret: by which services of other hosts know this one.
     """
 
-    def __init__(
-        self,
-        host_id: str,
-        layout: KVLayout,
-        arena: Arena,
-        lease_seconds: float,
-        clock: Callable[[], float],
-        make_transports: MakeTransports,
-        secret: Secret,
-    ) -> None:
+    def __init__(self, options: HostOptions, layout: KVLayout, arena: Arena) -> None:
         self.layout = layout
         self.arena = arena
         slots = arena.size // layout.slot_bytes
-        self.ledger = Ledger(layout, slots, lease_seconds)
+        self.ledger = Ledger(layout, slots, options.lease_seconds)
         # Stays mapped after `close`, for what still moves some of them.
         memory = memoryview(map_arena(arena.path, arena.size))[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
-        self._channels = Channels(secret)
+        self._channels = Channels(options.secret)
         self.grpc = GrpcTransport(blocks, self._channels)
-        self._transports = transports = [*make_transports(blocks), self.grpc]
-        offer = pb.Offer(host_id=host_id, transports={each.name: each.offer() for each in transports})
-        self.exports = Exports(layout, self.ledger, blocks, clock, offer)
-        self.fetches = Fetches(layout, self.ledger, blocks, clock, self._channels, Paths(transports))
+        self._transports = transports = [*options.make_transports(blocks), self.grpc]
+        offer = pb.Offer(host_id=options.host_id, transports={each.name: each.offer() for each in transports})
+        self.exports = Exports(layout, self.ledger, blocks, options.clock, offer)
+        self.fetches = Fetches(layout, self.ledger, blocks, options.clock, self._channels, Paths(transports))
 
     async def sweep(self) -> None:
         """Lets go of hosts that have not been heard of for long."""

@@ -18,6 +18,7 @@ from paceline.services.common.rpc import RpcServer, is_loopback
 from paceline.services.common.secret import read_secret
 from paceline.services.kvtransfer.events import BlockEventPublisher
 from paceline.services.kvtransfer.fast_transports import fast_transports
+from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 
 _AUTO_MOST = 2 * GIB
@@ -31,19 +32,18 @@ async def run(config: KVTransferConfig) -> None:
     """Serves until SIGTERM; workers must have gone by then. Raises PacelineError."""
     stop = stop_on_signals()
     host_id = config.host_id or unique_name("host")
-    arena_dir = Path(config.arena_dir)
-    enough_tokens = _AUTO_TOKENS if config.kv_memory == "auto" else 0
     secret = read_secret(config.auth_token_file)
-    service = KVTransferService(
+    options = HostOptions(
         host_id,
         _kv_memory(config),
-        arena_dir,
+        Path(config.arena_dir),
         config.lease_seconds,
-        enough_tokens=enough_tokens,
+        secret,
+        enough_tokens=_AUTO_TOKENS if config.kv_memory == "auto" else 0,
         make_transports=await fast_transports(config.transport, is_loopback(config.host)),
-        secret=secret,
     )
-    server = RpcServer(config.host, config.port, host_id, secret)
+    service = KVTransferService(options)
+    server = RpcServer(config.host, config.port, secret, host_id)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     address = reachable_address(config, server.bind())
     await service.start(address)

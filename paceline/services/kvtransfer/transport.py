@@ -19,6 +19,11 @@ class ArenaMemory(NamedTuple):
     def slot(self, index: int) -> memoryview:
         return self.blocks[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
+    def check(self, indices: Sequence[int]) -> None:
+        """Raises ValueError where a slot is not in this arena."""
+        if any(not 0 <= index < self.slots for index in indices):
+            raise ValueError(f"this arena has {self.slots} slots; not all of these are in it: {indices}")
+
 
 @dataclass(frozen=True, slots=True)
 class Source:

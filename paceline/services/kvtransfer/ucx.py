@@ -59,8 +59,7 @@ class UcxTransport:
         return self._serving.offer.pack()
 
     async def read(self, source: Source, slots: Sequence[tuple[int, int]]) -> None:
-        if any(not 0 <= here < self._memory.slots for _, here in slots):
-            raise ValueError(f"this arena has {self._memory.slots} slots; not all of these are in it: {slots}")
+        self._memory.check([here for _, here in slots])
         if not slots:
             return
         try:

@@ -16,8 +16,10 @@ import torch
 from paceline.core.config import WorkerConfig
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import RpcServer, open_channel
+from paceline.services.common.secret import Secret
 from paceline.services.common.worker_process import WorkerProcess
 from paceline.services.decode.service import DecodeService
+from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.prefill.service import PrefillService
 
@@ -78,7 +80,7 @@ class Host:
         self.prefill = prefill
         self.decode = decode
         self.model = decode.worker.model_id
-        self.channels = [open_channel(address) for address in (prefill.address, decode.address, kvtransfer)]
+        self.channels = [open_channel(address, Secret()) for address in (prefill.address, decode.address, kvtransfer)]
         self.prefill_stub = worker_pb2_grpc.PrefillStub(self.channels[0])
         self.decode_stub = worker_pb2_grpc.DecodeStub(self.channels[1])
         self.kv_stub = kvtransfer_pb2_grpc.KVTransferStub(self.channels[2])
@@ -165,8 +167,8 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
     @contextlib.asynccontextmanager
     async def start(folder: Path, kv_memory: int = 4 << 20, **options: object) -> AsyncIterator[Host]:
         clock = Clock()
-        service = KVTransferService("host", kv_memory, tmp_path, lease_seconds=3, clock=clock)
-        server = RpcServer("127.0.0.1", 0)
+        service = KVTransferService(HostOptions("host", kv_memory, tmp_path, 3, Secret(), clock=clock))
+        server = RpcServer("127.0.0.1", 0, Secret())
         kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
         await service.start()
         address = f"127.0.0.1:{await server.start()}"

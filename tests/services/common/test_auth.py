@@ -49,7 +49,7 @@ class Open(kvtransfer_pb2_grpc.KVTransferServicer, worker_pb2_grpc.PrefillServic
 
 @contextlib.asynccontextmanager
 async def serving(secret: Secret = SECRET) -> AsyncIterator[tuple[str, Open]]:
-    server, service = RpcServer("127.0.0.1", 0, "open", secret), Open()
+    server, service = RpcServer("127.0.0.1", 0, secret, "open"), Open()
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     worker_pb2_grpc.add_PrefillServicer_to_server(service, server.server)
     worker_pb2_grpc.add_DecodeServicer_to_server(service, server.server)
@@ -100,7 +100,7 @@ async def test_strangers_are_not_even_told_which_methods_there_are() -> None:
     ],
 )
 async def test_almost_the_right_words_are_wrong(metadata: tuple[tuple[str, str], ...]) -> None:
-    async with serving() as (address, service), open_channel(address) as channel:
+    async with serving() as (address, service), open_channel(address, Secret()) as channel:
         call = channel.unary_unary("/paceline.v1.KVTransfer/Ledger")(b"", timeout=10, metadata=metadata)
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert service.metadata == []
@@ -151,7 +151,7 @@ async def test_a_worker_that_kvtransfer_refuses_gives_up_at_once() -> None:
 async def test_an_open_door_to_the_network_is_told(
     host: str, secret: Secret, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = RpcServer(host, 0, "open", secret)
+    server = RpcServer(host, 0, secret, "open")
     with caplog.at_level(logging.WARNING):
         await server.start()
     await server.close(0)

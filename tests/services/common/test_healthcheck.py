@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 from paceline.services.common.rpc import RpcServer
-from paceline.services.common.secret import make_secret, read_secret
+from paceline.services.common.secret import Secret, make_secret, read_secret
 
 
 async def healthcheck(*arguments: str) -> tuple[int | None, str]:
@@ -17,7 +17,7 @@ async def healthcheck(*arguments: str) -> tuple[int | None, str]:
 
 
 async def test_the_exit_code_follows_the_service() -> None:
-    server = RpcServer("127.0.0.1", 0)
+    server = RpcServer("127.0.0.1", 0, Secret())
     address = f"127.0.0.1:{await server.start()}"
     starting = await healthcheck(address)
     await server.set_ready(True)

@@ -17,13 +17,14 @@ from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common import kv_client
+from paceline.services.common import kv_client, kv_session
 from paceline.services.common.kv_client import KVClient
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES, RpcServer
 from paceline.services.common.secret import Secret
-from paceline.services.kvtransfer import service
+from paceline.services.kvtransfer import keeper
 from paceline.services.kvtransfer.hold import Hold, State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
+from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
 from paceline.services.kvtransfer.service import Context, KVTransferService
 
@@ -38,7 +39,8 @@ class Unreliable(KVTransferService):
 
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
-        super().__init__("host", SLOTS * LAYOUT.slot_bytes, folder, LEASE, clock=lambda: self.now)
+        memory = SLOTS * LAYOUT.slot_bytes
+        super().__init__(HostOptions("host", memory, folder, LEASE, Secret(), clock=lambda: self.now))
         self.loses_calls = 0
         self.loses_answers = 0
         self.forgets_results = 0
@@ -84,7 +86,7 @@ class Host:
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
     unreliable = Unreliable(tmp_path)
-    server = RpcServer("127.0.0.1", 0)
+    server = RpcServer("127.0.0.1", 0, Secret())
     pb_grpc.add_KVTransferServicer_to_server(unreliable, server.server)
     await unreliable.start()
     address = f"127.0.0.1:{(port := await server.start())}"
@@ -199,7 +201,7 @@ async def test_what_comes_after_its_caller_has_gone_is_given_back(host: Host, ac
 
 
 def holds(host: Host) -> list[Hold]:
-    shaped = host.service._memory
+    shaped = host.service.sessions.memory
     return shaped.ledger.holds() if shaped else []
 
 
@@ -221,7 +223,7 @@ async def test_a_worker_learns_that_a_lease_ended_and_frees_the_blocks_when_it_i
     def lines() -> set[tuple[str, str]]:
         return {(each.name, each.__dict__["request_id"]) for each in caplog.records if "lease" in each.message}
 
-    await host.until(lambda: lines() == {(kv_client.__name__, "r"), (service.__name__, "r")})
+    await host.until(lambda: lines() == {(kv_session.__name__, "r"), (keeper.__name__, "r")})
 
 
 async def test_renewals_keep_a_hold(host: Host) -> None:
@@ -289,7 +291,7 @@ async def test_closing_ends_what_has_no_answer_yet(host: Host, monkeypatch: pyte
     host.service.pause = 3
     waiting = asyncio.create_task(host.decode.reserve(KEY, [], 64, 0))
     await host.until(lambda: bool(holds(host)))
-    monkeypatch.setattr(kv_client, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(kv_session, "CALL_SECONDS", 0.1)
     async with asyncio.timeout(10):
         await host.decode.close()
         with pytest.raises(UnavailableError, match="no session"):
@@ -318,23 +320,22 @@ async def test_an_answer_that_makes_no_sense_ends_the_session(host: Host) -> Non
 async def restart(host: Host) -> None:
     """The service is killed, and another one takes its place at the same address."""
     port = host.port
-    shaped, killed = host.service._memory, host.service
+    shaped, killed = host.service.sessions.memory, host.service
     assert shaped is not None
-    assert killed._keeper is not None
-    killed._keeper.cancel()
+    await killed._keeper.stop()
     await host.server.server.stop(None)
     os.close(shaped.arena._descriptor)
-    host.service = Unreliable(killed._arena_dir)
+    host.service = Unreliable(shaped.arena.path.parent)
     await host.service.start()
-    host.server = RpcServer("127.0.0.1", port)
+    host.server = RpcServer("127.0.0.1", port, Secret())
     pb_grpc.add_KVTransferServicer_to_server(host.service, host.server.server)
     await host.server.start()
 
 
 async def come_back(host: Host) -> None:
     sessions = [host.decode.session, host.prefill.session]
-    await host.until(lambda: host.service._reconciliation is not None)
-    reconciliation = host.service._reconciliation
+    await host.until(lambda: host.service.sessions.reconciliation is not None)
+    reconciliation = host.service.sessions.reconciliation
     assert reconciliation is not None
     await host.until(lambda: len(reconciliation.workers()) == 2)
     host.service.now += RECONCILE_SECONDS
@@ -390,7 +391,7 @@ async def test_operations_that_have_no_answer_yet_wait_for_the_service_to_come_b
 
 
 async def test_who_had_blocks_before_the_service_came_back_without_its_arena_is_lost(host: Host) -> None:
-    shaped = host.service._memory
+    shaped = host.service.sessions.memory
     assert shaped is not None
     await host.decode.reserve(KEY, [], 64, 0)
     shaped.arena.path.unlink()

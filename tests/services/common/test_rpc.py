@@ -29,6 +29,7 @@ from paceline.services.common.rpc import (
     open_channel,
     unmapped_error,
 )
+from paceline.services.common.secret import Secret
 
 
 class Failing(pb_grpc.KVTransferServicer):
@@ -44,9 +45,9 @@ class Failing(pb_grpc.KVTransferServicer):
 
 @contextlib.asynccontextmanager
 async def serve(error: Exception) -> AsyncIterator[grpc.aio.Channel]:
-    server = RpcServer("127.0.0.1", 0, "failing")
+    server = RpcServer("127.0.0.1", 0, Secret(), "failing")
     pb_grpc.add_KVTransferServicer_to_server(Failing(error), server.server)
-    async with open_channel(f"127.0.0.1:{await server.start()}") as channel:
+    async with open_channel(f"127.0.0.1:{await server.start()}", Secret()) as channel:
         await server.set_ready(True)
         yield channel
     await server.close(0)
@@ -113,9 +114,9 @@ async def test_a_service_is_healthy_under_its_own_name_alone() -> None:
 
 
 async def test_a_second_service_on_a_taken_port_is_told_the_flag() -> None:
-    first = RpcServer("127.0.0.1", 0)
+    first = RpcServer("127.0.0.1", 0, Secret())
     port = await first.start()
-    second = RpcServer("127.0.0.1", port)
+    second = RpcServer("127.0.0.1", port, Secret())
     with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
         await second.start()
     await first.close(0)
@@ -131,9 +132,9 @@ def _has_ipv6() -> bool:
 
 @pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 async def test_ipv6_listens_too() -> None:
-    server = RpcServer("::1", 0)
+    server = RpcServer("::1", 0, Secret())
     port = await server.start()
     await server.set_ready(True)
-    async with open_channel(f"[::1]:{port}") as channel:
+    async with open_channel(f"[::1]:{port}", Secret()) as channel:
         assert await is_serving(channel, timeout=10)
     await server.close(0)

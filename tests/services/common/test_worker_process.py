@@ -15,6 +15,8 @@ from paceline.core.model_folder import model_digest
 from paceline.engine.step import Step, StepResult
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import RpcServer, open_channel
+from paceline.services.common.secret import Secret
+from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from tests.services.common import stuck_worker
 from tests.services.common.conftest import Host, StartHost
@@ -67,8 +69,8 @@ async def test_a_process_ends_with_a_step_that_does_not(
     redis_server: str, save_llama: SaveTiny, tmp_path: Path
 ) -> None:
     save_llama()
-    service = KVTransferService("host", 4 << 20, tmp_path, lease_seconds=3)
-    server = RpcServer("127.0.0.1", 0)
+    service = KVTransferService(HostOptions("host", 4 << 20, tmp_path, 3, Secret()))
+    server = RpcServer("127.0.0.1", 0, Secret())
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     await service.start()
     kvtransfer = f"127.0.0.1:{await server.start()}"
@@ -81,7 +83,7 @@ async def test_a_process_ends_with_a_step_that_does_not(
     try:
         async with asyncio.timeout(120):
             address = (await worker.stdout.readline()).decode().strip()
-            channel = open_channel(address)
+            channel = open_channel(address, Secret())
             call = worker_pb2_grpc.DecodeStub(channel).Generate()
             await call.write(worker_pb2.DecodeCommand(admit=work(tmp_path)))
             await call.read()

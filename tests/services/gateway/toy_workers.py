@@ -87,7 +87,7 @@ class ToyWorker(
         self.calls: list[Call] = []
         self.active = 0
         self.token_delay = 0.0
-        self._rpc = RpcServer("127.0.0.1", port, worker_id, secret)
+        self._rpc = RpcServer("127.0.0.1", port, secret, worker_id)
         self._registrar: Registrar | None = None
         self._epoch = next(_epochs)
         self.port = port

@@ -15,6 +15,8 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.proto.common_pb2 import Key
 from paceline.services.common.rpc import RpcServer, open_channel
+from paceline.services.common.secret import Secret
+from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from tests.services.kvtransfer.kv_toolkit import LEASE, chain
 
@@ -60,21 +62,20 @@ class Host:
         folder: Path,
         kv_memory: int = SLOTS * SLOT,
         clock: Callable[[], float] | None = None,
-        enough_tokens: int = 0,
         name: str = "host-1",
         **options: Any,
     ) -> None:
         self.now = 1000.0
         self.folder = folder
         clock = clock or (lambda: self.now)
-        self.service = KVTransferService(name, kv_memory, folder, LEASE, clock, enough_tokens, **options)
-        self.server = RpcServer("127.0.0.1", 0)
+        self.service = KVTransferService(HostOptions(name, kv_memory, folder, LEASE, Secret(), clock=clock, **options))
+        self.server = RpcServer("127.0.0.1", 0, Secret())
         pb_grpc.add_KVTransferServicer_to_server(self.service, self.server.server)
 
     async def start(self) -> None:
         await self.service.start()
         self.address = f"127.0.0.1:{await self.server.start()}"
-        self.channel = open_channel(self.address)
+        self.channel = open_channel(self.address, Secret())
         self.stub: pb_grpc.KVTransferAsyncStub = pb_grpc.KVTransferStub(self.channel)
 
     async def close(self) -> None:

@@ -58,7 +58,7 @@ class _Reads(pb_grpc.KVTransferServicer):
 async def grpc(memory: ArenaMemory) -> AsyncIterator[tuple[Transport, str]]:
     channels = Channels(Secret())
     transport = GrpcTransport(memory, channels, SILENCE_SECONDS)
-    server = RpcServer("127.0.0.1", 0)
+    server = RpcServer("127.0.0.1", 0, Secret())
     pb_grpc.add_KVTransferServicer_to_server(_Reads(transport), server.server)
     address = f"127.0.0.1:{await server.start()}"
     try:

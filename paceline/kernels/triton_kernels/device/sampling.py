@@ -113,12 +113,12 @@ def _mixed(state):
 
 
 @triton.jit
-def accept(accepted, out, tokens, drafts, first_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def accept(out, tokens, drafts, first_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Rows [first_rows[r], first_rows[r + 1]) (int32) are those of request r; row i chose tokens[i] (int64), and
     drafts[i + 1] (int64) was proposed there, but behind its last row.
 
-    accepted int32 [requests]: how many drafts from the first on are what was chosen. out int64 [requests, WIDTH]: these
-    tokens and the one behind them, then -1; nothing but -1 for a request without rows. Grid: (requests,).
+    out int64 [requests, WIDTH]: the drafts from the first on that are what was chosen, and the token behind them, then
+    -1; nothing but -1 for a request without rows. Grid: (requests,).
     """
     request = tl.program_id(0)
     first, end = tl.load(first_rows + request), tl.load(first_rows + request + 1)
@@ -128,6 +128,5 @@ def accept(accepted, out, tokens, drafts, first_rows, WIDTH: tl.constexpr, PADDE
     refused = tl.where(chosen == draft, PADDED, index)
     # Behind the last row nothing was proposed.
     count = tl.maximum(tl.minimum(tl.min(refused, 0), end - first - 1), 0)
-    tl.store(accepted + request, count)
     place = out + request.to(tl.int64) * WIDTH + index
     tl.store(place, tl.where(index <= count, chosen, -1), index < WIDTH)

@@ -1,0 +1,223 @@
+"""A worker's session with kvtransfer: it begins, is renewed, comes back to a service that was killed, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from paceline.core.errors import PacelineError, UnavailableError
+from paceline.core.kv_layout import BASE_TOKENS, KVLayout
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.proto import kvtransfer_pb2_grpc
+from paceline.services.common.batch_sender import BatchSender
+from paceline.services.common.kv_holds import KVHolds
+from paceline.services.common.rpc import heeding_cancellation, open_channel, unmapped_error
+from paceline.services.common.secret import Secret
+from paceline.services.common.tasks import end_tasks
+from paceline.services.common.wire import key_from_pb, key_to_pb
+
+ATTACH_SECONDS = 60.0
+"""kvtransfer may start after its workers."""
+CALL_SECONDS = 5.0
+RETURN_SECONDS = 10.0
+"""For a service that was killed to be back."""
+
+Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """The shared memory to map, and this worker's place in it."""
+
+    host_id: str
+    path: Path
+    size: int
+    slots: int
+
+
+class KVSession:
+    """Lives from `attach` to `close`, or until `lost` is done. Its holds are renewed meanwhile.
+
+    Args:
+        address: of the service of this worker's host.
+        holds: what is claimed from a service that is started again.
+    """
+
+    def __init__(self, address: str, worker_id: str, role: str, secret: Secret, holds: KVHolds) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sender = BatchSender(self._call)
+        self.id = 0
+        self.host_id = ""
+        self.source = ""
+        """Where services of other hosts reach that of this one."""
+        self._address = address
+        self._worker_id = worker_id
+        self._role = role
+        self._holds = holds
+        self._channel = open_channel(address, secret)
+        self.stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
+        self._lease_seconds = 10.0
+        self._arena_path = Path()
+        self._layout: KVLayout | None = None
+        self._context_tokens = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def attach(self, layout: KVLayout, context_tokens: int) -> Arena:
+        """Joins the arena; waits a while for the service to come up. Raises PacelineError.
+
+        Args:
+            context_tokens: of the longest context that this worker would take; an arena of automatic size has room for
+                one.
+        """
+        self._layout, self._context_tokens = layout, context_tokens
+        try:
+            async with asyncio.timeout(ATTACH_SECONDS):
+                call, event = await self._try_to_attach(self._attach_request(layout))
+        except TimeoutError:
+            raise UnavailableError(f"kvtransfer at {self._address} does not answer; is it running?") from None
+        if not isinstance(event, pb.AttachEvent):
+            raise UnavailableError(f"kvtransfer at {self._address} ended the session at once")
+        self._take_in(event)
+        self._tasks = [
+            asyncio.create_task(self._watch(call), name="kv-session"),
+            asyncio.create_task(self.sender.run(), name="kv-batches"),
+            asyncio.create_task(self._renew(), name="kv-renewal"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._end_with)
+        return Arena(event.host_id, self._arena_path, event.arena_bytes, event.slots)
+
+    async def close(self) -> None:
+        """Ends the session, after what was submitted has been answered; what is not in time fails."""
+        await self.sender.answered(CALL_SECONDS)
+        self._end()
+        await end_tasks(*self._tasks)
+        await self._channel.close(None)
+
+    def _take_in(self, event: pb.AttachEvent) -> None:
+        self.id, self._arena_path = event.session, Path(event.arena_path)
+        self.host_id, self.source = event.host_id, event.address
+        self._lease_seconds = event.lease_ms / 1000
+
+    async def _try_to_attach(self, request: pb.AttachRequest) -> tuple[Stream, object]:
+        """The stream and what it says first. A service that goes away meanwhile is asked again, as long as there is the
+        arena that this worker has mapped: one that ends in order removes it."""
+        while not request.arena_path or _exists(request.arena_path):
+            call = self.stub.Attach(request, wait_for_ready=True)
+            try:
+                return call, await heeding_cancellation(call.read())
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise unmapped_error(error, f"kvtransfer at {self._address}") from error
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            await asyncio.sleep(random.uniform(0.05, 0.2))
+        raise UnavailableError("kvtransfer has ended")
+
+    def _attach_request(self, layout: KVLayout, **again: Any) -> pb.AttachRequest:
+        return pb.AttachRequest(
+            worker_id=self._worker_id,
+            role=self._role,
+            layout=layout_to_pb(layout),
+            context_tokens=self._context_tokens,
+            **again,
+        )
+
+    def _call(self, operations: Sequence[pb.Operation]) -> Awaitable[pb.BatchReply]:
+        return self.stub.Batch(pb.BatchRequest(session=self.id, operations=operations), timeout=CALL_SECONDS)
+
+    # ---- leases
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_seconds / 3)
+            if keys := self._holds.keys():
+                renew = pb.Renew(keys=[key_to_pb(key) for key in keys])
+                # Unanswered ones are not waited for: the next is due before a lease ends.
+                self.sender.submit(pb.Operation(renew=renew)).add_done_callback(self._note_losses)
+
+    def _note_losses(self, done: asyncio.Future[pb.Result]) -> None:
+        if error := done.exception():
+            log.warning("leases were not renewed: %s", error)
+            return
+        for key in map(key_from_pb, done.result().lost):
+            if key in self._holds and not self.lost.done():
+                log.warning("the lease of %s ended", key, extra={"request_id": key.request_id})
+                self._holds.lose(key)
+
+    # ---- a service that ends
+
+    async def _watch(self, call: Stream) -> None:
+        """Returns when the session is over and there is no other."""
+        again: Stream | None = call
+        while again is not None:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await again.read()  # nothing more is ever said; this ends with the session
+            again = await self._come_back()
+        log.info("the session with kvtransfer ended")
+
+    async def _come_back(self) -> Stream | None:
+        """The stream of a new session in the same arena; None where no service comes back to it in time.
+
+        What is told to others meanwhile waits. So the claims are what this worker held when the session broke, and what
+        has become of it since is told behind them.
+        """
+        assert self._layout is not None
+        self.sender.pause()
+        await asyncio.sleep(0)  # until the answers that have come are where they belong
+        self._holds.lose_all(keep_used=self._role == "decode")
+        claims = self._holds.claims(self._layout)
+        try:
+            async with asyncio.timeout(RETURN_SECONDS):
+                call, event = await self._try_to_attach(
+                    self._attach_request(self._layout, arena_path=str(self._arena_path), claims=claims)
+                )
+        except (TimeoutError, PacelineError) as error:
+            log.info("this worker cannot come back: %s", error or "no kvtransfer is started again")
+            return None
+        if not isinstance(event, pb.AttachEvent):
+            return None
+        self._take_in(event)
+        self.sender.resume()
+        return call
+
+    # ---- the end
+
+    def _end_with(self, task: asyncio.Task[None]) -> None:
+        """Without any of its tasks a session is of no use."""
+        if not task.cancelled() and (error := task.exception()):
+            log.error("the session with kvtransfer cannot go on", exc_info=error)
+        self._end()
+
+    def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self.sender.close()
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+
+def _exists(path: str) -> bool:
+    return Path(path).exists()
+
+
+def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
+    """What kvtransfer has to know of a layout."""
+    groups = [
+        pb.KVGroup(name=group.shape.name, block_tokens=group.block_tokens, window=group.shape.window)
+        for group in layout.groups
+    ]
+    return pb.KVLayout(
+        fingerprint=layout.fingerprint, slot_bytes=layout.slot_bytes, base_tokens=BASE_TOKENS, groups=groups
+    )

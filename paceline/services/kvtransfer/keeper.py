@@ -1,0 +1,84 @@
+"""What a service does for its ledger when nobody asks: leases end, and the ledger is proved."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from paceline.services.kvtransfer.sessions import Sessions
+
+_TICK_SECONDS = 0.25
+_CHECK_SECONDS = 5.0
+"""The ledger is proved when nothing changed for a tick, and at least this often."""
+
+log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Keeps the ledger of a host from `start` to `stop`.
+
+    Args:
+        clock: that of the ledger, in seconds.
+    """
+
+    def __init__(self, sessions: Sessions, clock: Callable[[], float]) -> None:
+        self.healthy = True
+        """False once the ledger did not prove; only a restart helps then."""
+        self._sessions = sessions
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+        self._changed = False
+        """Since the last tick."""
+        self._unproved = False
+        self._proved_at = clock()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="ledger keeper")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def note_change(self) -> None:
+        """The ledger is to be proved again, when there is time."""
+        self._changed = True
+
+    def prove(self) -> bool:
+        self._unproved = False
+        self._proved_at = self._clock()
+        memory = self._sessions.memory
+        wrong = memory.ledger.check() if memory is not None else []
+        if wrong:
+            self.healthy = False
+            log.error("THE KV LEDGER IS OUT OF BALANCE, restart this host's services: %s", "; ".join(wrong[:10]))
+        return not wrong
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            try:
+                self._tick()
+                if (memory := self._sessions.memory) is not None:
+                    await memory.sweep()
+            except Exception:
+                log.exception("the ledger cannot be kept")
+                self.healthy = False
+
+    def _tick(self) -> None:
+        now = self._clock()
+        self._sessions.end_reconciliation(now)
+        memory = self._sessions.memory
+        if memory is None:
+            return
+        memory.ledger.expire(now)
+        overdue = memory.ledger.take_overdue()
+        for key in overdue:
+            log.warning("hold %s ended: its lease or its worker is gone", key, extra={"request_id": key.request_id})
+        busy, self._changed = self._changed, False
+        self._unproved = self._unproved or busy or bool(overdue)
+        if self._unproved and (not busy or now - self._proved_at >= _CHECK_SECONDS):
+            self.prove()

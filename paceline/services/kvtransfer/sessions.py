@@ -1,0 +1,213 @@
+"""Workers of a host come and go, and its KV memory with them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from paceline.core.errors import (
+    BusyError,
+    ConfigError,
+    InvalidRequestError,
+    PacelineError,
+    StaleError,
+    UnavailableError,
+)
+from paceline.core.kv_layout import KVLayout
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.kvtransfer.arena import Arena, check_room, remove_stale_arenas
+from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
+from paceline.services.kvtransfer.layout import difference, layout_from_pb
+from paceline.services.kvtransfer.operations import claim_from_pb
+from paceline.services.kvtransfer.reconciliation import Claimant, Reconciliation
+
+_MAX_SLOTS = 1 << 22
+_MAX_SESSIONS = 1024
+_MAX_NAME = 256
+
+log = logging.getLogger(__name__)
+
+
+class Sessions:
+    """The workers of a host, and the memory that they share; lives from `start` to `close`.
+
+    There is memory from the first worker on, whose layout it has. A worker with another one gets it anew where nobody
+    else is left.
+    """
+
+    def __init__(self, options: HostOptions) -> None:
+        self.memory: HostMemory | None = None
+        self.workers: dict[int, str] = {}
+        """Worker ids by session."""
+        self.reconciliation: Reconciliation | None = None
+        self.closing = asyncio.Event()
+        self._options = options
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Takes over the arena of this host's service before, if it was killed, and removes those of others. Raises
+        ConfigError where an arena of this size cannot be made."""
+        folder = self._options.arena_dir
+        left = Arena.left_by(folder, self._options.host_id)
+        remove_stale_arenas(folder)
+        if left is None:
+            check_room(folder, self._options.kv_memory_bytes)
+        else:
+            log.warning("the service before this one was killed; its workers have some seconds to come back")
+            self.reconciliation = Reconciliation(left, self._options.clock())
+
+    async def close(self) -> None:
+        """Ends all sessions and removes the arena. Who comes later is refused."""
+        self.closing.set()
+        self.workers.clear()
+        self._let_go()
+        if self.reconciliation is not None:
+            self.reconciliation.arena.close()
+            self.reconciliation.over.set()
+            self.reconciliation = None
+        await asyncio.gather(*self._leaving)
+
+    def need_memory(self) -> HostMemory:
+        """Raises PacelineError where there is none yet."""
+        if self.memory is None:
+            raise PacelineError("this host has no KV blocks: no worker has come yet")
+        return self.memory
+
+    def check(self, session: int) -> HostMemory:
+        """The memory that a worker with this session shares. Raises PacelineError where the session is over."""
+        if session not in self.workers or self.memory is None:
+            raise PacelineError(f"session {session} is over; attach again")
+        return self.memory
+
+    async def enter(self, session: int, request: pb.AttachRequest) -> HostMemory:
+        """Lets a worker in, or one that had its blocks from the service before this one come back.
+
+        Raises:
+            BusyError, ConfigError, InvalidRequestError, UnavailableError: it cannot be let in.
+            StaleError: it tries to come back, in vain.
+        """
+        await self._come_back(session, request)
+        _check(request)
+        layout = layout_from_pb(request.layout)
+        if self.memory is not None and self.memory.layout != layout and not self.workers:
+            # What still drains is of sessions that are gone: such a worker writes to a file that is nobody's any more.
+            self._let_go()
+            await asyncio.gather(*self._leaving)
+        if self.closing.is_set():
+            raise UnavailableError("the kvtransfer service is stopping")
+        if len(self.workers) >= _MAX_SESSIONS:
+            raise BusyError(f"{_MAX_SESSIONS} workers have a session; no host runs so many")
+        if self.memory is None:
+            self.memory = self._make(layout, request.context_tokens)
+        elif self.memory.layout != layout:
+            raise ConfigError(
+                f"worker {request.worker_id} cannot share this host's KV blocks: "
+                f"{difference(self.memory.layout, layout)}; all workers of a host must serve the same model with the "
+                "same dtype and version"
+            )
+        self.workers[session] = request.worker_id
+        log.info("%s worker %s attached", request.role, request.worker_id)
+        return self.memory
+
+    def leave(self, session: int) -> None:
+        """Its holds end after a grace. Harmless for one that was never let in."""
+        if self.reconciliation is not None:
+            self.reconciliation.remove(session)
+        worker_id = self.workers.pop(session, None)
+        if worker_id is not None and self.memory is not None:
+            self.memory.ledger.lose_session(session, self._options.clock())
+            log.info("worker %s left", worker_id)
+
+    # ---- coming back
+
+    async def _come_back(self, session: int, request: pb.AttachRequest) -> None:
+        """Returns when nobody can come back any more. Raises StaleError where this worker tries to, in vain."""
+        if (reconciliation := self.reconciliation) is not None:
+            if request.arena_path == str(reconciliation.arena.path):
+                claims = [claim_from_pb(claim, session) for claim in request.claims]
+                reconciliation.add(session, Claimant(request.worker_id, layout_from_pb(request.layout), claims))
+            await reconciliation.over.wait()
+        if request.arena_path and session not in self.workers:
+            raise StaleError(f"worker {request.worker_id} comes back too late, or its arena could not be kept")
+
+    def end_reconciliation(self, now: float) -> None:
+        """Once its time is over: goes on in the predecessor's arena with what workers hold there; without any, or where
+        they contradict each other, begins anew."""
+        reconciliation = self.reconciliation
+        if reconciliation is None or now < reconciliation.ends:
+            return
+        try:
+            self.memory = self._take_over(reconciliation)
+        except PacelineError as error:
+            log.error(
+                "the arena of the service before this one cannot be kept, its workers have to start again: %s", error
+            )
+        if self.memory is None:
+            reconciliation.arena.close()
+        else:
+            self.workers |= reconciliation.workers()
+            counts = self.memory.ledger.counts()
+            log.warning(
+                "%d workers came back; %d of %d blocks are theirs", len(self.workers), counts.held, counts.total
+            )
+        self.reconciliation = None
+        reconciliation.over.set()
+
+    def _take_over(self, reconciliation: Reconciliation) -> HostMemory | None:
+        """None where nobody came back. Raises PacelineError where the arena cannot be kept."""
+        layout, arena = reconciliation.layout(), reconciliation.arena
+        if layout is None:
+            return None
+        slots, rest = divmod(arena.size, layout.slot_bytes)
+        if rest or (not self._options.enough_tokens and slots != self._most_slots(layout)):
+            raise ConfigError(f"it has {arena.size} bytes, and is to have {self._options.kv_memory_bytes}")
+        memory = HostMemory(self._options, layout, arena)
+        try:
+            memory.ledger.restore(list(reconciliation.claims()), self._options.clock())
+        except PacelineError:
+            self._leave_behind(memory)
+            raise
+        return memory
+
+    # ---- the memory
+
+    def _make(self, layout: KVLayout, context_tokens: int) -> HostMemory:
+        options = self._options
+        slots = self._most_slots(layout)
+        if options.enough_tokens:
+            slots = min(slots, layout.slots_for(max(options.enough_tokens, context_tokens)))
+        if slots == 0:
+            raise ConfigError(
+                f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "
+                f"{options.kv_memory_bytes}; raise --kv-memory"
+            )
+        # A predecessor under another name, or one whose workers had not gone yet when this service started.
+        remove_stale_arenas(options.arena_dir)
+        arena = Arena(options.arena_dir, slots * layout.slot_bytes, options.host_id)
+        try:
+            memory = HostMemory(options, layout, arena)
+        except BaseException:
+            arena.close()
+            raise
+        log.info("arena %s: %d blocks of %d bytes", arena.path, slots, layout.slot_bytes)
+        return memory
+
+    def _most_slots(self, layout: KVLayout) -> int:
+        return min(_MAX_SLOTS, self._options.kv_memory_bytes // layout.slot_bytes)
+
+    def _let_go(self) -> None:
+        if self.memory is not None:
+            self._leave_behind(self.memory)
+            self.memory = None
+
+    def _leave_behind(self, memory: HostMemory) -> None:
+        leaving = asyncio.create_task(memory.close())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+
+def _check(request: pb.AttachRequest) -> None:
+    if not 0 < len(request.worker_id) <= _MAX_NAME:
+        raise InvalidRequestError(f"worker_id must have 1 to {_MAX_NAME} characters")
+    if len(request.role) > _MAX_NAME:
+        raise InvalidRequestError(f"role may have {_MAX_NAME} characters")
