@@ -45,7 +45,7 @@ class HostMemory:
         slots = arena.size // layout.slot_bytes
         self.ledger = Ledger(layout, slots, lease_seconds)
         # Stays mapped after `close`, for what still moves some of them.
-        memory = memoryview(map_arena(arena.path, arena.size))[: arena.size]
+        memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
         self._channels = Channels(secret)
         self.grpc = GrpcTransport(blocks, self._channels)
