@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import stat
 import struct
@@ -11,14 +10,15 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.turns import PAGE_BYTES
+from paceline.services.common.huge_pages import map_shared
 
 
-def map_arena(path: Path, size: int) -> mmap.mmap:
+def map_arena(path: Path, size: int) -> memoryview:
     """Maps the arena that the kvtransfer service made, shared and writable: its blocks, and behind them the page of
     `paceline.core.turns`.
 
-    The caller closes it. It stays readable after the service has gone, and nobody takes the file for a stale one before
-    it is closed.
+    Until the last view of it is released it stays readable, even after the service has gone, and nobody takes the file
+    for a stale one.
 
     Args:
         size: bytes for blocks that the service announced.
@@ -41,7 +41,7 @@ def map_arena(path: Path, size: int) -> mmap.mmap:
         if status.st_size != whole:
             raise ConfigError(f"the arena {path} has {status.st_size} bytes where its service announced {whole}")
         _lock(descriptor, fcntl.F_RDLCK)
-        return mmap.mmap(descriptor, whole)  # with a duplicate of the descriptor, which keeps the lock
+        return map_shared(descriptor, whole)  # which keeps the file open, and so the lock
     finally:
         os.close(descriptor)
 

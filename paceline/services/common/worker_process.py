@@ -91,7 +91,7 @@ class WorkerProcess:
             kv = KVClient(config.kvtransfer_address, config.worker_id, role, secret)
             undo.push_async_callback(kv.close)
             arena = await kv.attach(loaded.layout, config.max_model_len or loaded.max_position)
-            memory = memoryview(map_arena(arena.path, arena.size))
+            memory = map_arena(arena.path, arena.size)
             pool = torch.frombuffer(memory[: arena.size], dtype=_dtype(config))
             turns = _turns(config, role, memory[arena.size :], kv.session)
             if turns is not None:

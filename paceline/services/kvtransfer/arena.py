@@ -16,6 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.machine import available_memory
 from paceline.core.turns import PAGE_BYTES
 from paceline.services.common.arena_map import is_mapped
+from paceline.services.common.huge_pages import take_huge_pages
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Arena:
         check_room(folder, size)
         self.path, self._descriptor = _create_locked(folder, _prefix(owner))
         try:
+            take_huge_pages(self._descriptor, size)
             # A page that is missing when a worker first writes to it would be SIGBUS, and a death without a word.
             os.posix_fallocate(self._descriptor, 0, size + PAGE_BYTES)
         except OSError as error:

@@ -58,7 +58,7 @@ class HostMemory:
         slots = arena.size // layout.slot_bytes
         self.ledger = Ledger(layout, slots, options.lease_seconds)
         # Stays mapped after `close`, for what still moves some of them.
-        memory = memoryview(map_arena(arena.path, arena.size))[: arena.size]
+        memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
         self._channels = Channels(options.secret)
         self.grpc = GrpcTransport(blocks, self._channels)

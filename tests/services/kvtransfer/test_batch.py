@@ -40,8 +40,6 @@ async def test_a_handoff_moves_no_byte(host: Host) -> None:
     again = (await decode.do(reserve(key("again"), "abcd"))).hold
     assert again.filled_tokens == 48
     assert again.tables[0].slots[:3] == reserved.tables[0].slots[:3]
-    for memory in memories:
-        memory.close()
 
 
 async def test_a_failed_operation_does_not_stop_those_behind_it(host: Host) -> None:

@@ -87,6 +87,12 @@ struct Attention {
         return kTiles<T> && count(rows) <= kRowBlock && dim == depth && group.block_tokens % kLanes == 0;
     }
 
+    // What a piece needs, in so far as there is such a piece.
+    using Ahead = typename Paged<T>::Ahead;
+    Ahead ahead_of(const Rows& rows, int64_t piece) const {
+        return {rows, piece * kPiece, least((piece + 1) * kPiece, end_key(rows))};
+    }
+
     // Into space.queries, packed where keys stay.
     void take_queries(const Rows& rows, const Space& space) const {
         const auto find = [&](int64_t row) {
@@ -106,22 +112,27 @@ struct Attention {
         }
     }
 
-    // Scores of keys in the columns of `span`, for packed queries. What no row sees may be anything. Where this thread
-    // goes on to the next piece, that comes nearer meanwhile.
+    // Scores of keys in the columns of `span`, for packed queries. What no row sees may be anything.
     void score_in_place(
-        const Rows& rows, int64_t base, Span span, bool goes_on, const Space& space, Worker& worker) const {
+        const Rows& rows, int64_t base, Span span, Ahead& ahead, const Space& space, Worker& worker) const {
         alignas(64) float products[kPiece * kRowBlock];
         const int64_t row_count = count(rows), groups = row_count > kLanes ? 2 : 1, stride = groups * kLanes;
         for (int64_t i = span.from; i < span.to; i += kLanes) {
-            const int64_t place = paged.place_of(rows, base + i), ahead = base + kPiece + i;
-            if (goes_on && ahead < end_key(rows))
-                paged.fetch(paged.place_of(rows, ahead), kLanes * op.cache.token_stride);
+            const int64_t place = paged.place_of(rows, base + i);
+            ahead.bring(paged, kBringAtTile);
             if (place == Paged<T>::kNowhere) continue;
             multiply(worker, static_cast<const T*>(op.cache.keys) + place, op.cache.token_stride, space.queries,
                      depth * kLanes, depth, kLanes, groups, products + i * stride, stride);
         }
         for (int64_t i = span.from; i < span.to; i += kLanes)
             for (int64_t first = 0; first < row_count; first += kLanes) {
+                if (row_count - first <= 4) {
+                    f32x16 columns[4];
+                    take_columns(products + i * stride + first, stride, columns);
+                    for (int64_t row = first; row < row_count; ++row)
+                        store(space.scores + row * kPiece + i, columns[row - first]);
+                    break;
+                }
                 u32x16 square[kLanes];
                 for (int64_t key = 0; key < kLanes; ++key)
                     square[key] = read<u32x16>(products + (i + key) * stride + first);
@@ -184,11 +195,12 @@ struct Attention {
 
     // Leaves in space.piece what a piece gives to rows [row, row + height).
     void attend_rows(
-        const Rows& rows, int64_t base, int64_t row, int64_t height, const Space& space, Worker& worker) const {
+        const Rows& rows, int64_t base, int64_t row, int64_t height, Ahead& ahead, const Space& space,
+        Worker& worker) const {
         const Span span = seen(base, rows.first_position + row / shared_by,
                                rows.first_position + (row + height - 1) / shared_by);
         if (span.from >= span.to) {
-            for (int64_t i = row; i < row + height; ++i) space.piece.max[i] = kNothing, space.piece.sum[i] = 0.0f;
+            clear(space.piece, row, row + height);
             return;
         }
         const bool scored = keys_stay(rows);
@@ -198,38 +210,42 @@ struct Attention {
         weigh_rows(rows, base, row, height, span, space);
         // Tiles that were made for sixteen keys stay as they are: changing them takes longer than some idle rows.
         const int64_t tile_height = scored ? most(height, kLanes) : height;
-        for (int64_t d = 0; d < width; d += kOutBlock)
+        for (int64_t d = 0; d < width; d += kOutBlock) {
+            ahead.bring(paged, kBringAtProduct);
             multiply(worker, space.weights + span.from, kPiece, space.values + d * kPiece + span.from * kLanes,
                      kPiece * kLanes, span.to - span.from, tile_height, width - d > kLanes ? 2 : 1,
                      space.piece.values + row * width + d, width);
+        }
     }
 
-    // The same for all rows, whose queries were taken. goes_on: whether this thread takes the next piece, too.
-    void attend(const Rows& rows, int64_t piece, bool goes_on, const Space& space, Worker& worker) const {
+    // The same for all rows, whose queries were taken.
+    void attend(const Rows& rows, int64_t piece, Ahead& ahead, const Space& space, Worker& worker) const {
         const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
         const Span span = seen(base, rows.first_position, end - 1);
         const bool scored = keys_stay(rows);
-        if (scored) score_in_place(rows, base, span, goes_on, space, worker);
-        typename Paged<T>::Places places[2];
-        paged.locate(rows, base + span.from, first_key(rows), end, places[span.from / kDepth % 2]);
+        if (scored) score_in_place(rows, base, span, ahead, space, worker);
         for (int64_t i = span.from; i < span.to; i += kDepth) {
-            auto &these = places[i / kDepth % 2], &others = places[(i / kDepth + 1) % 2];
-            paged.locate(rows, base + i + kDepth, first_key(rows), end, others);
-            if (!scored) {
-                for (int64_t place : others) paged.fetch(place, dim);
-                paged.pack_keys(these, space.keys + i * depth);
-            }
-            paged.pack_values(these, space.values + i * kLanes);
+            typename Paged<T>::Places places;
+            paged.locate(rows, base + i, first_key(rows), end, places);
+            if (!scored) paged.pack_keys(places, space.keys + i * depth);
+            paged.pack_values(places, space.values + i * kLanes, ahead);
         }
         for (int64_t row = 0; row < row_count; row += kRowBlock)
-            attend_rows(rows, base, row, least(kRowBlock, row_count - row), space, worker);
+            attend_rows(rows, base, row, least(kRowBlock, row_count - row), ahead, space, worker);
+        clear(space.piece, row_count, round_up(row_count, kLanes));
+    }
+
+    // Rows that have seen nothing. `join` takes whole lanes: behind the last row, too, they must not be just anything,
+    // for arithmetic with subnormal numbers is slow.
+    static void clear(const Partial& partial, int64_t first, int64_t end) {
+        for (int64_t row = first; row < end; ++row) {
+            partial.max[row] = kNothing;
+            partial.sum[row] = 0.0f;
+        }
     }
 
     void begin(const Rows& rows, const Partial& total) const {
-        for (int64_t row = 0; row < count(rows); ++row) {
-            total.max[row] = kNothing;
-            total.sum[row] = 0.0f;
-        }
+        clear(total, 0, round_up(count(rows), kLanes));
         memset(total.values, 0, count(rows) * width * sizeof(float));
     }
 
@@ -263,13 +279,23 @@ struct Attention {
 
 template <class T>
 static void attend_whole(const Attention<T>& attention, int64_t tasks) {
-    const auto find = [&](int64_t task) { return attention.tasks.rows_of(task); };
-    attention.team.for_each_restartable(tasks, find, [=](const Rows& rows, Worker& worker) {
+    struct Task {
+        Rows rows, next;  // most likely this thread's next one
+    };
+    const int64_t threads = attention.team.threads();
+    const auto find = [&](int64_t task) {
+        return Task{attention.tasks.rows_of(task), attention.tasks.rows_of(least(task + threads, tasks - 1))};
+    };
+    attention.team.for_each_restartable(tasks, find, [=](const Task& task, Worker& worker) {
+        const Rows& rows = task.rows;
         const auto space = attention.space(worker);
         attention.take_queries(rows, space);
         attention.begin(rows, space.total);
         for (int64_t piece = attention.first_piece(rows); piece < attention.end_piece(rows); ++piece) {
-            attention.attend(rows, piece, true, space, worker);
+            const bool goes_on = piece + 1 < attention.end_piece(rows);
+            auto ahead = goes_on ? attention.ahead_of(rows, piece + 1)
+                                 : attention.ahead_of(task.next, attention.first_piece(task.next));
+            attention.attend(rows, piece, ahead, space, worker);
             attention.join(rows, space.piece, space.total);
         }
         if (!worker.may_write()) return;
@@ -295,7 +321,8 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
         if (piece.number >= attention.end_piece(piece.rows)) return;
         const auto space = attention.space(worker);
         attention.take_queries(piece.rows, space);
-        attention.attend(piece.rows, piece.number, false, space, worker);
+        auto ahead = attention.ahead_of(piece.rows, attention.end_piece(piece.rows));
+        attention.attend(piece.rows, piece.number, ahead, space, worker);
         if (worker.may_write()) memcpy(piece.partial, space.piece.values, bytes);
     });
     team.for_each(tasks, [&](int64_t task, Worker& worker) {

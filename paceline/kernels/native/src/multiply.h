@@ -74,7 +74,7 @@ static inline void multiply_lanes(
 template <class T>
 static inline void multiply(
     Worker&, const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, int64_t groups,
-    float* out, int64_t out_stride, Extra extra = {}) {
+    float* out, int64_t out_stride, const Extra& extra = {}) {
     if (groups == 1) return multiply_lanes<1>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra.add);
     multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra.add);
 }
@@ -112,10 +112,11 @@ static inline void configure_tiles(Worker& worker, int rows) {
 template <bool TwoRowBlocks, bool TwoGroups>
 static inline void multiply_tiles(
     const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride,
-    Extra extra) {
+    const Extra& extra) {
     const bf16* x2 = x + 16 * x_stride;
     const bf16* w2 = w + w_stride;
     float* out2 = out + 16 * out_stride;
+    const char* ahead = extra.ahead;
     if (extra.add) {
         _tile_loadd(0, out, out_stride * 4);
         if (TwoGroups) _tile_loadd(1, out + kLanes, out_stride * 4);
@@ -140,7 +141,7 @@ static inline void multiply_tiles(
             _tile_dpbf16ps(2, 5, 6);
             if (TwoGroups) _tile_dpbf16ps(3, 5, 7);
         }
-        for (int64_t i = 0; i < extra.lines; ++i, extra.ahead += 64) _mm_prefetch(extra.ahead, _MM_HINT_T1);
+        for (int64_t i = 0; i < extra.lines; ++i, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
     }
     _tile_stored(0, out, out_stride * 4);
     if (TwoGroups) _tile_stored(1, out + kLanes, out_stride * 4);
@@ -150,7 +151,7 @@ static inline void multiply_tiles(
 
 static inline void multiply(
     Worker& worker, const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, int64_t rows,
-    int64_t groups, float* out, int64_t out_stride, Extra extra = {}) {
+    int64_t groups, float* out, int64_t out_stride, const Extra& extra = {}) {
     configure_tiles(worker, static_cast<int>(rows));
     finish_writes();
     const auto tiles = rows > 16 ? (groups == 2 ? multiply_tiles<true, true> : multiply_tiles<true, false>)

@@ -2,6 +2,10 @@
 
 constexpr int64_t kPiece = 128;  // keys that are attended to at once; see attention.h
 
+// Cache lines of the next keys and values that are brought with a tile of keys, a row of weights, a pair of values and
+// a product: about as long as each takes.
+constexpr int64_t kBringAtTile = 24, kBringAtPair = 4, kBringAtProduct = 32;
+
 template <class T>
 static void store_kv(const Op& op, const Step& step, Team& team) {
     const Group& group = step.groups[op.group];
@@ -59,15 +63,34 @@ struct Paged {
         return place == kNowhere ? nullptr : static_cast<const T*>(plane) + place;
     }
 
-    // Brings so many elements of keys and of values nearer while others are computed with.
-    void fetch(int64_t place, int64_t count) const {
-        if (place == kNowhere) return;
-        const T *keys = at(cache.keys, place), *values = at(cache.values, place);
-        for (int64_t i = 0; i < count; i += 64 / sizeof(T)) {
-            __builtin_prefetch(keys + i);
-            __builtin_prefetch(values + i);
+    // Keys and values that will be needed soon. Whoever computes now and then calls `bring`, so that memory is never
+    // idle: bringing all at once would fill the queue to memory, and wait for it.
+    struct Ahead {
+        Rows rows;
+        int64_t position, end;  // what is not brought yet
+        const char *key = nullptr, *value = nullptr, *last = nullptr;
+
+        // So many cache lines, half of them of keys.
+        void bring(const Paged& paged, int64_t lines) {
+            for (; lines > 0; lines -= 2, key += 64, value += 64) {
+                if (key >= last && !next(paged)) return;
+                __builtin_prefetch(key, 0, 2);
+                __builtin_prefetch(value, 0, 2);
+            }
         }
-    }
+        // The rest of a block.
+        bool next(const Paged& paged) {
+            if (position >= end) return false;
+            const int64_t place = paged.place_of(rows, position);
+            const int64_t count = least(end - position, paged.group.block_tokens - position % paged.group.block_tokens);
+            position += count;
+            if (place == kNowhere) return false;
+            key = reinterpret_cast<const char*>(at(paged.cache.keys, place));
+            value = reinterpret_cast<const char*>(at(paged.cache.values, place));
+            last = key + count * paged.cache.token_stride * sizeof(T);
+            return true;
+        }
+    };
 
     // Packs kDepth keys, sixteen side by side: [2][depth / pair][16][pair].
     void pack_keys(const Places& places, T* to) const {
@@ -99,21 +122,27 @@ struct Paged {
     }
 
     // Packs kDepth values as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
-    void pack_values(const Places& places, T* to) const {
+    void pack_values(const Places& places, T* to, Ahead& ahead) const {
         constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
         for (int64_t i = 0; i < kDepth; i += pair) {
+            ahead.bring(*this, kBringAtPair);
             const T *a = at(cache.values, places[i]), *b = at(cache.values, places[i + pair - 1]);
-            for (int64_t d = 0; d < width; d += kLanes)
+            for (int64_t d = 0; d < width; d += 2 * kLanes)
                 pack_lanes(a ? a + d : nullptr, b ? b + d : nullptr, dim - d, to + d * kPiece + i * kLanes);
         }
     }
+    // Up to 2 * kLanes columns of one pair; those behind the first kLanes lie kPiece * kLanes further.
     static void pack_lanes(const float* a, const float*, int64_t count, float* to) {
         store(to, a ? load_some(a, count) : f32x16{});
+        if (count > kLanes) store(to + kPiece * kLanes, a ? load_some(a + kLanes, count - kLanes) : f32x16{});
     }
     static void pack_lanes(const bf16* a, const bf16* b, int64_t count, bf16* to) {
-        const u32x16 low = bits<u32x16>(a ? load_some(a, count) : f32x16{}) >> 16;
-        const u32x16 high = bits<u32x16>(b ? load_some(b, count) : f32x16{});
-        const u32x16 both = low | high;
-        memcpy(to, &both, sizeof(both));
+        const u16x32 low = a ? bits<u16x32>(read_line(a, count)) : u16x32{};
+        const u16x32 high = b ? bits<u16x32>(read_line(b, count)) : u16x32{};
+        constexpr u16x32 sides = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
+                                  8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+        const u16x32 first = __builtin_shuffle(low, high, sides), second = __builtin_shuffle(low, high, sides + 16);
+        memcpy(to, &first, sizeof(first));
+        if (count > kLanes) memcpy(to + kPiece * kLanes, &second, sizeof(second));
     }
 };

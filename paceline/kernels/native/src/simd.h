@@ -5,6 +5,7 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint16_t u16x32 __attribute__((vector_size(64)));
 typedef uint16_t bf16;
 
 template <class To, class From>
@@ -159,4 +160,25 @@ static inline void transpose(u32x16 (&rows)[kLanes]) {
     PACELINE_SWAP(4, low4, low4 + 4)
     PACELINE_SWAP(8, low8, low8 + 8)
 #undef PACELINE_SWAP
+}
+
+typedef float f32x4 __attribute__((vector_size(16)));
+
+// The first four columns of a 16 x 16 square whose rows are `stride` apart.
+static inline void take_columns(const float* square, int64_t stride, f32x16 (&columns)[4]) {
+    f32x16 parts[4];  // rows i, 4 + i, 8 + i and 12 + i
+    for (int i = 0; i < 4; ++i) {
+        const auto row = [&](int j) { return read<f32x4>(square + (4 * j + i) * stride); };
+        const auto first = __builtin_shufflevector(row(0), row(1), 0, 1, 2, 3, 4, 5, 6, 7);
+        const auto second = __builtin_shufflevector(row(2), row(3), 0, 1, 2, 3, 4, 5, 6, 7);
+        parts[i] = __builtin_shufflevector(first, second, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    }
+    constexpr i32x16 words = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
+    constexpr i32x16 pairs = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+    for (int i = 0; i < 2; ++i) {
+        const f32x16 upper = __builtin_shuffle(parts[0], parts[1], words + 2 * i);
+        const f32x16 lower = __builtin_shuffle(parts[2], parts[3], words + 2 * i);
+        columns[2 * i] = __builtin_shuffle(upper, lower, pairs);
+        columns[2 * i + 1] = __builtin_shuffle(upper, lower, pairs + 2);
+    }
 }

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.services.common.huge_pages import map_shared, take_huge_pages
+
+HUGE = 2 << 20
+SIZE = 2 * HUGE + 4096
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, SIZE)
+    yield descriptor
+    os.close(descriptor)
+
+
+def address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+
+
+def mapping_at(where: int) -> dict[str, str]:
+    """What the system says of the mapping that begins there; nothing where there is none."""
+    text = Path("/proc/self/smaps").read_text()
+    found = re.search(rf"^{where:x}-.*\n((?:\w+:.*\n)+)", text, re.MULTILINE)
+    return dict(re.findall(r"^(\w+): +(.*)$", found[1], re.MULTILINE)) if found else {}
+
+
+def test_maps_see_the_same_bytes_and_are_gone_with_their_last_view(descriptor: int) -> None:
+    one, other = map_shared(descriptor, SIZE), map_shared(descriptor, SIZE)
+    one[SIZE - 4 :] = b"last"
+    assert other[SIZE - 4 :] == b"last"
+    where, part = address(one), one[:4]
+    one.release()
+    assert mapping_at(where)
+    part.release()
+    assert not mapping_at(where)
+    assert mapping_at(address(other))
+
+
+def test_what_cannot_be_mapped_leaves_no_room_taken() -> None:
+    before = Path("/proc/self/maps").read_text().count("\n")
+    with pytest.raises(OSError, match="cannot map"):
+        map_shared(-1, SIZE)
+    assert Path("/proc/self/maps").read_text().count("\n") <= before
+
+
+def test_a_file_of_less_than_a_page_stays_as_it_is(descriptor: int) -> None:
+    take_huge_pages(descriptor, HUGE - 1)
+    assert os.fstat(descriptor).st_blocks == 0
+
+
+def test_a_new_file_gets_huge_pages_and_every_map_of_it_has_them(descriptor: int) -> None:
+    if tuple(int(part) for part in platform.release().split(".")[:2]) < (6, 1):
+        pytest.skip("the system is older than MADV_COLLAPSE")
+    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        pytest.skip("the system has no huge pages")
+    take_huge_pages(descriptor, SIZE)
+    view = map_shared(descriptor, SIZE)
+    assert bytes(view) == bytes(SIZE)
+    assert mapping_at(address(view))["ShmemPmdMapped"] == f"{2 * HUGE // 1024} kB"
