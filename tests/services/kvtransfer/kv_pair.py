@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -31,13 +30,13 @@ class Blocks:
 
     def __init__(self, worker: Worker) -> None:
         arena = worker.arena
-        self._memory: mmap.mmap = map_arena(Path(arena.arena_path), arena.arena_bytes)
+        self._memory = map_arena(Path(arena.arena_path), arena.arena_bytes)
 
     def write(self, slot: int, content: bytes) -> None:
         self._memory[slot * SLOT : (slot + 1) * SLOT] = content
 
     def read(self, slot: int) -> bytes:
-        return self._memory[slot * SLOT : (slot + 1) * SLOT]
+        return bytes(self._memory[slot * SLOT : (slot + 1) * SLOT])
 
 
 class Pair:
