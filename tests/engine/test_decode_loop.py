@@ -38,7 +38,7 @@ Asked = tuple[list[int], SamplingParams]
 
 
 def load(folder: Path) -> Model:
-    return load_model(folder, torch.float32, select_kernels(CPU, "reference"), CPU)
+    return load_model(folder, torch.float32, select_kernels(CPU, "native"), CPU)
 
 
 @pytest.fixture(params=["llama", "gemma3"])

@@ -64,7 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model, Any]
         folder = tmp_path_factory.mktemp("model")
         reference.save_pretrained(folder)
         references.append(reference)
-        loaded.append(load_model(Path(folder), torch.float32, select_kernels(CPU, "reference"), CPU))
+        loaded.append(load_model(Path(folder), torch.float32, select_kernels(CPU, "native"), CPU))
     return loaded[0], loaded[1], references[0]
 
 

@@ -49,8 +49,7 @@ def run_attention(kernels: Kernels, case: Any, scale: float = 0.25, softcap: flo
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("softcap", [0.0, 5.0])
-@pytest.mark.parametrize("window", [0, 1, 16, 23])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (0, 5.0), (1, 5.0), (16, 0.0), (23, 5.0)])
 def test_attention_of_a_mixed_batch(
     kernels: Kernels, paged_case: Callable[..., Any], window: int, softcap: float, dtype: torch.dtype
 ) -> None:

