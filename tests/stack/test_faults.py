@@ -81,7 +81,7 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
             await asyncio.sleep(0.1)
 
 
-async def test_workers_come_and_go_while_requests_run(cluster: Cluster) -> None:
+async def test_workers_come_and_go_until_none_is_there(cluster: Cluster) -> None:
     expected = await cluster.stream()
     cluster.wait_ready(cluster.start_worker("decode", 2))
     await cluster.wait_workers(5)
@@ -98,9 +98,8 @@ async def test_workers_come_and_go_while_requests_run(cluster: Cluster) -> None:
     await cluster.wait_workers(3)
     assert await cluster.stream() == expected
 
-
-async def test_without_workers_there_is_503_and_they_are_found_when_they_come(cluster: Cluster) -> None:
-    for name in ("decode-0", "decode-1"):
+    # without a decode worker there is 503, until one comes
+    for name in ("decode-1", "decode-2"):
         assert cluster.processes.pop(name).stop() == 0
     async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as client:
         async with asyncio.timeout(10):
@@ -110,5 +109,5 @@ async def test_without_workers_there_is_503_and_they_are_found_when_they_come(cl
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) > 0
     cluster.wait_ready(cluster.start_worker("decode", 5))
-    await cluster.wait_workers(3)
-    assert await cluster.stream()
+    await cluster.wait_workers(2)
+    assert await cluster.stream() == expected
