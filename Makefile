@@ -45,7 +45,7 @@ proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 see
 		$(BIN)/python -m tests.proof.explore growth --attempts 1 --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.simulate --seeds 10000
 
-chaos: $(READY) ## kill processes of a real stack while 16 streams run, e.g. make chaos ARGS='--seed 7 --kills 60'
+chaos: $(READY) ## kill processes of real stacks, and cut links, while 16 streams run; as root, e.g. make chaos ARGS='--seed 7'
 	$(BIN)/python -m tests.stack.chaos $(ARGS)
 
 test-compose: $(READY) ## the compose stack on a real docker engine

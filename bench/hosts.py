@@ -14,89 +14,42 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from bench.load import table
-from bench.transport import Hosts
-from paceline.services.serve.redis_server import redis_command
+from bench.namespaces import Host, two_hosts
+from bench.services import Services
 
 START_SECONDS = 180.0
-PORTS = {"redis": 6399, "kvtransfer": 7300, "gateway": 8000}
+READER, SOURCE = 0, 1
 
 
-class Stack:
-    """The services of both hosts, from construction to `close`."""
-
-    def __init__(self, hosts: Hosts, folder: Path, model: str, transport: str) -> None:
-        self._hosts = hosts
-        self._folder = folder
-        self._running: list[subprocess.Popen[bytes]] = []
-        self._redis = f"redis://{hosts.reader_ip}:{PORTS['redis']}/0"
-        listen = ("--port", str(PORTS["redis"]), "--bind", hosts.reader_ip, "--protected-mode", "no")
-        self._start("reader", "redis", *redis_command(folder / "redis.sock"), *listen)
-        for role, ip in (("source", hosts.source_ip), ("reader", hosts.reader_ip)):
-            options = (f"--port={PORTS['kvtransfer']}", f"--transport={transport}", f"--host-id={role}")
-            self._service(role, "kvtransfer", ip, *options)
-        for role, worker, ip in (("source", "prefill", hosts.source_ip), ("reader", "decode", hosts.reader_ip)):
-            self._service(role, worker, ip, model, f"--kvtransfer-address={ip}:{PORTS['kvtransfer']}")
-        self._service("reader", "gateway", hosts.reader_ip, model, f"--port={PORTS['gateway']}")
-
-    def _service(self, host: str, name: str, ip: str, *options: str) -> None:
-        self._start(
-            host,
-            f"{host}-{name}",
-            sys.executable,
-            "-m",
-            "paceline",
-            name,
-            *options,
-            f"--host={ip}",
-            f"--redis={self._redis}",
-        )
-
-    def _start(self, host: str, name: str, *command: str) -> None:
-        with (self._folder / f"{name}.log").open("wb") as log:
-            self._running.append(
-                subprocess.Popen([*self._hosts.command(host), *command], stdout=log, stderr=subprocess.STDOUT)
-            )
-
-    def measure(self, prompt_tokens: int, requests: int) -> dict[str, Any]:
-        """What the client says, which runs on the decode worker's host. Raises RuntimeError with all last words."""
-        url = f"http://{self._hosts.reader_ip}:{PORTS['gateway']}"
-        command = [sys.executable, "-m", "bench.hosts", "--client", url, "--prompt-tokens", str(prompt_tokens)]
-        done = subprocess.run(
-            [*self._hosts.command("reader"), *command, "--requests", str(requests)],
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        if done.returncode:
-            logs = [f"{log.name}: {log.read_text()[-600:]}" for log in sorted(self._folder.glob("*.log"))]
-            raise RuntimeError("\n".join([done.stderr, *logs]))
-        return dict(json.loads(done.stdout))
-
-    def close(self) -> None:
-        for process in reversed(self._running):
-            process.terminate()
-        for process in self._running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            process.kill()
+@contextlib.contextmanager
+def serving(folder: Path, hosts: Sequence[Host], model: str, transport: str) -> Iterator[Services]:
+    """The services of both hosts."""
+    with Services(folder, model, hosts, kvtransfer=(f"--transport={transport}",)) as services:
+        for host in (READER, SOURCE):
+            services.start_kvtransfer(host)
+        services.start_worker("prefill", 0, SOURCE)
+        services.start_worker("decode", 0, READER)
+        services.start_gateway()
+        try:
+            yield services
+        except RuntimeError as error:
+            raise RuntimeError("\n".join([str(error), *services.last_words()])) from error
 
 
-def client(url: str, prompt_tokens: int, requests: int) -> dict[str, Any]:
-    """Sends the prompts and reads what the services counted."""
+def measure(url: str, prompt_tokens: int, requests: int) -> dict[str, float]:
+    """Sends the prompts and reads what the services counted. Raises RuntimeError where the workers do not come."""
     deadline = time.monotonic() + START_SECONDS
     with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
         while not _complete(http):
@@ -133,42 +86,39 @@ def _complete(http: httpx.Client) -> bool:
 def _transfers(http: httpx.Client) -> dict[str, float]:
     """What has come so far."""
     time.sleep(1.5)  # a heartbeat, and the gateway's look at it
-    (reader,) = (worker for worker in http.get("/fleet").json()["workers"] if worker["worker_id"] == "reader")
+    (reader,) = (worker for worker in http.get("/fleet").json()["workers"] if worker["worker_id"] == f"host-{READER}")
     return {name: value for name, value in reader["stats"].items() if name.startswith("transfer")}
 
 
 @contextlib.contextmanager
-def limited(hosts: Hosts, mbit: int) -> Iterator[None]:
-    for role in ("source", "reader") if mbit else ():
+def limited(hosts: Sequence[Host], mbit: int) -> Iterator[None]:
+    for host in hosts if mbit else ():
         shape = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "512kb", "latency", "50ms")
-        subprocess.run([*hosts.command(role), "tc", "qdisc", "add", "dev", "eth0", *shape], check=True)
+        subprocess.run([*host.command(), "tc", "qdisc", "add", "dev", "eth0", *shape], check=True)
     yield
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="folder of the model")
+    parser.add_argument("model", help="folder of the model")
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--transport", default="auto", choices=["auto", "ucx", "grpc"])
     parser.add_argument("--mbit", type=int, default=0, help="of the link; 0 does not limit it")
     parser.add_argument("--json", type=Path, help="where all figures go")
-    parser.add_argument("--client", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.client:
-        print(json.dumps(client(options.client, options.prompt_tokens, options.requests)))
-        return 0
-    if not options.model or os.geteuid():
-        parser.error("name a model, and be root: the hosts are network namespaces")
-    with Hosts(apart=True) as hosts, limited(hosts, options.mbit), tempfile.TemporaryDirectory() as folder:
-        stack = Stack(hosts, Path(folder), options.model, options.transport)
-        try:
-            found = stack.measure(options.prompt_tokens, options.requests)
-        except RuntimeError as error:
-            print(f"bench.hosts: {error}", file=sys.stderr)
-            return 1
-        finally:
-            stack.close()
+    try:
+        with (
+            two_hosts() as hosts,
+            limited(hosts, options.mbit),
+            tempfile.TemporaryDirectory() as folder,
+            serving(Path(folder), hosts, options.model, options.transport) as services,
+            hosts[READER].inside(),
+        ):
+            found = measure(services.url, options.prompt_tokens, options.requests)
+    except RuntimeError as error:
+        print(f"bench.hosts: {error}", file=sys.stderr)
+        return 1
     read, handoff = found["transfer_read_seconds"] / options.requests, found["handoff_seconds"]
     paths = {name.removeprefix("transfers_"): count for name, count in found.items() if name.startswith("transfers_")}
     rows = [

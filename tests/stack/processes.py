@@ -1,78 +1,37 @@
-"""Real stacks for tests: `paceline serve` as a user starts it, or its services one by one."""
+"""Real stacks for tests: `paceline serve` as a user starts it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import re
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-START_SECONDS = 300.0
-STOP_SECONDS = 60.0
+from bench.namespaces import Host
+from bench.services import Process, free_port
+
 SETTLE_SECONDS = 30.0
-PACELINE = (sys.executable, "-m", "paceline")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def arenas(processes: Iterable[psutil.Process]) -> set[Path]:
     """The shared memory that these processes map; other stacks of this machine are none of our business."""
-    paths = {Path(each.path) for process in processes for each in process.memory_maps()}
+    paths = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            paths |= {Path(each.path) for each in process.memory_maps()}
     return {path for path in paths if path.suffix == ".arena"}
 
 
-class Process:
-    """A command of ours, its output in a file."""
-
-    def __init__(self, log: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        self.log = log
-        with log.open("w") as output:
-            self.popen = subprocess.Popen(
-                [*PACELINE, *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
-            )
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text()
-
-    @property
-    def alive(self) -> bool:
-        return self.popen.poll() is None
-
-    def wait_for(self, text: str, seconds: float = START_SECONDS) -> str:
-        """The output, as soon as it contains `text`."""
-        deadline = time.monotonic() + seconds
-        while text not in self.text:
-            assert self.alive, f"ended before saying {text!r}:\n{self.text}"
-            assert time.monotonic() < deadline, f"did not say {text!r}:\n{self.text}"
-            time.sleep(0.05)
-        return self.text
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Sends a signal and returns the exit code; a process that does not end is killed and fails the test."""
-        if self.alive:
-            self.popen.send_signal(number)
-        try:
-            return self.popen.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            raise
+def is_settled(ledgers: Iterable[Any]) -> bool:
+    """Whether nothing is held or in flight on these hosts. They must add up at any time."""
+    assert all(ledger["balanced"] and ledger["adds_up"] for ledger in ledgers)
+    return not any(ledger["held"] or ledger["in_flight"] or ledger["holds"] for ledger in ledgers)
 
 
 class Stack:
@@ -81,8 +40,9 @@ class Stack:
     def __init__(self, process: Process, port: int) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
+        self.hosts: Sequence[Host] = (Host(),)
 
-    def fleet(self) -> dict[str, object]:
+    def fleet(self) -> dict[str, Any]:
         return dict(httpx.get(f"{self.url}/fleet", timeout=10).json())
 
     async def settled(self) -> None:
@@ -92,11 +52,14 @@ class Stack:
         """
         async with asyncio.timeout(SETTLE_SECONDS):
             while True:
-                hosts: Any = self.fleet()["hosts"]
-                assert all(ledger["balanced"] and ledger["adds_up"] for ledger in hosts)
-                if all(ledger["held"] == ledger["in_flight"] == 0 and not ledger["holds"] for ledger in hosts):
+                if is_settled(self.fleet()["hosts"]):
                     return
                 await asyncio.sleep(0.1)
+
+    def living(self, role: str) -> list[int]:
+        """Processes of this role that were ready and have not ended."""
+        newest = dict(re.findall(rf"^  ({role}\S*) +pid (\d+)", self.process.text, re.MULTILINE))
+        return sorted(int(pid) for pid in newest.values() if psutil.pid_exists(int(pid)))
 
     def family(self) -> list[psutil.Process]:
         """The supervisor and all of its processes."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.stack.chaos import MODEL, Client, Plan, Report, attempts, chaos, living
+from bench.namespaces import NoNamespacesError
+from tests.stack.chaos import MODEL, Client, Plan, Report, attempts, chaos, one_host, two_hosts
 from tests.stack.processes import arenas, serve
 from tests.stack.reference import PROMPTS
 
@@ -20,10 +21,25 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 async def test_streams_survive_kills_of_every_role(tmp_path: Path) -> None:
     kills = {"prefill": 2, "decode": 2, "kvtransfer": 1, "redis": 1}
     plan = Plan(kills, streams=8, tokens=32, pause=(0.2, 1.5), prompts=PROMPTS[:6])
-    report = await chaos(plan, seed=1, log=tmp_path / "log")
+    report = await chaos(plan, seed=1, starting=one_host(plan, tmp_path))
     assert report.wrong == []
     assert report.leftovers == []
     assert report.kills == kills
+    assert report.ended >= plan.streams
+
+
+async def test_streams_survive_cuts_of_the_link_between_two_hosts(tmp_path: Path) -> None:
+    kills = {"prefill": 1, "decode": 1, "kvtransfer": 1, "redis": 1}
+    cuts = ((0.1, 1.0), (3.0, 4.0), (3.0, 4.0))
+    plan = Plan(kills, streams=8, tokens=32, pause=(0.2, 1.5), prompts=PROMPTS[:6], cuts=cuts)
+    try:
+        report = await chaos(plan, seed=1, starting=two_hosts(plan, tmp_path, lease_seconds=2.0))
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+    assert report.wrong == []
+    assert report.leftovers == []
+    assert report.kills == kills
+    assert len(report.cuts) == len(cuts)
     assert report.ended >= plan.streams
 
 
@@ -32,9 +48,9 @@ async def test_the_arena_survives_its_service(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with serve(log, MODEL, "--kv-memory=512MiB") as stack:
         async with httpx.AsyncClient(base_url=stack.url, timeout=120) as http:
-            client = Client(http, MODEL, plan, Report())
+            client = Client(http, plan, Report())
             await client.learn()
-            before, shared, workers = await attempts(http), arenas(stack.family()), living(stack, "decode")
+            before, shared, workers = await attempts(http), arenas(stack.family()), stack.living("decode")
             begun = asyncio.Semaphore(0)
 
             async def read(prompt: str) -> list[int]:
@@ -48,14 +64,14 @@ async def test_the_arena_survives_its_service(tmp_path: Path) -> None:
             reading = {prompt: asyncio.create_task(read(prompt)) for prompt in plan.prompts}
             for _ in reading:
                 await begun.acquire()
-            (service,) = living(stack, "kvtransfer")
+            (service,) = stack.living("kvtransfer")
             os.kill(service, signal.SIGKILL)
             await asyncio.gather(*reading.values())
             assert {prompt: task.result() for prompt, task in reading.items()} == client.expected
             assert await attempts(http) == before + len(reading)
             await stack.settled()
             assert [token async for token in client.stream(PROMPTS[0])] == client.expected[PROMPTS[0]]
-        assert living(stack, "decode") == workers
-        assert living(stack, "kvtransfer") != [service]
+        assert stack.living("decode") == workers
+        assert stack.living("kvtransfer") != [service]
         assert arenas(stack.family()) == shared
         assert "2 workers came back" in stack.process.text

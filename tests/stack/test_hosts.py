@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.namespaces import ONE_HOST
 from tests.stack.cluster import Cluster
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
@@ -19,32 +20,18 @@ PROMPT = " ".join(f"{number} riders in a pace line take turns at the front." for
 @pytest.fixture
 async def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> AsyncIterator[Cluster]:
     """Host 0 will prefill, host 1 decodes."""
-    running = Cluster(tmp_path, real_model("smollm2-135m-instruct"), hosts=2)
-    try:
+    with Cluster(tmp_path, real_model("smollm2-135m-instruct"), ONE_HOST) as running:
         decode = running.start_worker("decode", 0, host=1)
         running.start_gateway()
         running.wait_ready(decode)
         await running.wait_workers(1)
         yield running
-    finally:
-        running.close()
 
 
 async def transfers(cluster: Cluster) -> dict[str, float]:
     """What has come to host 1, as of its last report."""
     hosts = [each for each in (await cluster.fleet())["workers"] if each["worker_id"] == "host-1"]
     return {name: value for name, value in hosts[0]["stats"].items() if name.startswith("transfer")}
-
-
-async def settled(cluster: Cluster) -> None:
-    """Returns when no host holds anything."""
-    async with asyncio.timeout(20):
-        while True:
-            ledgers = [host for host in (await cluster.fleet())["hosts"] if "error" not in host]
-            assert all(ledger["balanced"] for ledger in ledgers)
-            if not any(ledger["held"] or ledger["in_flight"] or ledger["holds"] for ledger in ledgers):
-                return
-            await asyncio.sleep(0.1)
 
 
 async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluster) -> None:
@@ -56,7 +43,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     new = "A new beginning. "
     assert await cluster.stream(prompt=PROMPT) == expected[0]
     texts = await asyncio.gather(*(cluster.stream(prompt=new + PROMPT + str(number)) for number in range(4)))
-    await settled(cluster)
+    await cluster.settled()
     async with asyncio.timeout(10):
         while (seen := await transfers(cluster)).get("transfers_grpc", 0) < 5:
             await asyncio.sleep(0.1)
@@ -82,12 +69,12 @@ async def test_a_death_amid_a_transfer_is_not_seen(cluster: Cluster, victim: str
         cluster.processes[victim].popen.kill()
         if victim == "kvtransfer-1":  # without it nothing goes on; its worker and its memory are still there
             cluster.processes[victim].popen.wait(10)
-            cluster.start_kvtransfer(1)
+            cluster.start_again("kvtransfer-1")
         texts = await asyncio.gather(*tasks)
     again = [await cluster.stream(prompt=f"{number} {PROMPT}") for number in range(3)]
     assert texts == again
     assert await cluster.stream(prompt=PROMPT) == expected
-    await settled(cluster)
+    await cluster.settled()
 
 
 async def test_a_host_that_stands_still_stops_nobody(cluster: Cluster) -> None:
@@ -102,5 +89,5 @@ async def test_a_host_that_stands_still_stops_nobody(cluster: Cluster) -> None:
             second = await cluster.stream(prompt=f"1 {PROMPT}")
     finally:
         cluster.processes["kvtransfer-0"].popen.send_signal(signal.SIGCONT)
-    await settled(cluster)
+    await cluster.settled()
     assert await cluster.stream(prompt=f"1 {PROMPT}") == second

@@ -12,12 +12,13 @@ import psutil
 import pytest
 import redis
 
+from bench.services import Process
 from paceline.core.errors import RefusedError
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret
 from tests.fuzz.run import fuzz
 from tests.fuzz.stack import ROLES, FuzzStack, fuzz_stack
-from tests.stack.processes import Process, arenas
+from tests.stack.processes import arenas
 
 pytestmark = pytest.mark.stack
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.core.config import GIB, KVTransferConfig, parse_bytes
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.core.machine import available_memory
+from paceline.core.machine import available_memory, give_back_large_memory
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
 from paceline.services.common.registry import Member, Registrar
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 async def run(config: KVTransferConfig) -> None:
     """Serves until SIGTERM; workers must have gone by then. Raises PacelineError."""
     stop = stop_on_signals()
+    give_back_large_memory()
     host_id = config.host_id or unique_name("host")
     secret = read_secret(config.auth_token_file)
     options = HostOptions(

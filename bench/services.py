@@ -1,0 +1,171 @@
+"""Services of one cluster, started one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bench.namespaces import Host
+from paceline.services.serve.redis_server import redis_command
+
+START_SECONDS = 300.0
+STOP_SECONDS = 60.0
+PACELINE = (sys.executable, "-m", "paceline")
+_ROLES = ("gateway", "prefill", "decode", "kvtransfer", "redis")
+"""In the order of stopping: whoever uses a service ends before it."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Process:
+    """A command of ours, its output in a file."""
+
+    def __init__(
+        self,
+        log: Path,
+        *arguments: str,
+        program: Sequence[str] = PACELINE,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.log = log
+        with log.open("w") as output:
+            self.popen = subprocess.Popen(
+                [*program, *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def wait_for(self, text: str, seconds: float = START_SECONDS) -> str:
+        """The output, as soon as it contains `text`."""
+        deadline = time.monotonic() + seconds
+        while text not in self.text:
+            assert self.alive, f"ended before saying {text!r}:\n{self.text}"
+            assert time.monotonic() < deadline, f"did not say {text!r}:\n{self.text}"
+            time.sleep(0.05)
+        return self.text
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Sends a signal and returns the exit code; a process that does not end is killed and fails the test."""
+        self.tell(number)
+        return self.wait()
+
+    def tell(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Sends a signal."""
+        if self.alive:
+            self.popen.send_signal(number)
+
+    def wait(self) -> int:
+        """See `stop`."""
+        try:
+            return self.popen.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            raise
+
+
+class Services:
+    """Redis at first; more may be started at any time, and all end with the block.
+
+    Args:
+        folder: takes what each says.
+        hosts: the first has Redis and the gateway. Each may have a kvtransfer of its own.
+        options: of the services of a role, e.g. kvtransfer=["--kv-memory=512MiB"].
+    """
+
+    def __init__(self, folder: Path, model: str, hosts: Sequence[Host], **options: Sequence[str]) -> None:
+        self.hosts = hosts
+        self.processes: dict[str, Process] = {}
+        self._folder = folder
+        self._model = model
+        self._options = options
+        self._commands: dict[str, list[str]] = {}
+        self._starts: Counter[str] = Counter()
+        self._kv_ports, self._http_port = [free_port() for _ in hosts], free_port()
+        home, port = hosts[0], free_port()
+        self.url = f"http://{home.ip}:{self._http_port}"
+        self.redis_url = f"redis://{home.ip}:{port}/0"
+        listen = ("--port", str(port), "--bind", home.ip, "--protected-mode", "no")
+        self._commands["redis"] = [*home.command(), *redis_command(folder / "redis.sock"), *listen]
+        self.start_again("redis")
+
+    def start_kvtransfer(self, host: int) -> str:
+        port = f"--port={self._kv_ports[host]}"
+        return self._start("kvtransfer", f"kvtransfer-{host}", host, port, f"--host-id=host-{host}")
+
+    def start_worker(self, role: str, number: int, host: int = 0) -> str:
+        name, kvtransfer = f"{role}-{number}", f"{self.hosts[host].ip}:{self._kv_ports[host]}"
+        options = (f"--kvtransfer-address={kvtransfer}", f"--worker-id={name}")
+        return self._start(role, name, host, self._model, *options)
+
+    def start_gateway(self) -> str:
+        return self._start("gateway", "gateway", 0, self._model, f"--port={self._http_port}")
+
+    def start_again(self, name: str) -> None:
+        """One that has ended, as it was."""
+        self._starts[name] += 1
+        log = self._folder / f"{name}.{self._starts[name]}.log"
+        self.processes[name] = Process(log, program=self._commands[name])
+
+    def wait_ready(self, *names: str) -> None:
+        for name in names:
+            self.processes[name].wait_for(" serves at ")
+
+    def last_words(self) -> list[str]:
+        """Of each process."""
+        return [f"{name}: {process.text[-600:]}" for name, process in self.processes.items()]
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stops:  # also where one fails
+            for role in reversed(_ROLES):
+                fellows = [process for name, process in self.processes.items() if role_of(name) == role]
+                for act in (Process.wait, Process.tell):  # the last one first
+                    for process in fellows:
+                        stops.callback(act, process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def living(self, role: str) -> list[int]:
+        """Processes of this role that are ready."""
+        return sorted(
+            process.popen.pid
+            for name, process in self.processes.items()
+            if role_of(name) == role and process.alive and (role == "redis" or " serves at " in process.text)
+        )
+
+    def _start(self, role: str, name: str, host: int, *arguments: str) -> str:
+        where = self.hosts[host]
+        own = [*self._options.get(role, ()), f"--host={where.ip}", f"--redis={self.redis_url}"]
+        self._commands[name] = [*where.command(), *PACELINE, role, *arguments, *own]
+        self.start_again(name)
+        return name
+
+
+def role_of(name: str) -> str:
+    """Of a process."""
+    return name.partition("-")[0]
