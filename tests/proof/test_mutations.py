@@ -15,9 +15,10 @@ from paceline.services.kvtransfer.hold_book import HoldBook
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof import network, worker
 from tests.proof.explore import Explorer
+from tests.proof.parties import Job
 from tests.proof.setup import SETUPS
 from tests.proof.simulate import simulate
-from tests.proof.world import Job, Violation, World
+from tests.proof.world import Violation, World
 
 MOST_SEEDS = 60
 
@@ -106,7 +107,7 @@ def without_idempotent_fill(patch: Patch) -> None:
 
 def without_time_to_come_back(patch: Patch) -> None:
     """A kvtransfer that is started again gives blocks away before all workers have said what they hold."""
-    patch.setattr(network, "may_reconcile", lambda world: world.claims is not None)
+    patch.setattr(network, "may_reconcile", lambda world, host: world.hosts[host].away)
 
 
 def without_claims_of_what_has_ended(patch: Patch) -> None:
