@@ -82,7 +82,9 @@ SETUPS = {
     # Two cache groups, one of them with a window, whose blocks decode gives back.
     "window": Setup((Request("abc"), Request("a")), slots=9, layout=WITH_A_WINDOW),
     # Prefill on one host, decode on another one.
-    "between_hosts": Setup((Request("a"),), slots=3, decoders=1, prefillers=1, places=(0, 1)),
-    # Two that share nothing take turns in the blocks of both hosts.
-    "turns": Setup((Request("a"), Request("b")), slots=2, decoders=1, prefillers=1, places=(0, 1)),
+    "between_hosts": Setup((Request("a"),), slots=3, decoders=1, prefillers=1, places=(0, 1), attempts=1),
+    # The source has one block, which the other request gets as soon as it is free: a reader may come too late.
+    "too_late": Setup(
+        (Request("a", tail=0), Request("b", tail=0)), slots=1, decoders=2, prefillers=1, places=(0, 1, 1), attempts=1
+    ),
 }

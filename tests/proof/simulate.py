@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from tests.proof import gateway, judge, moves, network, worker
+from tests.proof import gateway, judge, moves, network, transfer, worker
 from tests.proof.moves import Move
 from tests.proof.setup import ONE_GROUP, WITH_A_WINDOW, Request, Setup
 from tests.proof.world import Violation, World, make_world
@@ -93,8 +93,8 @@ def _run(run: Run, draw: random.Random) -> None:
 
 
 def _some(going: list[Move], draw: random.Random) -> Move:
-    """Any, but mostly none that lets a late message arrive: much happens before it does."""
-    in_time = [move for move in going if move.act is not network.arrive]
+    """Any, but mostly none that lets a late message arrive, or blocks: much happens before it does."""
+    in_time = [move for move in going if move.act not in (network.arrive, transfer.read, transfer.stop_reading)]
     return draw.choice(in_time if in_time and draw.random() < 0.95 else going)
 
 
