@@ -44,7 +44,6 @@ proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 see
 	for kind in duplicate delay lose lose_answer fail crash pass_time crash_ledger; do \
 		$(BIN)/python -m tests.proof.explore growth --attempts 1 --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.explore between_hosts --faults 1
-	$(BIN)/python -m tests.proof.explore too_late --faults 1 --kind cut
 	$(BIN)/python -m tests.proof.simulate --seeds 10000
 
 chaos: $(READY) ## kill processes of a real stack while 16 streams run, e.g. make chaos ARGS='--seed 7 --kills 60'

@@ -85,7 +85,7 @@ SETUPS = {
     "between_hosts": Setup((Request("a"),), slots=3, decoders=1, prefillers=1, places=(0, 1), attempts=1),
     # The source has one block, which the other request gets as soon as it is free: a reader may come too late.
     "too_late": Setup(
-        (Request("a", tail=0), Request("b", tail=0, one_token=True)),
+        (Request("a", tail=0), Request("b", tail=0)),
         slots=1,
         decoders=2,
         prefillers=1,

@@ -24,7 +24,7 @@ from tests.proof.simulate import simulate
 from tests.proof.transfer import put
 from tests.proof.world import Violation, World
 
-MOST_SEEDS = 60
+MOST_SEEDS = 200
 
 Patch = pytest.MonkeyPatch
 
