@@ -43,6 +43,7 @@ proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 see
 	$(BIN)/python -m tests.proof.explore one --faults 2
 	for kind in duplicate delay lose lose_answer fail crash pass_time crash_ledger; do \
 		$(BIN)/python -m tests.proof.explore growth --attempts 1 --faults 1 --kind $$kind; done
+	$(BIN)/python -m tests.proof.explore between_hosts --faults 1
 	$(BIN)/python -m tests.proof.simulate --seeds 10000
 
 chaos: $(READY) ## kill processes of real stacks, and cut links, while 16 streams run; as root, e.g. make chaos ARGS='--seed 7'

@@ -8,17 +8,19 @@ import marshal
 from collections.abc import Iterable
 
 from paceline.core.kv_layout import NO_SLOT
+from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim
-from paceline.services.kvtransfer.hold import NOBODY, Hold
+from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold
 from tests.proof.judge import lives
-from tests.proof.world import DECODE, Asked, Job, Op, World
+from tests.proof.parties import DECODE, Asked, Block, Job, Op, Transfer, Word
+from tests.proof.world import World
 
 
 def digest(world: World) -> bytes:
     """16 bytes.
 
     Left out is what has no effect: instants (a hold is renewed before the next lease is over, or it is not), what free
-    blocks contain, and what is remembered of attempts to which no message refers.
+    blocks contain that nobody reads, and what is remembered of attempts to which no message refers.
     """
     looks = [_look(world, index) for index in range(len(world.asked))]
     expected = sorted(looks)
@@ -42,8 +44,8 @@ class _Encoder:
         self._world = world
         self._order = order
         self._rank = {index: rank for rank, index in enumerate(order)}
-        self._sessions: dict[int, int] = {NOBODY: 0}
-        self._slots: dict[int, int] = {NO_SLOT: -1}
+        self._sessions: dict[int, int] = {NOBODY: 0, TRANSFER: -1}
+        self._slots: dict[tuple[int, int], int] = {}
         self._names: dict[tuple[str, int], tuple[int, int, int]] = {}
 
     def encode(self) -> bytes:
@@ -52,32 +54,42 @@ class _Encoder:
         for index in self._order:
             parts.append(self._asked(index, world.asked[index]))
             parts.append([self._job(job) for job in self._sorted(world.jobs.values()) if job.request == index])
-            parts.append([self._hold(hold) for hold in self._holds(index)])
+            for number in range(len(world.hosts)):
+                parts.append([self._hold(number, hold) for hold in self._holds(number, index)])
+            parts.append([self._transfer(each) for each in self._transfers(index)])
         parts.append([self._job(job) for job in self._sorted(world.ghosts)])
         for queue in sorted(world.queues.values(), key=lambda queue: list(map(self._rank_of, queue))):
             parts.append([self._op(op) for op in queue])
         for late in sorted(world.late, key=lambda late: self._rank_of(late.op)):
             parts.append([*self._op(late.op), late.again])
-        parts.append(sorted(self._session(session) for session in world.unnoticed))
-        parts.append(world.claims is None)
-        if world.claims is not None:
-            for session in sorted(world.claims, key=lambda session: self._session(session)):
-                parts.append((self._session(session), [self._claim(claim) for claim in world.claims[session]]))
-        parts.append([world.ledger._pool.name(slot) for slot in world.ledger._pool._cached])  # type: ignore[arg-type]
+        parts.append(sorted((world.host_of(session), self._session(session)) for session in world.unnoticed))
+        for number, host in enumerate(world.hosts):
+            parts.append(host.claims is None)
+            claims = host.claims or {}
+            for session in sorted(claims, key=self._session):
+                parts.append((self._session(session), [self._claim(number, claim) for claim in claims[session]]))
+            parts.append([host.ledger._pool.name(slot) for slot in host.ledger._pool._cached])
         return marshal.dumps(parts, 2)  # without references, so that equal parts have equal bytes
 
     def _asked(self, index: int, asked: Asked) -> object:
-        prefiller = self._session(self._world.sessions[asked.prefiller]) if asked.phase == "admitting" else 0
-        request = self._world.setup.requests.index(self._world.request(index))
-        return (request, asked.failures, asked.phase, prefiller, asked.filled is not None)
+        world = self._world
+        session = world.sessions[asked.prefiller]
+        prefiller = (world.host_of(session), self._session(session)) if asked.phase == "admitting" else 0
+        request = world.setup.requests.index(world.request(index))
+        told = (asked.opened is not None, asked.filled is not None)
+        return (request, asked.failures, asked.phase, prefiller, told)
 
     def _sorted(self, jobs: Iterable[Job]) -> list[Job]:
         return sorted(jobs, key=lambda job: (self._name(job.key), job.role == DECODE, job.phase))
 
-    def _holds(self, index: int) -> list[Hold]:
+    def _holds(self, host: int, index: int) -> list[Hold]:
         prefix = f"{index}."
-        found = [hold for hold in self._world.ledger.holds() if hold.key.request_id.startswith(prefix)]
+        found = [hold for hold in self._world.hosts[host].ledger.holds() if hold.key.request_id.startswith(prefix)]
         return sorted(found, key=lambda hold: (self._name(hold.key), hold.key.generation))
+
+    def _transfers(self, index: int) -> list[Transfer]:
+        found = [each for each in self._world.transfers.values() if each.request == index]
+        return sorted(found, key=lambda each: self._name(each.key))
 
     def _name(self, key: tuple[str, int, int]) -> tuple[int, int, int]:
         """(request, lives ago, attempts ago)"""
@@ -92,42 +104,67 @@ class _Encoder:
     def _session(self, session: int) -> int:
         return self._sessions.setdefault(session, len(self._sessions))
 
-    def _job(self, job: Job) -> object:
-        tables = [[self._slots.setdefault(slot, len(self._slots)) for slot in table] for table in job.tables]
-        flags = (job.cancelled, job.lost, job.grown, job.alone)
-        name = (*self._name(job.key), job.key.generation)
-        return (job.role, self._session(job.session), name, job.phase, tables, job.settled, flags)
+    def _slot(self, host: int, slot: int) -> int:
+        return -1 if slot == NO_SLOT else self._slots.setdefault((host, slot), len(self._slots))
 
-    def _claim(self, claim: Claim) -> object:
-        tables = [[self._slots.setdefault(slot, len(self._slots)) for slot in table] for table in claim.tables]
+    def _tables(self, host: int, tables: Iterable[Iterable[int]]) -> object:
+        return [[self._slot(host, slot) for slot in table] for table in tables]
+
+    def _job(self, job: Job) -> object:
+        tables = self._tables(job.host, job.tables)
+        flags = (job.cancelled, job.lost, job.grown, job.alone, job.fetched is not None)
+        name = (*self._name(job.key), job.key.generation)
+        return (job.role, job.host, self._session(job.session), name, job.phase, tables, job.settled, flags)
+
+    def _claim(self, host: int, claim: Claim) -> object:
+        tables = self._tables(host, claim.tables)
         return (self._name(claim.key), claim.key.generation, tables, claim.names, claim.active)
 
-    def _hold(self, hold: Hold) -> object:
+    def _transfer(self, each: Transfer) -> object:
+        world = self._world
+        ended = [world.hosts[host].ledger._book._ended.get(each.id, -1) for host in (each.here, each.there)]
+        generations = (each.key.generation, each.source_key.generation, each.adopted is not None)
+        stream = [([self._named(each, block) for block in message.blocks], message.last) for message in each.stream]
+        ends = (each.reader, each.source, each.cut, each.named, each.named_all, self._session(each.session))
+        came = (self._tables(each.here, each.tables), each.filled_tokens, sorted(each.come))
+        return (self._name(each.key), each.here, each.there, generations, ends, came, stream, ended)
+
+    def _named(self, each: Transfer, block: Block) -> object:
+        """A block that is still to be read, wherever it has come to meanwhile."""
+        host = self._world.hosts[each.there]
+        pool = host.ledger._pool
+        free = pool._free.index(block.slot) - len(pool._free) if block.slot in pool._free else 0
+        digest = self._word(each.key, block.digest)
+        where = (self._slot(each.there, block.slot), pool.name(block.slot), free)
+        return (block.group, block.index, block.hash, digest, host.memory[block.slot] == block.digest, where)
+
+    def _hold(self, host: int, hold: Hold) -> object:
         owner, writer = self._session(hold.owner), self._session(hold.writer)
         name = (*self._name(hold.key), hold.key.generation, hold.first_generation)
         # A draining hold that waits for a word of its writer differs from one whose grace runs.
         rest = (hold.state.value, hold.token_count, hold.filled_tokens, not lives(hold) and hold.deadline < 1e18)
-        return (name, owner, writer, rest, [[self._block(hold, slot) for slot in table] for table in hold.tables])
+        tables = [[self._block(host, hold, slot) for slot in table] for table in hold.tables]
+        return (name, owner, writer, rest, tables)
 
-    def _block(self, hold: Hold, slot: int) -> object:
-        world = self._world
-        number = self._slots.setdefault(slot, len(self._slots))
+    def _block(self, host: int, hold: Hold, slot: int) -> object:
+        number = self._slot(host, slot)
         if slot == NO_SLOT:
             return number
-        name = world.ledger._pool.name(slot)
-        shared = name is not None and world.ledger._pool.find(*name) == slot
-        word = world.memory[slot]
-        if word is not None and isinstance(word[0], str):
-            word = self._word(hold, word)
-        return (number, name, shared, word)
+        pool, memory = self._world.hosts[host].ledger._pool, self._world.hosts[host].memory
+        name = pool.name(slot)
+        shared = name is not None and pool.find(*name) == slot
+        return (number, name, shared, self._word(hold.key, memory[slot]))
 
-    def _word(self, hold: Hold, word: tuple[object, ...]) -> object:
-        """A block's content matters only where it is what this hold's attempt has written there."""
-        return word[2:] if word[:2] == hold.key[:2] else None
+    def _word(self, key: Key, word: Word | None) -> object:
+        """A block's content matters only where it may be shared, or is what this very attempt has written there."""
+        if word is None or not isinstance(word[0], str):
+            return word
+        return word[2:] if word[:2] == key[:2] else None
 
     def _rank_of(self, op: Op) -> tuple[object, ...]:
         return (self._name(op.key), op.kind, op.key.generation)
 
     def _op(self, op: Op) -> list[object]:
-        ended = self._world.ledger._book._ended.get(op.key[:2], -1)
-        return [self._session(op.session), op.kind, *self._name(op.key), op.key.generation, op.published, ended]
+        ended = self._world.hosts[op.host].ledger._book._ended.get(op.key[:2], -1)
+        name = (op.host, *self._name(op.key), op.key.generation)
+        return [self._session(op.session), op.kind, name, op.published, ended]

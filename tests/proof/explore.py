@@ -111,15 +111,18 @@ class Explorer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("setup", choices=SETUPS, nargs="*", help="all of them where none is named")
+    parser.add_argument("setup", nargs="*", help=f"of {', '.join(SETUPS)}; all of them where none is named")
     parser.add_argument("--faults", type=int, default=1, help="at most so many things go wrong")
     parser.add_argument("--kind", default="", help="only this may go wrong: duplicate, delay, lose, crash, fail, ...")
-    parser.add_argument("--attempts", type=int, default=2, help="of each request")
+    parser.add_argument("--attempts", type=int, help="of each request, by default as the world has it")
     arguments = parser.parse_args()
+    if unknown := set(arguments.setup) - SETUPS.keys():
+        parser.error(f"there is no world {', '.join(unknown)}")
     for name in arguments.setup or SETUPS:
         began = time.monotonic()
+        attempts = arguments.attempts or SETUPS[name].attempts
         found = Explorer(
-            dataclasses.replace(SETUPS[name], faults=arguments.faults, kind=arguments.kind, attempts=arguments.attempts)
+            dataclasses.replace(SETUPS[name], faults=arguments.faults, kind=arguments.kind, attempts=attempts)
         ).run()
         seconds = time.monotonic() - began
         print(f"{name}: {found.states:,} states, {found.transitions:,} transitions, {seconds:.0f} s", flush=True)

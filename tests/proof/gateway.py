@@ -5,25 +5,43 @@ begins anew where one fails. That it has given an attempt up reaches a worker la
 from __future__ import annotations
 
 from paceline.core.types import Key
-from tests.proof.world import DECODE, PREFILL, Asked, Job, World, request_id
+from tests.proof.parties import DECODE, PREFILL, Asked, Job, Transfer
+from tests.proof.world import World, request_id
 
 
 def start(world: World, index: int, decoder: int, prefiller: int) -> None:
     """Begins an attempt: its decode worker reserves."""
     asked = world.asked[index]
     key = Key(request_id(index, asked.life), asked.tries + 1, 1)
-    world.asked[index] = asked._replace(tries=key.attempt, phase="admitting", prefiller=prefiller, filled=None)
-    job = world.put(Job(DECODE, world.sessions[decoder], index, key, "reserving"))
+    world.asked[index] = asked._replace(
+        tries=key.attempt, phase="admitting", prefiller=prefiller, opened=None, filled=None
+    )
+    job = world.put(Job(DECODE, world.setup.place(decoder), world.sessions[decoder], index, key, "reserving"))
     world.send(job, "reserve")
 
 
 def call_prefill(world: World, index: int) -> None:
-    """The decode worker has admitted the request; the prefill worker opens its hold."""
+    """The decode worker has admitted the request; the prefill worker opens its hold, or, on another host, one of its
+    own."""
     asked, decode = world.asked[index], world.job(DECODE, index)
     assert decode is not None
     world.asked[index] = asked._replace(phase="prefilling")
-    job = world.put(Job(PREFILL, world.sessions[asked.prefiller], index, decode.key, "opening"))
-    world.send(job, "open")
+    place = world.setup.place(asked.prefiller)
+    job = Job(PREFILL, place, world.sessions[asked.prefiller], index, decode.key, "opening")
+    if place == decode.host:
+        world.send(world.put(job), "open")
+    else:
+        world.send(world.put(job, phase="reserving", reserved=True), "reserve")
+
+
+def call_fetch(world: World, index: int) -> None:
+    """The decode worker learns from where its kvtransfer can bring the blocks."""
+    asked, decode = world.asked[index], world.job(DECODE, index)
+    assert decode is not None
+    assert asked.opened is not None
+    world.put(decode, phase="fetching")
+    there = world.setup.place(asked.prefiller)
+    world.transfers[decode.key[:2]] = Transfer(index, decode.host, there, decode.session, decode.key, asked.opened)
 
 
 def hand_over(world: World, index: int) -> None:
@@ -33,7 +51,7 @@ def hand_over(world: World, index: int) -> None:
     assert asked.filled is not None
     world.asked[index] = asked._replace(phase="decoding")
     job = world.put(decode, phase="adopting")
-    world.send(job, "adopt", asked.filled.generation)
+    world.send(job, "adopt", (decode.fetched or asked.filled).generation)
 
 
 def fail(world: World, index: int) -> None:
@@ -41,7 +59,7 @@ def fail(world: World, index: int) -> None:
     asked = world.asked[index]
     failures = asked.failures + 1
     phase = "waiting" if failures < world.setup.attempts else "failed"
-    world.asked[index] = asked._replace(failures=failures, phase=phase, filled=None)
+    world.asked[index] = asked._replace(failures=failures, phase=phase, opened=None, filled=None)
 
 
 def restart(world: World) -> None:
@@ -61,7 +79,16 @@ def may_call_prefill(world: World, index: int) -> bool:
 
 def may_hand_over(world: World, index: int) -> bool:
     asked, job = world.asked[index], world.job(DECODE, index)
-    return asked.phase == "prefilling" and asked.filled is not None and job is not None and job.phase == "admitted"
+    if job is None or asked.phase != "prefilling" or asked.filled is None:
+        return False
+    return job.phase == ("fetched" if job.host != world.setup.place(asked.prefiller) else "admitted")
+
+
+def may_call_fetch(world: World, index: int) -> bool:
+    asked, job = world.asked[index], world.job(DECODE, index)
+    if job is None or asked.phase != "prefilling" or asked.opened is None or job.phase != "admitted":
+        return False
+    return job.host != world.setup.place(asked.prefiller) and not world.hosts[job.host].away
 
 
 def sees_failure(world: World, index: int) -> bool:

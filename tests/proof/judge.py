@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 
 from paceline.core.kv_layout import NO_SLOT
-from paceline.services.kvtransfer.hold import NOBODY, Hold, State
-from tests.proof.world import Job, Op, Violation, World
+from paceline.core.types import Key
+from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State
+from paceline.services.kvtransfer.ledger import Ledger
+from tests.proof.parties import Job, Op, Transfer
+from tests.proof.world import Host, Violation, World, blocks_of
+
+Holders = defaultdict[int, list[Hold]]
+"""By slot."""
 
 
 def without(table: tuple[int, ...], kept: int) -> tuple[int, ...]:
@@ -17,48 +23,67 @@ def without(table: tuple[int, ...], kept: int) -> tuple[int, ...]:
 def check(world: World) -> None:
     """Raises Violation unless the ledger proves, every block that somebody may touch is that one's, and every block
     that others may find contains what its name says."""
-    if wrong := world.ledger.check():
-        raise Violation("; ".join(wrong))
-    holders: dict[int, list[Hold]] = defaultdict(list)
-    for hold in world.ledger.holds():
-        for slot in hold.slots():
-            holders[slot].append(hold)
+    holders = [_check_host(host) for host in world.hosts]
     for job in (*world.jobs.values(), *world.ghosts):
         if job.touches:
-            _check_touched(world, job, holders)
-    for slot, name in enumerate(world.ledger._pool._names):
-        if name is not None and world.memory[slot] != name:
-            raise Violation(f"block {slot} is published as {name} and contains {world.memory[slot]}")
+            _check_touched(world, job, holders[job.host])
+    for transfer in world.transfers.values():
+        if transfer.reader == "reading":
+            _check_read(world, transfer, holders[transfer.here])
 
 
-def _check_touched(world: World, job: Job, holders: dict[int, list[Hold]]) -> None:
+def _check_host(host: Host) -> Holders:
+    if wrong := host.ledger.check():
+        raise Violation("; ".join(wrong))
+    for slot, name in enumerate(host.ledger._pool._names):
+        if name is not None and host.memory[slot] != name:
+            raise Violation(f"block {slot} is published as {name} and contains {host.memory[slot]}")
+    holders: Holders = defaultdict(list)
+    for hold in host.ledger.holds():
+        for slot in hold.slots():
+            holders[slot].append(hold)
+    return holders
+
+
+def _check_touched(world: World, job: Job, holders: Holders) -> None:
     """A step of this job may be reading its blocks and writing to those that are not settled, at this moment."""
-    for group, block, slot in world.blocks(job):
-        own = [hold for hold in holders[slot] if hold.key == job.key]
-        if not own:
-            raise Violation(
-                f"{job.role} worker {job.session} touches block {slot} of {job.key}, which is not held for it"
-            )
-        if not world.may_write(job, group, block):
-            continue
-        if own[0].writer != job.session or len(holders[slot]) > 1:
-            raise Violation(f"{job.role} worker {job.session} writes to block {slot} of {job.key}, as others may")
+    for group, block, slot in blocks_of(job.tables):
+        _check_block(slot, job.key, job.session, holders[slot], world.may_write(job, group, block))
+
+
+def _check_read(world: World, transfer: Transfer, holders: Holders) -> None:
+    """Blocks from another host may be coming into all that were not here and have not come, at this moment."""
+    for group, block, slot in blocks_of(transfer.tables):
+        first = transfer.filled_tokens // world.setup.layout.groups[group].block_tokens
+        writes = block >= first and (group, block) not in transfer.come
+        _check_block(slot, transfer.key, TRANSFER, holders[slot], writes)
+
+
+def _check_block(slot: int, key: Key, session: int, holders: list[Hold], writes: bool) -> None:
+    own = [hold for hold in holders if hold.key == key]
+    if not own:
+        raise Violation(f"session {session} touches block {slot} of {key}, which is not held for it")
+    if writes and (own[0].writer != session or len(holders) > 1):
+        raise Violation(f"session {session} writes to block {slot} of {key}, as others may")
 
 
 def check_content(world: World, job: Job) -> None:
     """What was adopted is exactly what the prefill of this very attempt wrote, or what was published under its hash."""
-    context = world.request(job.request).context
-    for group, block, slot in world.blocks(job):
-        computed = block * world.setup.layout.groups[group].block_tokens < context
-        if computed and world.memory[slot] != world.word(job, group, block):
-            raise Violation(f"block {slot} of {job.key} contains {world.memory[slot]}")
+    context, memory = world.request(job.request).context, world.hosts[job.host].memory
+    for number, block, slot in blocks_of(job.tables):
+        group = world.setup.layout.groups[number]
+        computed = block * group.block_tokens < context
+        if job.fetched is not None:  # what no query reads has not been brought
+            computed = computed and block >= group.first_needed_block(context)
+        if computed and memory[slot] != world.word(job, number, block):
+            raise Violation(f"block {slot} of {job.key} contains {memory[slot]}")
 
 
-def right_to(world: World, op: Op) -> bool:
+def right_to(ledger: Ledger, op: Op) -> bool:
     """Whether the sender may do this: only with the newest generation, and to what is its own to change."""
     if op.kind in ("reserve", "release"):
         return True
-    hold = next((hold for hold in world.ledger.holds() if hold.key[:2] == op.key[:2] and lives(hold)), None)
+    hold = next((hold for hold in ledger.holds() if hold.key[:2] == op.key[:2] and lives(hold)), None)
     if hold is None or hold.key.generation != op.key.generation:
         return False
     if op.kind in ("open", "adopt"):
@@ -70,25 +95,42 @@ def lives(hold: Hold) -> bool:
     return hold.state is not State.DRAINING
 
 
-def standing(world: World) -> object:
+def standing(ledger: Ledger) -> object:
     """All that an operation may change, but for deadlines."""
-    holds = [(hold.key, hold.state, hold.owner, hold.writer, str(hold.tables)) for hold in world.ledger.holds()]
-    return holds, world.ledger.counts()
+    holds = [(hold.key, hold.state, hold.owner, hold.writer, str(hold.tables)) for hold in ledger.holds()]
+    return holds, ledger.counts()
 
 
-def check_leases(world: World, renewed: set[tuple[str, int]]) -> None:
-    """A lease has gone by: no hold lives that nobody has renewed."""
-    for hold in world.ledger.holds():
-        if lives(hold) and hold.key[:2] not in renewed:
-            raise Violation(f"hold {hold.key} outlives its lease")
+def check_leases(world: World, renewed: set[tuple[int, str, int]]) -> None:
+    """A lease has gone by: no hold lives that nobody has renewed.
+
+    Args:
+        renewed: (host, request id, attempt).
+    """
+    for number, host in enumerate(world.hosts):
+        for hold in host.ledger.holds():
+            if lives(hold) and (number, *hold.key[:2]) not in renewed:
+                raise Violation(f"hold {hold.key} outlives its lease")
+
+
+def check_exported(world: World) -> None:
+    """A lease has gone by: what a source has taken over is still its own while it is being read."""
+    for transfer in world.transfers.values():
+        if transfer.source == "exporting" and transfer.adopted is not None:
+            holds = world.hosts[transfer.there].ledger.holds()
+            if not any(hold.key == transfer.adopted and lives(hold) for hold in holds):
+                raise Violation(f"the lease of {transfer.adopted} ended while it was being read")
 
 
 def check_quiet(world: World) -> None:
     """Nothing can happen any more: every request has come to its end, and every block has come back."""
-    counts = world.ledger.counts()
     unended = [index for index, asked in enumerate(world.asked) if asked.phase not in ("done", "failed")]
     if unended:
         raise Violation(f"requests {unended} never end: {[world.asked[index].phase for index in unended]}")
-    if world.jobs or world.ledger.holds() or counts.free + counts.cached != counts.total:
-        holds = [f"{hold.key} {hold.state.value} writer {hold.writer or NOBODY}" for hold in world.ledger.holds()]
-        raise Violation(f"blocks never come back: {counts}, holds {holds}, jobs {list(world.jobs)}")
+    if world.jobs or world.transfers:
+        raise Violation(f"jobs {list(world.jobs)} and transfers {list(world.transfers)} never end")
+    for host in world.hosts:
+        counts = host.ledger.counts()
+        if host.ledger.holds() or counts.free + counts.cached != counts.total:
+            holds = [f"{hold.key} {hold.state.value} writer {hold.writer or NOBODY}" for hold in host.ledger.holds()]
+            raise Violation(f"blocks never come back: {counts}, holds {holds}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tests.proof import gateway, judge, network, worker
-from tests.proof.world import DECODE, Job, Violation, World
+from tests.proof import gateway, judge, network, transfer, worker
+from tests.proof.parties import DECODE, Job
+from tests.proof.world import Violation, World
 
 
 class Move(NamedTuple):
@@ -21,7 +22,7 @@ class Move(NamedTuple):
     def describe(self, world: World) -> str:
         """One line of a trace, for the world before the move."""
         shown = ", ".join(_show(world, arg) for arg in self.args)
-        return f"{self.act.__module__.rsplit('.')[-1]:8}{self.act.__name__}({shown})"
+        return f"{self.act.__module__.rsplit('.')[-1]:9}{self.act.__name__}({shown})"
 
 
 def _show(world: World, arg: object) -> str:
@@ -42,14 +43,21 @@ def step(world: World, move: Move) -> None:
         raise
     except Exception as error:
         raise Violation(f"{type(error).__name__}: {error}") from error
-    world.ledger.take_events()
-    world.ledger.take_overdue()
+    for host in world.hosts:
+        host.ledger.take_events()
+        host.ledger.take_overdue()
     judge.check(world)
 
 
 def progress(world: World) -> Iterator[Move]:
     """What happens sooner or later when nothing goes wrong; time aside."""
-    yield from (_of_network(world) if world.claims is None else _of_return(world, world.claims))
+    yield from _of_network(world)
+    for number, host in enumerate(world.hosts):
+        if host.away:
+            yield from _of_return(world, number)
+    for brought in world.transfers.values():
+        for act in transfer.progress(world, brought):
+            yield Move(act, (brought.id,))
     for job in world.jobs.values():
         yield from _of_job(world, job)
     for index in range(len(world.asked)):
@@ -60,28 +68,36 @@ def _of_network(world: World) -> Iterator[Move]:
     for late in dict.fromkeys(world.late):
         yield Move(network.arrive, (late,))
     for session in world.queues:
-        yield Move(network.deliver, (session,))
+        if not _away(world, session):
+            yield Move(network.deliver, (session,))
     for session in world.unnoticed:
-        yield Move(network.notice, (session,))
+        if not _away(world, session):
+            yield Move(network.notice, (session,))
 
 
-def _of_return(world: World, claims: Container[int]) -> Iterator[Move]:
+def _away(world: World, session: int) -> bool:
+    return world.hosts[world.host_of(session)].away
+
+
+def _of_return(world: World, host: int) -> Iterator[Move]:
     """kvtransfer is away: its workers come back to its successor."""
-    for session in sorted({job.session for job in world.jobs.values()}):
-        if session not in claims:
+    for session in sorted({job.session for job in world.jobs.values() if job.host == host}):
+        if session not in (world.hosts[host].claims or ()):
             yield Move(worker.come_back, (session,))
-    if network.may_reconcile(world):
-        yield Move(network.reconcile, ())
+    if network.may_reconcile(world, host):
+        yield Move(network.reconcile, (host,))
 
 
 def _of_job(world: World, job: Job) -> Iterator[Move]:
-    if job.renews and world.claims is None and _is_lost(world, job):
+    if job.renews and not world.hosts[job.host].away and _is_lost(world, job):
         yield Move(worker.learn_of_loss, (job.id,))
+    if job.phase == "fetching" and not _is_read_for(world, job):
+        yield Move(worker.fetch_failed, (job.id,))
     if not world.is_current(job) and not job.cancelled and job.phase != "stopping":
         yield Move(worker.cancel, (job.id,))
     if job.phase in _NEXT:
         yield Move(_NEXT[job.phase], (job.id,))
-    if job.phase == "waiting" and world.room_for(job.request, grown=True):
+    if job.phase == "waiting" and world.room_for(job.request, grown=True, host=job.host):
         yield Move(worker.reserve_again, (job.id,))
 
 
@@ -94,7 +110,14 @@ _NEXT = {
 
 def _is_lost(world: World, job: Job) -> bool:
     """Whether the ledger would refuse a renewal: the hold has ended."""
-    return not any(hold.key[:2] == job.key[:2] and judge.lives(hold) for hold in world.ledger.holds())
+    holds = world.hosts[job.host].ledger.holds()
+    return not any(hold.key[:2] == job.key[:2] and judge.lives(hold) for hold in holds)
+
+
+def _is_read_for(world: World, job: Job) -> bool:
+    """Whether a reader has this job's call."""
+    brought = world.transfers.get(job.key[:2])
+    return brought is not None and brought.reader != "gone"
 
 
 def _of_gateway(world: World, index: int) -> Iterator[Move]:
@@ -104,6 +127,8 @@ def _of_gateway(world: World, index: int) -> Iterator[Move]:
     elif phase in ("admitting", "prefilling", "decoding"):
         if gateway.may_call_prefill(world, index):
             yield Move(gateway.call_prefill, (index,))
+        if gateway.may_call_fetch(world, index):
+            yield Move(gateway.call_fetch, (index,))
         if gateway.may_hand_over(world, index):
             yield Move(gateway.hand_over, (index,))
         if gateway.sees_failure(world, index):
@@ -113,18 +138,18 @@ def _of_gateway(world: World, index: int) -> Iterator[Move]:
 def _starts(world: World, index: int) -> Iterator[Move]:
     """Any two workers, once there are blocks; one whose preempted requests wait for blocks takes no others."""
     setup = world.setup
-    if not world.room_for(index, grown=False):
-        return
+    rooms = [world.room_for(index, grown=False, host=host) for host in range(setup.hosts)]
     closed = {job.session for job in world.jobs.values() if job.role == DECODE and job.alone}
     for decoder in range(setup.decoders):
-        if world.sessions[decoder] not in closed:
+        if rooms[setup.place(decoder)] and world.sessions[decoder] not in closed:
             for prefiller in range(setup.decoders, setup.decoders + setup.prefillers):
-                yield Move(gateway.start, (index, decoder, prefiller))
+                if rooms[setup.place(prefiller)]:
+                    yield Move(gateway.start, (index, decoder, prefiller))
 
 
 def at_any_time(world: World) -> Iterator[Move]:
     """What may happen, also again and again, without anything's being wrong."""
-    if world.claims is None:
+    if not any(host.away for host in world.hosts):
         yield Move(network.pass_time, ())
     for job in (*world.jobs.values(), *world.ghosts):
         if job.phase == "stopping" or job in world.ghosts:
@@ -133,10 +158,13 @@ def at_any_time(world: World) -> Iterator[Move]:
 
 def faults(world: World) -> Iterator[Move]:
     """What may go wrong; the caller counts."""
-    if world.claims is None:
-        yield from _faults_of_messages(world)
-        if world.jobs:
-            yield Move(network.crash_ledger, ())
+    yield from _faults_of_messages(world)
+    yield from _faults_of_transfers(world)
+    used = {job.host for job in world.jobs.values()} | {job.there for job in world.transfers.values()}
+    for host in sorted(used):
+        if not world.hosts[host].away:
+            yield Move(network.crash_ledger, (host,))
+        yield Move(network.restart_ledger, (host,))
     for index, asked in enumerate(world.asked):
         if asked.runs:
             yield Move(gateway.fail, (index,))
@@ -146,16 +174,27 @@ def faults(world: World) -> Iterator[Move]:
             yield Move(worker.crash, (place,))
     if world.jobs:
         yield Move(gateway.restart, ())
-        yield Move(network.restart_ledger, ())
 
 
 def _faults_of_messages(world: World) -> Iterator[Move]:
     for session, queue in world.queues.items():
+        if _away(world, session):
+            continue
         yield Move(network.duplicate, (session,))
         if queue[0].kind != "release":  # which is sent again until it is answered
             yield Move(network.lose, (session,))
             yield Move(network.delay, (session,))
             if queue[0].kind not in ("seal", "trim"):  # whose answers nobody heeds
                 yield Move(network.lose_answer, (session,))
-    for session in sorted({job.session for job in world.jobs.values() if job.renews}):
-        yield Move(network.pass_time, (session,))
+    if not any(host.away for host in world.hosts):
+        for session in sorted({job.session for job in world.jobs.values() if job.renews}):
+            yield Move(network.pass_time, (session,))
+
+
+def _faults_of_transfers(world: World) -> Iterator[Move]:
+    for brought in world.transfers.values():
+        if brought.source == "exporting" and brought.reader == "reading" and not brought.cut:
+            yield Move(network.cut, (brought.id,))
+        job = transfer.waiting_job(world, brought)
+        if job is not None and brought.reader != "gone":
+            yield Move(worker.fetch_failed, (job.id,))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from paceline.core.errors import BusyError, PacelineError, UnavailableError
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
 from paceline.services.kvtransfer.ledger import Ledger
-from tests.proof import judge, worker
-from tests.proof.world import LEASE, Key, Late, Op, World
+from tests.proof import judge, transfer, worker
+from tests.proof.calls import carry_out
+from tests.proof.parties import Job, Late, Op
+from tests.proof.world import LEASE, Host, Violation, World, make_host
 
 
 def deliver(world: World, session: int) -> None:
@@ -45,10 +47,11 @@ def arrive(world: World, late: Late) -> None:
     """A late or repeated operation comes; nobody waits for its answer."""
     index = world.late.index(late)
     world.late = world.late[:index] + world.late[index + 1 :]
-    before = judge.standing(world) if late.again else None
+    ledger = world.hosts[late.op.host].ledger
+    before = judge.standing(ledger) if late.again else None
     carry_out(world, late.op)
-    if late.again and judge.standing(world) != before:
-        raise judge.Violation(f"{late.op} came again and was not without effect")
+    if late.again and judge.standing(ledger) != before:
+        raise Violation(f"{late.op} came again and was not without effect")
 
 
 def _take(world: World, session: int) -> Op:
@@ -60,47 +63,6 @@ def _take(world: World, session: int) -> Op:
     return op
 
 
-def carry_out(world: World, op: Op) -> worker.Answer:
-    """Calls the ledger; the answer is a copy of the hold as it is now, or the error."""
-    allowed = judge.right_to(world, op)
-    try:
-        answer = _call(world, world.ledger, op)
-    except PacelineError as error:
-        return error
-    if not allowed:
-        raise judge.Violation(f"{op} was carried out, and its sender had no right to it")
-    return answer
-
-
-def _call(world: World, ledger: Ledger, op: Op) -> worker.Answer:
-    request = world.request(int(op.key.request_id.split(".")[0]))
-    session, key, now = op.session, op.key, world.now
-    match op.kind:
-        case "reserve":
-            tokens = request.context + (request.growth if key.generation > 1 else 0)
-            return ledger.reserve(session, key, request.hashes, tokens, max(0, request.context - 1), now)
-        case "open":
-            return ledger.open(session, key, now)
-        case "fill":
-            return ledger.fill(session, key, request.context, now)
-        case "adopt":
-            return ledger.adopt(session, key, now)
-        case "extend":
-            return ledger.extend(session, key, request.context + request.growth, now)
-        case "seal":
-            for index, group in enumerate(world.setup.layout.groups):
-                ends = request.hashes[group.block_tokens // 16 - 1 :: group.block_tokens // 16]
-                first = op.published // group.block_tokens
-                ledger.seal(session, key, index, first, ends[first:], now)
-        case "trim":
-            for index, group in enumerate(world.setup.layout.groups):
-                if group.shape.window:
-                    ledger.trim(session, key, index, group.first_needed_block(request.context), now)
-        case "release":
-            ledger.release(session, key, now)
-    return None
-
-
 # ---- sessions and time
 
 
@@ -108,11 +70,11 @@ def notice(world: World, session: int) -> None:
     """The ledger learns that a session has ended; nothing that is still on its way counts any more."""
     world.unnoticed = tuple(each for each in world.unnoticed if each != session)
     world.late = tuple(late for late in world.late if late.op.session != session)
-    world.ledger.lose_session(session, world.now)
+    world.hosts[world.host_of(session)].ledger.lose_session(session, world.now)
 
 
 def pass_time(world: World, deaf: int = 0) -> None:
-    """A lease goes by. All renew what they know of, but for the session to which the ledger is deaf.
+    """A lease goes by. All renew what they know of, but for the session to which its ledger is deaf.
 
     A ghost whose session is known to have ended is gone when the grace is over.
     """
@@ -121,50 +83,80 @@ def pass_time(world: World, deaf: int = 0) -> None:
     for third in (1, 2, 3):
         instant = world.now + third * LEASE / 4
         for job in world.jobs.values():
-            if job.renews and job.session != deaf and _renew(world, job.session, job.key, instant):
-                renewed.add(job.key[:2])
+            if job.renews and job.session != deaf and _renew(world, job, instant):
+                renewed.add((job.host, *job.key[:2]))
+        for exported in list(world.transfers.values()):
+            if exported.source == "exporting" and transfer.keep(world, exported, instant):
+                renewed.add((exported.there, *exported.id))
     world.now += max(LEASE, GRACE_SECONDS)
-    world.ledger.expire(world.now)
+    for host in world.hosts:
+        host.ledger.expire(world.now)
     judge.check_leases(world, renewed)
+    judge.check_exported(world)
 
 
-def _renew(world: World, session: int, key: Key, now: float) -> bool:
+def _renew(world: World, job: Job, now: float) -> bool:
     try:
-        world.ledger.renew(session, key, now)
+        world.hosts[job.host].ledger.renew(job.session, job.key, now)
     except PacelineError:
         return False
     return True
 
 
-def crash_ledger(world: World) -> None:
-    """kvtransfer is killed. Its arena stays, and so do its workers; what they had sent is answered by its successor."""
-    world.claims = {}
-    world.late = ()
+def cut(world: World, name: tuple[str, int]) -> None:
+    """The stream between two hosts breaks, of which each side will learn."""
+    world.transfers[name] = world.transfers[name]._replace(cut=True)
 
 
-def reconcile(world: World) -> None:
+# ---- kvtransfer ends, and another one begins
+
+
+def crash_ledger(world: World, host: int) -> None:
+    """kvtransfer is killed. Its arena stays, and so do its workers; what they had sent is answered by its successor.
+    What it read, or others from it, is over."""
+    world.hosts[host].claims = {}
+    world.late = tuple(late for late in world.late if late.op.host != host)
+    _end_transfers(world, host)
+
+
+def reconcile(world: World, host: int) -> None:
     """Its successor goes on with what workers have claimed. Who has not is gone by now."""
-    assert world.claims is not None
-    claimants, world.claims = world.claims, None
+    claimants = world.hosts[host].claims
+    assert claimants is not None
     ledger = Ledger(world.setup.layout, world.setup.slots, LEASE)
     ledger.restore([claim for claims in claimants.values() for claim in claims], world.now)
-    world.ledger = ledger
-    world.ghosts = tuple(job for job in world.ghosts if job.session in claimants)
-    world.unnoticed = tuple(session for session in world.unnoticed if session in claimants)
-    world.late = ()  # sent to nobody
+    world.hosts[host] = Host(ledger, world.hosts[host].memory)
+
+    def stays(session: int) -> bool:
+        return world.host_of(session) != host or session in claimants
+
+    world.ghosts = tuple(job for job in world.ghosts if stays(job.session))
+    world.unnoticed = tuple(session for session in world.unnoticed if stays(session))
+    world.late = tuple(late for late in world.late if late.op.host != host)  # sent to nobody
 
 
-def may_reconcile(world: World) -> bool:
+def may_reconcile(world: World, host: int) -> bool:
     """Whether the time in which workers come back may be over: those that live have all done so."""
-    return world.claims is not None and all(job.session in world.claims for job in world.jobs.values())
+    claims = world.hosts[host].claims
+    return claims is not None and all(job.session in claims for job in world.jobs.values() if job.host == host)
 
 
-def restart_ledger(world: World) -> None:
+def restart_ledger(world: World, host: int) -> None:
     """kvtransfer ends, and its arena cannot be kept: so do all sessions, and their workers. What they still write goes
     to a file that nobody maps."""
-    world.claims = None
-    world.ledger = Ledger(world.setup.layout, world.setup.slots, LEASE)
-    first = max(world.sessions) + 1
-    world.sessions = list(range(first, first + len(world.sessions)))
-    world.memory = [None] * world.setup.slots
-    world.queues, world.jobs, world.late, world.ghosts, world.unnoticed = {}, {}, (), (), ()
+    world.hosts[host] = make_host(world.setup)
+    world.queues = {session: queue for session, queue in world.queues.items() if world.host_of(session) != host}
+    world.jobs = {name: job for name, job in world.jobs.items() if job.host != host}
+    world.late = tuple(late for late in world.late if late.op.host != host)
+    world.ghosts = tuple(job for job in world.ghosts if job.host != host)
+    world.unnoticed = tuple(session for session in world.unnoticed if world.host_of(session) != host)
+    world.sessions = [world.next_session(each) if world.host_of(each) == host else each for each in world.sessions]
+    _end_transfers(world, host)
+
+
+def _end_transfers(world: World, host: int) -> None:
+    """What has been named can still be read: nothing but the digests tells that it may be gone."""
+    for each in list(world.transfers.values()):
+        reader = {"reader": "gone", "stream": ()} if each.here == host else {}
+        source = {"source": "gone"} if each.there == host else {}
+        transfer.put(world, each, **reader, **source)

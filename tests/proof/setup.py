@@ -53,12 +53,21 @@ class Setup:
     layout: KVLayout = ONE_GROUP
     decoders: int = 2
     prefillers: int = 2
+    places: tuple[int, ...] = ()
+    """The host of each worker, decode workers first; one host where it is empty."""
     attempts: int = 2
     """Failed attempts after which the gateway gives a request up."""
     faults: int = 0
     """How often something may go wrong, in all."""
     kind: str = ""
     """The only thing that may go wrong, by the name of its move; anything where it is empty."""
+
+    @property
+    def hosts(self) -> int:
+        return max(self.places, default=0) + 1
+
+    def place(self, worker: int) -> int:
+        return self.places[worker] if self.places else 0
 
 
 SETUPS = {
@@ -72,4 +81,15 @@ SETUPS = {
     "growth": Setup((Request("", growth=16), Request("", growth=16)), slots=3),
     # Two cache groups, one of them with a window, whose blocks decode gives back.
     "window": Setup((Request("abc"), Request("a")), slots=9, layout=WITH_A_WINDOW),
+    # Prefill on one host, decode on another one.
+    "between_hosts": Setup((Request("a"),), slots=3, decoders=1, prefillers=1, places=(0, 1), attempts=1),
+    # The source has one block, which the other request gets as soon as it is free: a reader may come too late.
+    "too_late": Setup(
+        (Request("a", tail=0), Request("b", tail=0)),
+        slots=1,
+        decoders=2,
+        prefillers=1,
+        places=(0, 1, 1),
+        attempts=1,
+    ),
 }

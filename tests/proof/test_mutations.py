@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from paceline.core.errors import BusyError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
+from paceline.proto.kvtransfer_pb2 import ExportedBlock
+from paceline.services.kvtransfer.exports import _Cursor
+from paceline.services.kvtransfer.fetches import _Arrivals
 from paceline.services.kvtransfer.hold import NOBODY, Hold, State
 from paceline.services.kvtransfer.hold_book import HoldBook
 from paceline.services.kvtransfer.ledger import Ledger
-from tests.proof import network, worker
+from tests.proof import network, transfer, worker
 from tests.proof.explore import Explorer
+from tests.proof.parties import Job
 from tests.proof.setup import SETUPS
 from tests.proof.simulate import simulate
-from tests.proof.world import Job, Violation, World
+from tests.proof.transfer import put
+from tests.proof.world import Violation, World
 
-MOST_SEEDS = 60
+MOST_SEEDS = 200
 
 Patch = pytest.MonkeyPatch
 
@@ -106,7 +111,7 @@ def without_idempotent_fill(patch: Patch) -> None:
 
 def without_time_to_come_back(patch: Patch) -> None:
     """A kvtransfer that is started again gives blocks away before all workers have said what they hold."""
-    patch.setattr(network, "may_reconcile", lambda world: world.claims is not None)
+    patch.setattr(network, "may_reconcile", lambda world, host: world.hosts[host].away)
 
 
 def without_claims_of_what_has_ended(patch: Patch) -> None:
@@ -123,6 +128,49 @@ def without_truth_about_contents(patch: Patch) -> None:
         return digest if slot != NO_SLOT and isinstance(digest, bytes) else b""
 
     patch.setattr(worker, "_name", name)
+
+
+def without_digests(patch: Patch) -> None:
+    """What came from another host is not compared with what was named."""
+    patch.setattr(transfer, "damaged", lambda host, blocks, places: False)
+
+
+def without_seals(patch: Patch) -> None:
+    """The source names blocks that are yet to be written."""
+
+    def sealed(cursor: _Cursor, hold: Hold, hash_of: Callable[[int], bytes | None]) -> Iterator[ExportedBlock]:
+        return cursor._take(hold, hold.token_count, hash_of, only_sealed=False)
+
+    patch.setattr(_Cursor, "sealed", sealed)
+
+
+def without_the_source_keeping(patch: Patch) -> None:
+    """The source renews nothing while it is read."""
+    patch.setattr(transfer, "keep", lambda world, each, now: False)
+
+
+def without_the_source_letting_go(patch: Patch) -> None:
+    """A source whose reader is gone keeps what it has taken over."""
+    patch.setattr(transfer, "stop_exporting", lambda world, name: put(world, world.transfers[name], source="gone"))
+
+
+def without_the_reader_letting_go(patch: Patch) -> None:
+    """A reader that fails keeps its hold."""
+    patch.setattr(
+        transfer, "stop_reading", lambda world, name: put(world, world.transfers[name], reader="gone", stream=())
+    )
+
+
+def without_arrivals(patch: Patch) -> None:
+    """A reader that has missed a message takes what came for all."""
+
+    def read(world: World, name: tuple[str, int]) -> None:
+        each = world.transfers[name]
+        original(world, put(world, each, stream=each.stream[-1:]).id)
+
+    original = transfer.read
+    patch.setattr(transfer, "read", read)
+    patch.setattr(_Arrivals, "check_all", lambda arrivals, tokens: None)
 
 
 MUTATIONS: tuple[Callable[[Patch], None], ...] = (
@@ -169,6 +217,34 @@ def test_the_explorer_finds_a_return(mutate: Callable[[Patch], None], monkeypatc
     mutate(monkeypatch)
     with pytest.raises(Violation, match="=>"):
         Explorer(dataclasses.replace(SETUPS["handoff"], faults=1, attempts=1, kind="crash_ledger")).run()
+
+
+@pytest.mark.parametrize(
+    ("mutate", "kind"),
+    [
+        (without_quarantine, "fail"),
+        (without_memory_of_ended_keys, "delay"),
+        (without_idempotent_release, "duplicate"),
+        (without_idempotent_fill, "duplicate"),
+        (without_time_to_come_back, "crash_ledger"),
+        (without_seals, "fail"),
+        (without_arrivals, "fail"),
+        (without_the_source_keeping, "fail"),
+        (without_the_source_letting_go, "cut"),
+        (without_the_reader_letting_go, "cut"),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_the_explorer_finds_a_transfer(mutate: Callable[[Patch], None], kind: str, monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match="=>"):
+        Explorer(dataclasses.replace(SETUPS["between_hosts"], faults=1, kind=kind)).run()
+
+
+def test_the_explorer_finds_a_transfer_without_digests(monkeypatch: Patch) -> None:
+    without_digests(monkeypatch)
+    with pytest.raises(Violation, match="is published as"):
+        Explorer(dataclasses.replace(SETUPS["too_late"], faults=1, kind="cut")).run()
 
 
 def test_the_explorer_finds_a_protocol_without_generations(monkeypatch: Patch) -> None:

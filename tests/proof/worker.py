@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.core.errors import BusyError, PacelineError, UnavailableError
+from paceline.core.errors import BusyError, UnavailableError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.services.kvtransfer.claim import Claim
 from paceline.services.kvtransfer.hold import Hold
 from tests.proof import judge
-from tests.proof.world import DECODE, PREFILL, Job, JobId, Op, World, tables_of
-
-Answer = Hold | PacelineError | None
+from tests.proof.calls import Answer
+from tests.proof.parties import DECODE, PREFILL, Job, JobId, Op
+from tests.proof.world import World, tables_of
 
 
 def answered(world: World, op: Op, answer: Answer) -> None:
@@ -26,16 +26,19 @@ def answered(world: World, op: Op, answer: Answer) -> None:
 
 
 def _waiting_for(world: World, op: Op) -> Job | None:
-    role = PREFILL if op.kind in ("open", "fill") else DECODE
-    job = world.jobs.get((role, op.key.request_id, op.key.attempt))
-    waits = _WAITS_IN.get(op.kind)
-    return job if job is not None and job.session == op.session and job.phase == waits else None
+    for role in (PREFILL, DECODE):
+        job = world.jobs.get((role, op.key.request_id, op.key.attempt))
+        if job is not None and job.session == op.session and job.phase == _WAITS_IN.get(op.kind):
+            return job
+    return None
 
 
 def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
     if isinstance(answer, Hold) and not job.cancelled:
         tables = tables_of(answer)
-        if job.alone:
+        if job.role == PREFILL:
+            world.send(world.put(job, phase="opening"), "open")
+        elif job.alone:
             world.put(job, phase="running", tables=tables, settled=answer.filled_tokens)
         else:
             world.put(job, phase="admitted", tables=tables)
@@ -53,9 +56,13 @@ def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
 def _open_answered(world: World, job: Job, answer: Answer) -> None:
     if isinstance(answer, Hold) and not job.cancelled:
         world.put(job, key=answer.key, phase="writing", tables=tables_of(answer), settled=answer.filled_tokens)
+        if job.reserved and world.is_current(job):
+            world.asked[job.request] = world.asked[job.request]._replace(opened=answer.key)
         return
     if isinstance(answer, Hold | UnavailableError):
         world.send(job, "release", job.next_key.generation)
+    if job.reserved:
+        world.send(job, "release")
     world.drop(job)
 
 
@@ -177,7 +184,7 @@ def cancel(world: World, job_id: JobId) -> None:
     """A worker learns that the gateway has given up the attempt."""
     job = world.jobs[job_id]
     match job.phase:
-        case "admitted" | "waiting":
+        case "admitted" | "fetching" | "fetched" | "waiting":
             world.send(job, "release")
             world.drop(job)
         case "adopting":
@@ -192,11 +199,18 @@ def cancel(world: World, job_id: JobId) -> None:
 def learn_of_loss(world: World, job_id: JobId) -> None:
     """A renewal was refused."""
     job = world.jobs[job_id]
-    if job.phase in ("admitted", "adopting"):
+    if job.waits:
         world.send(job, "release")
         world.put(job, lost=True)
     else:
         world.put(job, phase="stopping", lost=True)
+
+
+def fetch_failed(world: World, job_id: JobId) -> None:
+    """The blocks did not come, or the call broke in which they were asked for."""
+    job = world.jobs[job_id]
+    world.send(job, "release")
+    world.drop(job)
 
 
 def scribble(world: World, job: Job) -> None:
@@ -209,15 +223,16 @@ def scribble(world: World, job: Job) -> None:
 
 def come_back(world: World, session: int) -> None:
     """A worker claims what its engine may touch, and gives up what it cannot claim."""
-    assert world.claims is not None
+    at = world.hosts[world.host_of(session)]
+    assert at.claims is not None
     claims = []
     for job in [job for job in world.jobs.values() if job.session == session]:
         claims += claims_of(world, job)
-        if job.phase in ("admitted", "adopting"):
+        if job.waits:
             learn_of_loss(world, job.id)
         elif job.role == PREFILL and job.phase == "writing":
             world.put(job, phase="stopping", lost=True)
-    world.claims[session] = tuple(claims)
+    at.claims[session] = tuple(claims)
 
 
 def claims_of(world: World, job: Job) -> list[Claim]:
@@ -241,7 +256,7 @@ def _name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
     word = world.word(job, group, block)
     if job.role == PREFILL and not world.may_write(job, group, block) and isinstance(word[1], bytes):
         return word[1]
-    known = world.ledger._pool.name(slot)
+    known = world.hosts[job.host].ledger._pool.name(slot)
     return b"" if known is None else known[1]
 
 
@@ -251,7 +266,7 @@ def _name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
 def crash(world: World, worker: int) -> None:
     """It is heard no more, but may still write, and what it sent last may still come. A new one takes its place."""
     session = world.sessions[worker]
-    world.sessions[worker] = max(world.sessions) + 1
+    world.sessions[worker] = world.next_session(session)
     world.unnoticed += (session,)
     for op in world.queues.pop(session, ())[:1]:
         world.send_late(op, again=False)

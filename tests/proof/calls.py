@@ -1,0 +1,54 @@
+"""What an operation does at the ledger that it comes to."""
+
+from __future__ import annotations
+
+from paceline.core.errors import PacelineError
+from paceline.services.kvtransfer.hold import Hold
+from paceline.services.kvtransfer.ledger import Ledger
+from tests.proof import judge
+from tests.proof.parties import Op
+from tests.proof.world import Violation, World
+
+Answer = Hold | PacelineError | None
+
+
+def carry_out(world: World, op: Op) -> Answer:
+    """Calls the ledger; the answer is the hold, or the error."""
+    ledger = world.hosts[op.host].ledger
+    allowed = judge.right_to(ledger, op)
+    try:
+        answer = _call(world, ledger, op)
+    except PacelineError as error:
+        return error
+    if not allowed:
+        raise Violation(f"{op} was carried out, and its sender had no right to it")
+    return answer
+
+
+def _call(world: World, ledger: Ledger, op: Op) -> Answer:
+    request = world.request(int(op.key.request_id.split(".")[0]))
+    session, key, now = op.session, op.key, world.now
+    match op.kind:
+        case "reserve":
+            tokens = request.context + (request.growth if key.generation > 1 else 0)
+            return ledger.reserve(session, key, request.hashes, tokens, max(0, request.context - 1), now)
+        case "open":
+            return ledger.open(session, key, now)
+        case "fill":
+            return ledger.fill(session, key, request.context, now)
+        case "adopt":
+            return ledger.adopt(session, key, now)
+        case "extend":
+            return ledger.extend(session, key, request.context + request.growth, now)
+        case "seal":
+            for index, group in enumerate(world.setup.layout.groups):
+                ends = request.hashes[group.block_tokens // 16 - 1 :: group.block_tokens // 16]
+                first = op.published // group.block_tokens
+                ledger.seal(session, key, index, first, ends[first:], now)
+        case "trim":
+            for index, group in enumerate(world.setup.layout.groups):
+                if group.shape.window:
+                    ledger.trim(session, key, index, group.first_needed_block(request.context), now)
+        case "release":
+            ledger.release(session, key, now)
+    return None
