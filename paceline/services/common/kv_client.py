@@ -96,6 +96,8 @@ class KVClient:
         """Where services of other hosts reach that of this one."""
         self._lease_seconds = 10.0
         self._sender = BatchSender(self._call)
+        # What prefill seals is on its way to another host as soon as it is known.
+        self._may_linger = role == "decode"
         self._held: dict[tuple[str, int], Key] = {}
         self._touched = TouchedBlocks()
         self._arena_path = Path()
@@ -237,11 +239,13 @@ class KVClient:
 
     def seal(self, key: Key, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
         self._touched.seal(key, group, first_block, hashes)
-        self._tell(pb.Operation(seal=pb.Seal(key=key_to_pb(key), group=group, first_block=first_block, hashes=hashes)))
+        seal = pb.Seal(key=key_to_pb(key), group=group, first_block=first_block, hashes=hashes)
+        self._tell(pb.Operation(seal=seal), self._may_linger)
 
     def trim(self, key: Key, group: int, first_kept_block: int) -> None:
         self._touched.trim(key, group, first_kept_block)
-        self._tell(pb.Operation(trim=pb.Trim(key=key_to_pb(key), group=group, first_kept_block=first_kept_block)))
+        trim = pb.Trim(key=key_to_pb(key), group=group, first_kept_block=first_kept_block)
+        self._tell(pb.Operation(trim=trim), self._may_linger)
 
     def release(self, key: Key) -> None:
         """Ends a hold; harmless where it has ended already."""
@@ -249,7 +253,7 @@ class KVClient:
         self._touched.give_back(key)
         self._tell(pb.Operation(release=pb.Release(key=key_to_pb(key))))
 
-    def _tell(self, operation: pb.Operation) -> None:
+    def _tell(self, operation: pb.Operation, may_linger: bool = False) -> None:
         """Submits what needs no answer; a failure is logged."""
 
         def note(done: asyncio.Future[pb.Result]) -> None:
@@ -262,7 +266,7 @@ class KVClient:
                 request_id = getattr(operation, name).key.request_id
                 log.log(level, "%s was not carried out: %s", name, error, extra={"request_id": request_id})
 
-        self._sender.submit(operation).add_done_callback(note)
+        self._sender.submit(operation, may_linger).add_done_callback(note)
 
     async def _obtain(self, operation: pb.Operation, key: Key, keeps: bool = True) -> Hold:
         """Submits what yields a hold under `key`, which stays ours unless not `keeps`.
