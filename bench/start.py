@@ -51,20 +51,26 @@ class Start:
 
 def measure(model: str, flags: Sequence[str]) -> Start:
     """Starts a stack, asks it once, and stops it. Raises RuntimeError where it does not start."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     began = time.perf_counter()
-    with _stack([sys.executable, "-m", "paceline", "serve", model, f"--port={port}", *flags]) as (stack, names):
+    with stack(model, port, flags) as (parent, names):
         ready = time.perf_counter() - began
         _ask(f"http://127.0.0.1:{port}")
         first_token = time.perf_counter() - began
-        family = [psutil.Process(stack.pid), *psutil.Process(stack.pid).children(recursive=True)]
+        family = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
         return Start(ready, first_token, sum(map(_cpu_seconds, family)), _memory(family, names))
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
 @contextlib.contextmanager
-def _stack(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], dict[int, str]]]:
+def stack(model: str, port: int, flags: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], dict[int, str]]]:
     """A stack that is ready, and the names of its processes by their ids."""
+    command = [sys.executable, "-m", "paceline", "serve", model, f"--port={port}", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         names = {process.pid: "serve"}

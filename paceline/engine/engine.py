@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from paceline.core.machine import name_thread
 from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.request import Request
@@ -212,6 +213,7 @@ class Engine:
                 self.yielded_seconds += ended - asked
 
     def _guarded(self, work: Callable[[], None]) -> None:
+        name_thread()
         try:
             work()
         except BaseException as error:

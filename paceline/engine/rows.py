@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import SamplingParams
-from paceline.engine.sampler import Draft
+from paceline.engine.sampler import Draft, takes_best
 from paceline.engine.step import Chunk, Grown, Joined
 from paceline.kernels.interface import AttentionBatch, GroupTables
 from paceline.kernels.transfer import to_device
@@ -29,6 +29,7 @@ class Row:
 
     sampling: SamplingParams
     prompt_len: int
+    takes_best: bool
 
     def ends(self, token_id: int, length: int) -> bool:
         """Whether a token that makes the context `length` tokens long is its last."""
@@ -78,7 +79,7 @@ class Rows:
         for update in updates:
             row = update.row
             if isinstance(update, Joined):
-                self._rows[row] = Row(update.sampling, update.prompt_len)
+                self._rows[row] = Row(update.sampling, update.prompt_len, takes_best(update.sampling))
                 self.token_ids[row, : len(update.token_ids)] = update.token_ids
                 self.lengths[row], self.limits[row] = len(update.token_ids), update.limit
                 self.drafts[row], self._drafts[row] = 0, ()

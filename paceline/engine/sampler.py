@@ -91,6 +91,19 @@ def as_draw(params: SamplingParams, position: int, prompt_len: int) -> Draw | No
     return Draw(temperature, params.top_k, params.min_p, params.top_p, params.seed, position)
 
 
+def takes_best(params: SamplingParams) -> bool:
+    """Whether the best token is chosen at every position, whatever came before, and nothing is reported of it."""
+    delays_end = bool(params.min_tokens and params.stop_token_ids)
+    shaped = params.logit_bias or params.allowed_token_ids or params.needs_history or params.constraint is not None
+    return _is_greedy(params) and params.logprobs is None and not (shaped or delays_end)
+
+
+def best_of(logits: Tensor) -> list[int]:
+    """What `sample` chooses for such rows, [rows], of fp32 [rows, vocab] on CPU."""
+    best: list[int] = logits.numpy().argmax(axis=1).tolist()
+    return best
+
+
 def _choose(logits: Tensor, row: SamplingRow, draft: Draft | None) -> int:
     _shape_logits(logits, row)
     if _is_greedy(row.params):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.core.types import Constraint, ConstraintKind, SamplingParams
 from paceline.engine.distribution import cut
-from paceline.engine.sampler import SamplingRow, sample, score, uniform
+from paceline.engine.sampler import SamplingRow, best_of, sample, score, takes_best, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, 0.5])
 
@@ -31,6 +32,32 @@ def frequencies(params: SamplingParams, n: int = 4000) -> list[float]:
 def test_greedy_takes_the_first_of_the_best() -> None:
     assert draw(SamplingParams()) == 0
     assert draw(SamplingParams(), logits=torch.tensor([1.0, 3.0, 3.0])) == 1
+
+
+GREEDY = SamplingParams(stop_token_ids=frozenset({0}))
+CONSTRAINT = Constraint(ConstraintKind.REGEX, "a*", frozenset({0}))
+SHAPED = [
+    {"temperature": 1.0},
+    {"logprobs": 1},
+    {"min_tokens": 2},
+    {"logit_bias": {1: 9.0}},
+    {"allowed_token_ids": (1,)},
+    {"repetition_penalty": 9.0},
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 2.0},
+    {"constraint": CONSTRAINT},
+]
+
+
+def test_the_best_of_many_rows_is_what_each_would_take() -> None:
+    logits = torch.stack([LOGITS, LOGITS.flip(0), torch.tensor([1.0, 3.0, 3.0, -9.0, 3.0, 0.0]), LOGITS * 0])
+    assert takes_best(GREEDY)
+    assert best_of(logits) == [draw(GREEDY, logits=row) for row in logits]
+
+
+@pytest.mark.parametrize("shaped", SHAPED, ids=lambda shaped: next(iter(shaped)))
+def test_where_anything_else_has_a_say_the_best_is_not_just_taken(shaped: dict[str, object]) -> None:
+    assert not takes_best(dataclasses.replace(GREEDY, **shaped))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -14,6 +14,8 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES, heeding_cancellation
 
 RETRY_SECONDS = 0.1
+LINGER_SECONDS = 0.1
+"""What nobody waits for may wait so long for others: a call costs both sides as much as a token does."""
 MAX_OPERATIONS = 512
 """In one batch, so that kvtransfer serves others in between."""
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4
@@ -29,6 +31,8 @@ class _Submitted:
 class BatchSender:
     """Sends operations in the order in which they were submitted, each time all that have come meanwhile.
 
+    Those that may linger wait a little for others, unless one that may not is submitted behind them.
+
     Every operation comes to an end: its result, or UnavailableError where none came or the sender was closed. A release
     that met no answer is sent again until it meets one, because what nobody needs must not stay held. From `pause` to
     `resume` nothing is sent, and what has no answer by then is sent again, in its place, to whoever answers next.
@@ -41,6 +45,7 @@ class BatchSender:
         self._call = call
         self._waiting: deque[_Submitted] = deque()
         self._came = asyncio.Event()
+        self._lingering: asyncio.TimerHandle | None = None
         self._unanswered: set[asyncio.Future[pb.Result]] = set()
         self._closed = False
         self._may_send = asyncio.Event()
@@ -55,15 +60,19 @@ class BatchSender:
     def resume(self) -> None:
         self._may_send.set()
 
-    def submit(self, operation: pb.Operation) -> asyncio.Future[pb.Result]:
-        future: asyncio.Future[pb.Result] = asyncio.get_running_loop().create_future()
+    def submit(self, operation: pb.Operation, may_linger: bool = False) -> asyncio.Future[pb.Result]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[pb.Result] = loop.create_future()
         if self._closed:
             future.set_exception(_closed())
             return future
         self._unanswered.add(future)
         future.add_done_callback(self._unanswered.discard)
         self._waiting.append(_Submitted(operation, future))
-        self._came.set()
+        if not may_linger:
+            self._came.set()
+        elif self._lingering is None and not self._came.is_set():
+            self._lingering = loop.call_later(LINGER_SECONDS, self._came.set)
         return future
 
     async def run(self) -> None:
@@ -95,6 +104,8 @@ class BatchSender:
     def close(self) -> None:
         """Fails what has no answer, and what is submitted from now on. `run` must have been cancelled."""
         self._closed = True
+        if self._lingering is not None:
+            self._lingering.cancel()
         for future in list(self._unanswered):
             if not future.done():
                 future.set_exception(_closed())
@@ -109,6 +120,9 @@ class BatchSender:
             batch.append(self._waiting.popleft())
         if not self._waiting:
             self._came.clear()
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
         return batch
 
     def _fail(self, batch: Sequence[_Submitted], error: UnavailableError) -> None:

@@ -64,6 +64,8 @@ class KVClient:
         self._holds = KVHolds(lambda key: self.on_hold_lost(key))
         self._session = KVSession(address, worker_id, role, secret, self._holds)
         self.lost = self._session.lost
+        # What prefill seals is on its way to another host as soon as it is known.
+        self._may_linger = role == "decode"
 
     async def attach(self, layout: KVLayout, context_tokens: int) -> Arena:
         """See `KVSession.attach`."""
@@ -158,18 +160,20 @@ class KVClient:
 
     def seal(self, key: Key, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
         self._holds.blocks.seal(key, group, first_block, hashes)
-        self._tell(pb.Operation(seal=pb.Seal(key=key_to_pb(key), group=group, first_block=first_block, hashes=hashes)))
+        seal = pb.Seal(key=key_to_pb(key), group=group, first_block=first_block, hashes=hashes)
+        self._tell(pb.Operation(seal=seal), self._may_linger)
 
     def trim(self, key: Key, group: int, first_kept_block: int) -> None:
         self._holds.blocks.trim(key, group, first_kept_block)
-        self._tell(pb.Operation(trim=pb.Trim(key=key_to_pb(key), group=group, first_kept_block=first_kept_block)))
+        trim = pb.Trim(key=key_to_pb(key), group=group, first_kept_block=first_kept_block)
+        self._tell(pb.Operation(trim=trim), self._may_linger)
 
     def release(self, key: Key) -> None:
         """Ends a hold; harmless where it has ended already."""
         self._holds.give_back(key)
         self._tell(pb.Operation(release=pb.Release(key=key_to_pb(key))))
 
-    def _tell(self, operation: pb.Operation) -> None:
+    def _tell(self, operation: pb.Operation, may_linger: bool = False) -> None:
         """Submits what needs no answer; a failure is logged."""
 
         def note(done: asyncio.Future[pb.Result]) -> None:
@@ -182,7 +186,7 @@ class KVClient:
                 request_id = getattr(operation, name).key.request_id
                 log.log(level, "%s was not carried out: %s", name, error, extra={"request_id": request_id})
 
-        self._session.sender.submit(operation).add_done_callback(note)
+        self._session.sender.submit(operation, may_linger).add_done_callback(note)
 
     async def _obtain(self, operation: pb.Operation, key: Key, keeps: bool = True) -> Hold:
         """Submits what yields a hold under `key`, which stays ours unless not `keeps`.

@@ -94,11 +94,12 @@ class Worker:
         self._streams: dict[Key, EventStream] = {}
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
+        self.engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
+        self.runner = loaded.runner(pool, self.engine_limits)
         adaptive = loaded.speculative is None or loaded.speculative.adaptive
         self.engine = Engine(
-            Scheduler(engine_limits, Speculation(loaded.max_drafts, adaptive)),
-            loaded.runner(pool, engine_limits),
+            Scheduler(self.engine_limits, Speculation(loaded.max_drafts, adaptive)),
+            self.runner,
             on_events=self._on_loop(self._dispatch),
             on_failure=self._on_loop(self._fail),
             steps_in_flight=limits.steps_in_flight,

@@ -39,6 +39,7 @@ from paceline.services.common.lifecycle import (
 from paceline.services.common.registry import Member, Registrar, Role
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret, read_secret
+from paceline.services.common.warm_up import warm_up
 from paceline.services.common.worker import Worker, WorkerLimits
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class WorkerProcess:
         return process
 
     async def _serve(self, undo: contextlib.AsyncExitStack) -> None:
+        await warm_up(self.worker)
         self.worker.engine.start()
         undo.push_async_callback(self._stop_engine)
         undo.push_async_callback(self._server.close, 0)

@@ -168,3 +168,25 @@ async def test_what_fails_because_of_a_pause_that_is_known_a_little_later_is_sen
         assert line.batches == [["a"], ["a"]]
         sender.resume()
         await late
+
+
+async def test_what_may_linger_goes_before_what_may_not_and_with_it(line: Line) -> None:
+    async with sending(line) as sender:
+        await sender.submit(release("a"))
+        waiting = [sender.submit(trim(request), may_linger=True) for request in ("b", "c")]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert line.batches == [["a"]]
+        await sender.submit(release("d"))
+        assert line.batches == [["a"], ["b", "c", "d"]]
+        assert [future.result().message for future in waiting] == ["b", "c"]
+
+
+async def test_what_may_linger_goes_by_itself_after_a_while_each_time(line: Line) -> None:
+    async with sending(line) as sender, asyncio.timeout(10):
+        await sender.submit(trim("a"), may_linger=True)
+        both = [sender.submit(trim(request), may_linger=True) for request in ("b", "c")]
+        await asyncio.gather(*both)
+        await sender.submit(release("d"))
+        await sender.submit(trim("e"), may_linger=True)
+        assert line.batches == [["a"], ["b", "c"], ["d"], ["e"]]

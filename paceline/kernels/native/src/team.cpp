@@ -1,5 +1,9 @@
 #include "team.h"
 
+#if defined(__linux__)
+#include <pthread.h>
+#endif
+
 #include <chrono>
 #include <exception>
 #include <new>
@@ -159,6 +163,9 @@ void Team::do_task(const Job& job, int64_t task, Worker& worker) {
 }
 
 void Team::help(Worker& worker) {
+#if defined(__linux__)
+    pthread_setname_np(pthread_self(), "kernels");  // for tools that count CPU time by thread
+#endif
     while (!stopping_.load()) {
         while (do_one(worker)) {
         }

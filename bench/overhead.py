@@ -1,0 +1,141 @@
+"""What of a step is not the forward pass: CPU time by process and thread, of a whole stack under load.
+
+    python -m bench.overhead --rounds 3 --json /tmp/overhead.json -- --kv-memory 512MiB
+
+What stands behind -- goes to `paceline serve`. Requests come through HTTP; the client's own CPU time is shown and does
+not count. The scheduler's clocks are read for each thread, so that cores which others take change the figures little.
+The forward pass is what compute threads and kernels take, less what the compute thread does beside the model (inputs,
+sampling). That part is by the clock, as the worker counts it: where others take cores, it is too large. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.load import Server, table, wake
+from bench.start import free_port, stack
+from bench.systems import ServerError
+from bench.workloads import WORKLOADS, make_workload
+
+SETTLE_SECONDS = 1.5
+"""Workers tell the gateway their counters twice a second."""
+
+COMPUTING = ("engine-compute", "kernels")
+FORWARD, BESIDE = "forward passes", "compute threads, beside the model"
+CLIENT = "client"
+
+Times = dict[str, float]
+"""CPU seconds."""
+
+
+def cpu_times(names: dict[int, str]) -> Counter[tuple[str, str]]:
+    """CPU seconds of each thread since it began, by names of process and thread. Threads of one name count together.
+
+    Args:
+        names: of processes, by id.
+    """
+    seconds: Counter[tuple[str, str]] = Counter()
+    for pid, process in names.items():
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                name = (task / "comm").read_text().strip()
+                known = name in COMPUTING or name == "engine-host"
+                thread = name if known else "event loop" if task.name == str(pid) else "other threads"
+                seconds[process, thread] += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
+
+
+def split(threads: Counter[tuple[str, str]], beside: float) -> Times:
+    """The same seconds, by what they were for. `beside` are those of compute threads beside the model."""
+    figures = {FORWARD: -beside, BESIDE: beside}
+    for (process, thread), seconds in sorted(threads.items()):
+        title = FORWARD if thread in COMPUTING else f"{process}, {thread}"
+        figures[title] = figures.get(title, 0.0) + seconds
+    return figures
+
+
+def overhead(figures: Times) -> float:
+    """The share of the stack's time that is not the forward pass."""
+    own = {title: seconds for title, seconds in figures.items() if title != CLIENT}
+    return 1 - own[FORWARD] / sum(own.values())
+
+
+def worker_stats(metrics: str) -> Counter[tuple[str, str]]:
+    """What workers report of themselves, by role and name."""
+    stats: Counter[tuple[str, str]] = Counter()
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == "paceline:worker_stat":
+                stats[sample.labels["role"], sample.labels["name"]] += sample.value
+    return stats
+
+
+async def measure(url: str, names: dict[int, str], workload: str, seed: int) -> tuple[Times, Times]:
+    """One run: CPU milliseconds a decode step, and other figures. Raises ServerError where a request fails."""
+    async with Server(url) as server:
+        await wake(server, seed, vocab=32_000)
+        load = make_workload(workload, seed)
+        await asyncio.sleep(SETTLE_SECONDS)
+        stats, threads = worker_stats(await server.metrics()), cpu_times(names)
+        began, own = time.perf_counter(), time.process_time()
+        outcomes = await server.run(load)
+        own, seconds = time.process_time() - own, time.perf_counter() - began
+        threads = cpu_times(names) - threads
+        await asyncio.sleep(SETTLE_SECONDS)
+        stats = worker_stats(await server.metrics()) - stats
+    if failed := [outcome.error for outcome in outcomes if outcome.error]:
+        raise ServerError(f"{len(failed)} requests failed; the first: {failed[0]}")
+    tokens = stats["decode", "sampled_tokens"]
+    # Counted for each request that was in a step: for a token, the mean time of its step.
+    beside = stats["decode", "decode_other_seconds"] / tokens * stats["decode", "steps"]
+    figures = split(threads, beside) | {CLIENT: own}
+    steps = stats["decode", "steps"]
+    others = {
+        "tokens a step": tokens / steps,
+        "ms a step, by the clock": 1000 * seconds / steps,
+        "forward pass of a step, ms by the clock": 1000 * stats["decode", "decode_model_seconds"] / tokens,
+    }
+    return {title: 1000 * figure / steps for title, figure in figures.items()}, others
+
+
+def medians(rounds: Sequence[Times]) -> Times:
+    return {title: statistics.median(own.get(title, 0.0) for own in rounds) for title in rounds[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--workload", default="eight", choices=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("flags", nargs="*", help="options of `paceline serve`")
+    options = parser.parse_args()
+    port = free_port()
+    with stack(options.model, port, options.flags) as (_, names):
+        rounds = []
+        for _ in range(options.rounds):
+            seed = time.time_ns() % 10**9
+            rounds.append(asyncio.run(measure(f"http://127.0.0.1:{port}", names, options.workload, seed)))
+    figures, others = (medians(part) for part in zip(*rounds))
+    share = statistics.median(overhead(own) for own, _ in rounds)
+    rows = [[title, f"{value:.3f}"] for title, value in figures.items() if value >= 0.0005]
+    rows += [["not the forward pass, % of the stack's", f"{100 * share:.1f}"]]
+    print(table(["CPU time", "ms a step"], rows))
+    print(table(["figure", "median"], [[title, f"{value:.2f}"] for title, value in others.items()]))
+    if options.json:
+        data = {"workload": options.workload, "cpu_ms_a_step": figures, "overhead": share, "figures": others}
+        options.json.write_text(json.dumps(data, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The first steps of a worker, for nobody: what is made lazily is there when the first request comes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+
+from paceline.core.errors import PacelineError
+from paceline.core.types import Key, SamplingParams
+from paceline.engine.engine import Runner
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Limits, Scheduler
+from paceline.proto import common_pb2 as pb
+from paceline.services.common.wire import key_to_pb, sampling_to_pb
+from paceline.services.common.worker import Worker
+
+_PROMPT = [0] * 8
+"""With its output shorter than a block: nothing is sealed, so nobody will find it in the cache."""
+_TOKENS = 3
+
+log = logging.getLogger(__name__)
+
+
+async def warm_up(worker: Worker) -> bool:
+    """Computes a small request: its program is recorded, weights and buffers are mapped. Before the engine starts.
+
+    It has blocks of its own, as any request. Returns False where there are none: then the first request takes longer.
+    """
+    params = SamplingParams(max_tokens=_TOKENS)
+    key = Key(f"warm-up-{uuid.uuid4().hex}", 1, 1)
+    prompt, sampling = list(_PROMPT), sampling_to_pb(params)
+    work = pb.Work(key=key_to_pb(key), token_ids=prompt, prompt_tokens=len(prompt), sampling=sampling)
+    try:
+        hold = await worker.reserve(work, key, worker.hash_chain(work), prompt, len(prompt) + _TOKENS)
+    except PacelineError as error:
+        log.info("not warmed up: %s", error)
+        return False
+    worker.kv.use(hold.key)
+    request = worker.make_request(work, hold, prompt, None)
+    computing = asyncio.create_task(asyncio.to_thread(_compute, worker.runner, worker.engine_limits, request))
+    try:
+        await asyncio.shield(computing)
+    finally:
+        await asyncio.wait((computing,))  # where this was cancelled: until then its blocks are written to
+        worker.kv.release(hold.key)
+    return True
+
+
+def _compute(runner: Runner, limits: Limits, request: Request) -> None:
+    scheduler = Scheduler(limits)
+    scheduler.add(request)
+    while (step := scheduler.plan()) is not None:
+        scheduler.apply(step, runner.execute(step))
