@@ -52,6 +52,8 @@ class Request:
     computed_len: int = 0
     only_first_token: bool = False
     """The request leaves after its first token, and its blocks stay: somebody else decodes it."""
+    has_readers: bool = False
+    """Its blocks are read as they become complete, by another host."""
     matcher: Matcher | None = None
     """Keeps the output to `sampling.constraint`, where there is one; for the device alone."""
     effort: Effort = field(default_factory=Effort)

@@ -44,6 +44,9 @@ GROWTH_TOKENS = 64
 LOOKAHEAD_TOKENS = 16
 """They are asked for this many tokens before they are needed, so that the answer comes in time."""
 
+TAIL_TOKENS = 128
+"""Of the last chunk of a prompt whose blocks are read as they become complete: only these are waited for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -168,10 +171,13 @@ class Scheduler:
         return self._launch(request, start, length, follows=True, samples=True)
 
     def _next_piece(self, request: Request, budget: int) -> Chunk | None:
-        """As much of a prompt as fits."""
+        """As much of a prompt as fits; where it has readers, its tail is left to a chunk of its own."""
         self._ask_for_blocks(request)
         start = request.planned_len
-        length = min(len(request.token_ids) - start, budget, request.capacity - start)
+        left = len(request.token_ids) - start
+        if request.has_readers and left > 2 * TAIL_TOKENS:  # less is not worth another pass over the weights
+            left -= TAIL_TOKENS
+        length = min(left, budget, request.capacity - start)
         if length <= 0:
             return None
         request.planned_len = start + length

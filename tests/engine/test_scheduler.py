@@ -106,6 +106,15 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     assert lengths == [32, 32, 16]
 
 
+def test_a_prompt_that_is_read_meanwhile_ends_with_a_short_chunk() -> None:
+    spans = {}
+    for tokens in (200, 300, 1000, 1200):
+        scheduler = Scheduler(Limits(max_batched_tokens=512, max_model_len=4096, max_seqs=16))
+        scheduler.add(make_request("read", list(range(tokens)), 1, capacity=2048, has_readers=True))
+        spans[tokens] = [event.length for event in run(scheduler) if isinstance(event, Computed)]
+    assert spans == {200: [200], 300: [172, 128], 1000: [512, 360, 128], 1200: [512, 512, 176]}
+
+
 def test_each_step_with_a_part_of_the_prompt_is_told_and_none_of_what_was_sampled() -> None:
     scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
     scheduler.add(make_request("a", list(range(80)), 4))

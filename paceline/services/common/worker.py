@@ -202,6 +202,7 @@ class Worker:
         token_ids: list[int],
         matcher: Matcher | None,
         only_first_token: bool = False,
+        has_readers: bool = False,
     ) -> Request:
         """The engine's view of `work` in the blocks of `hold`; token_ids is the context as it is now.
 
@@ -219,6 +220,7 @@ class Worker:
             tables=hold.tables,
             computed_len=hold.filled_tokens,
             only_first_token=only_first_token,
+            has_readers=has_readers,
             matcher=matcher,
         )
 

@@ -46,7 +46,14 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         try:
             opened = worker_pb2.Opened(key=key_to_pb(hold.key), source=worker.kv.source)
             await context.write(worker_pb2.PrefillEvent(opened=opened))
-            computed = worker.make_request(work, hold, list(work.token_ids), matcher, only_first_token=True)
+            computed = worker.make_request(
+                work,
+                hold,
+                list(work.token_ids),
+                matcher,
+                only_first_token=True,
+                has_readers=request.host_id != worker.kv.host_id,
+            )
             events, reporter = worker.submit(computed), Reporter()
             while True:
                 batch = await events.batch()

@@ -274,6 +274,24 @@ async def test_prefill_without_a_reservation_is_refused(
             await call.read()
 
 
+async def test_only_a_prompt_for_another_host_ends_with_a_short_chunk(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path, max_batched_tokens=512) as host:
+        chunks: dict[str, list[int]] = {"host": [], "another": []}
+        for host_id, prompt in zip(chunks, prompts(2, 1000, 1000)):
+            work = _work(host, host_id, prompt)
+            if host_id == "host":
+                decode = host.decode_stub.Generate(timeout=60)
+                await decode.write(worker_pb2.DecodeCommand(admit=work))
+                work.key.CopyFrom((await decode.read()).admitted.key)
+            request = worker_pb2.PrefillRequest(work=work, host_id=host_id)
+            async for event in host.prefill_stub.Run(request, timeout=60):
+                chunks[host_id] += [chunk.tokens for chunk in event.report.chunks]
+        assert chunks == {"host": [512, 488], "another": [512, 360, 128]}
+
+
 async def test_who_waits_its_turn_is_said_to_be_alive(
     start_host: StartHost, save_llama: SaveTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
