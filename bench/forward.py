@@ -25,6 +25,8 @@ from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.folder import weight_files
 from paceline.models.loader import load_model
+from paceline.services.common.arena_map import map_arena
+from paceline.services.kvtransfer.arena import Arena
 
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
 PASSES = {
@@ -66,6 +68,14 @@ def layer_bytes(folder: Path) -> int:
     return elements * DTYPE.itemsize
 
 
+def arena_memory(size: int) -> torch.Tensor:
+    """So many bytes as workers see them: shared, and in huge pages where there are any."""
+    arena = Arena(Path("/dev/shm"), size)
+    memory = map_arena(arena.path, size)
+    arena.close()  # it stays as long as it is mapped
+    return torch.frombuffer(memory[:size], dtype=DTYPE)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -84,7 +94,7 @@ def main() -> None:
     models = {name: load_model(options.model, DTYPE, own, CPU, quantization=how) for name, (own, how) in ways.items()}
     layout = make_layout(models["torch"].group_shapes, DTYPE.itemsize, "bench")
     slots = max(requests * layout.slots_for(context) for requests, _, context in PASSES.values())
-    caches = layer_caches(layout, torch.zeros(slots * layout.slot_bytes // DTYPE.itemsize, dtype=DTYPE))
+    caches = layer_caches(layout, arena_memory(slots * layout.slot_bytes))
     read = torch.ones(layer_bytes(options.model) // 4)
     print(f"{'pass':<36}{'floor':>9}" + "".join(f"{name:>12}" for name in models))
     with torch.inference_mode():

@@ -97,4 +97,6 @@ def _set_namespace(descriptor: int) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise NoNamespacesError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")

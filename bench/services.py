@@ -58,16 +58,16 @@ class Process:
         return self.popen.poll() is None
 
     def wait_for(self, text: str, seconds: float = START_SECONDS) -> str:
-        """The output, as soon as it contains `text`."""
+        """The output, as soon as it contains `text`. Raises RuntimeError where that does not come."""
         deadline = time.monotonic() + seconds
         while text not in self.text:
-            assert self.alive, f"ended before saying {text!r}:\n{self.text}"
-            assert time.monotonic() < deadline, f"did not say {text!r}:\n{self.text}"
+            if not self.alive or time.monotonic() > deadline:
+                raise RuntimeError(f"{'did not say' if self.alive else 'ended before saying'} {text!r}:\n{self.text}")
             time.sleep(0.05)
         return self.text
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Sends a signal and returns the exit code; a process that does not end is killed and fails the test."""
+        """Sends a signal and returns the exit code. One that does not end is killed: subprocess.TimeoutExpired."""
         self.tell(number)
         return self.wait()
 
@@ -82,6 +82,7 @@ class Process:
             return self.popen.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.popen.kill()
+            self.popen.wait()
             raise
 
 

@@ -84,8 +84,7 @@ def propose(logits: Tensor, row: SamplingRow, draws: bool) -> Draft:
 
 def as_draw(params: SamplingParams, position: int, prompt_len: int) -> Draw | None:
     """How the token at `position` is chosen, where its logits alone decide and nothing is reported of them."""
-    shaped = params.logit_bias or params.allowed_token_ids or params.needs_history or params.constraint is not None
-    if shaped or params.logprobs is not None or params.unwanted_ends(position - prompt_len):
+    if not _logits_decide(params) or params.unwanted_ends(position - prompt_len):
         return None
     temperature = 0.0 if _is_greedy(params) else params.temperature
     return Draw(temperature, params.top_k, params.min_p, params.top_p, params.seed, position)
@@ -93,32 +92,32 @@ def as_draw(params: SamplingParams, position: int, prompt_len: int) -> Draw | No
 
 def takes_best(params: SamplingParams) -> bool:
     """Whether the best token is chosen at every position, whatever came before, and nothing is reported of it."""
-    delays_end = bool(params.min_tokens and params.stop_token_ids)
-    shaped = params.logit_bias or params.allowed_token_ids or params.needs_history or params.constraint is not None
-    return _is_greedy(params) and params.logprobs is None and not (shaped or delays_end)
+    # With fewer tokens than min_tokens, ends are unwanted; there is no constraint that could have others.
+    return _is_greedy(params) and _logits_decide(params) and not params.unwanted_ends(0)
 
 
 def best_of(logits: Tensor) -> list[int]:
-    """What `sample` chooses for such rows, [rows], of fp32 [rows, vocab] on CPU."""
-    best: list[int] = logits.numpy().argmax(axis=1).tolist()
-    return best
+    """The first of the largest, [rows], of fp32 [rows, vocab]."""
+    # On CPU torch looks at one number after the other, NumPy at sixteen together.
+    best = logits.numpy().argmax(axis=1) if logits.device.type == "cpu" else logits.argmax(dim=1)
+    return [int(token) for token in best.tolist()]
+
+
+def _logits_decide(params: SamplingParams) -> bool:
+    """Whether logits alone are looked at but for ends that come too soon, and nothing is reported of them."""
+    shaped = params.logit_bias or params.allowed_token_ids or params.needs_history or params.constraint is not None
+    return not shaped and params.logprobs is None
 
 
 def _choose(logits: Tensor, row: SamplingRow, draft: Draft | None) -> int:
     _shape_logits(logits, row)
     if _is_greedy(row.params):
-        return _best(logits)
+        return best_of(logits[None])[0]
     distribution = cut(logits, row.params)
     if draft is None:
         return distribution.draw(_uniform_of(row, Purpose.TOKEN))
     u, v = _uniform_of(row, Purpose.ACCEPT), _uniform_of(row, Purpose.REDRAW)
     return distribution.verify(draft.token, draft.drawn_from, logits.numel(), u, v)
-
-
-def _best(logits: Tensor) -> int:
-    """The first of the largest."""
-    # On CPU torch looks at one number after the other, NumPy at sixteen together.
-    return int(logits.numpy().argmax() if logits.device.type == "cpu" else logits.argmax())
 
 
 def _is_greedy(params: SamplingParams) -> bool:

@@ -27,6 +27,7 @@ from typing import Any
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.secret import Secret
+from paceline.services.common.tasks import end_tasks
 from tests.fuzz import raw
 from tests.fuzz.calls import Caller, Valid
 from tests.fuzz.stack import ROLES, FuzzStack, Usage, fuzz_stack, log_lines
@@ -138,7 +139,7 @@ async def watched(stack: FuzzStack, under_attack: str) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        watching.cancel()
+        await end_tasks(watching)
 
 
 async def fuzz(stack: FuzzStack, seconds: float, seed: int, roles: Sequence[str] = ROLES) -> list[str]:

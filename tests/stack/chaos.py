@@ -188,13 +188,12 @@ async def _kill_all(plan: Plan, stack: Prey, draw: random.Random, report: Report
         await asyncio.sleep(draw.uniform(*plan.pause))
         async with asyncio.timeout(VICTIM_SECONDS):
             # With nobody left of a role, requests would only wait.
-            while not all(stack.living(each) for each in plan.kills):
+            while not all((living := {each: stack.living(each) for each in plan.kills}).values()):
                 await asyncio.sleep(0.05)
-        victims = stack.living(role)
         if role == "kvtransfer":
             seen |= arenas(stack.family())
         with contextlib.suppress(ProcessLookupError):
-            os.kill(draw.choice(victims), signal.SIGKILL)
+            os.kill(draw.choice(living[role]), signal.SIGKILL)
             report.kills[role] += 1
 
 
@@ -311,7 +310,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             logs = (arguments.logs or Path(folder)) / f"hosts-{number}"
-            logs.mkdir(parents=True)
+            logs.mkdir(parents=True, exist_ok=True)
             try:
                 its_plan = dataclasses.replace(plan, cuts=cuts if number == 2 else ())
                 report = asyncio.run(chaos(its_plan, arguments.seed, start(its_plan, logs)))

@@ -24,7 +24,7 @@ def map_arena(path: Path, size: int) -> memoryview:
         size: bytes for blocks that the service announced.
 
     Raises:
-        ConfigError: there is no such file, or it is not the private arena of this user.
+        ConfigError: there is no such file, it is not the private arena of this user, or it cannot be mapped.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -41,7 +41,10 @@ def map_arena(path: Path, size: int) -> memoryview:
         if status.st_size != whole:
             raise ConfigError(f"the arena {path} has {status.st_size} bytes where its service announced {whole}")
         _lock(descriptor, fcntl.F_RDLCK)
-        return map_shared(descriptor, whole)  # which keeps the file open, and so the lock
+        try:
+            return map_shared(descriptor, whole)  # which keeps the file open, and so the lock
+        except OSError as error:
+            raise ConfigError(f"cannot map the arena {path} ({error.strerror})") from error
     finally:
         os.close(descriptor)
 

@@ -43,16 +43,19 @@ def map_shared(descriptor: int, size: int) -> memoryview:
     return memoryview(whole).cast("B")
 
 
-def take_huge_pages(descriptor: int, size: int) -> None:
-    """Gives a new and empty file its memory in huge pages, as far as there are any; the rest stays untaken."""
+def take_huge_pages(descriptor: int, size: int) -> bool:
+    """Gives a new and empty file its memory in huge pages, as far as there are any; the rest stays untaken.
+
+    Returns whether all whole pages are huge. Raises OSError where there is no memory.
+    """
     whole = size // _PAGE * _PAGE
     if whole == 0:
-        return
+        return False
     view = map_shared(descriptor, whole)
     # A page without any memory does not become a huge one, and one with much of it would be copied.
     for start in range(0, whole, _PAGE):
         os.pwrite(descriptor, b"\0", start)
-    _libc.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), whole, _MADV_COLLAPSE)
+    return bool(_libc.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), whole, _MADV_COLLAPSE) == 0)
 
 
 def _mmap(at: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import BusyError
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.engine import Runner
 from paceline.engine.request import Request
@@ -33,7 +33,7 @@ async def warm_up(worker: Worker) -> bool:
     work = pb.Work(key=key_to_pb(key), token_ids=prompt, prompt_tokens=len(prompt), sampling=sampling)
     try:
         hold = await worker.reserve(work, key, worker.hash_chain(work), prompt, len(prompt) + _TOKENS)
-    except PacelineError as error:
+    except BusyError as error:
         log.info("not warmed up: %s", error)
         return False
     worker.kv.use(hold.key)

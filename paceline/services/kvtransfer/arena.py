@@ -40,7 +40,8 @@ class Arena:
         check_room(folder, size)
         self.path, self._descriptor = _create_locked(folder, _prefix(owner))
         try:
-            take_huge_pages(self._descriptor, size)
+            if not take_huge_pages(self._descriptor, size):
+                log.info("the arena has small pages, at least in part; attention is faster with huge ones")
             # A page that is missing when a worker first writes to it would be SIGBUS, and a death without a word.
             os.posix_fallocate(self._descriptor, 0, size + PAGE_BYTES)
         except OSError as error:

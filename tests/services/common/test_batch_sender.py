@@ -13,6 +13,7 @@ import pytest
 from paceline.core.errors import UnavailableError
 from paceline.proto import common_pb2
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common import batch_sender
 from paceline.services.common.batch_sender import MAX_BATCH_BYTES, MAX_OPERATIONS, BatchSender
 
 REFUSED = grpc.aio.AioRpcError(
@@ -170,7 +171,10 @@ async def test_what_fails_because_of_a_pause_that_is_known_a_little_later_is_sen
         await late
 
 
-async def test_what_may_linger_goes_before_what_may_not_and_with_it(line: Line) -> None:
+async def test_what_may_linger_goes_before_what_may_not_and_with_it(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_sender, "LINGER_SECONDS", 60.0)
     async with sending(line) as sender:
         await sender.submit(release("a"))
         waiting = [sender.submit(trim(request), may_linger=True) for request in ("b", "c")]

@@ -87,9 +87,9 @@ struct Attention {
         return kTiles<T> && count(rows) <= kRowBlock && dim == depth && group.block_tokens % kLanes == 0;
     }
 
-    // What a piece needs, in so far as there is such a piece.
-    using Ahead = typename Paged<T>::Ahead;
-    Ahead ahead_of(const Rows& rows, int64_t piece) const {
+    // Of what a piece reads.
+    using Prefetch = typename Paged<T>::Prefetch;
+    Prefetch prefetch_of(const Rows& rows, int64_t piece) const {
         return {rows, piece * kPiece, least((piece + 1) * kPiece, end_key(rows))};
     }
 
@@ -114,12 +114,12 @@ struct Attention {
 
     // Scores of keys in the columns of `span`, for packed queries. What no row sees may be anything.
     void score_in_place(
-        const Rows& rows, int64_t base, Span span, Ahead& ahead, const Space& space, Worker& worker) const {
+        const Rows& rows, int64_t base, Span span, Prefetch& prefetch, const Space& space, Worker& worker) const {
         alignas(64) float products[kPiece * kRowBlock];
         const int64_t row_count = count(rows), groups = row_count > kLanes ? 2 : 1, stride = groups * kLanes;
         for (int64_t i = span.from; i < span.to; i += kLanes) {
             const int64_t place = paged.place_of(rows, base + i);
-            ahead.bring(paged, kBringAtTile);
+            prefetch.issue_by_size(paged, kPrefetchAtTile);
             if (place == Paged<T>::kNowhere) continue;
             multiply(worker, static_cast<const T*>(op.cache.keys) + place, op.cache.token_stride, space.queries,
                      depth * kLanes, depth, kLanes, groups, products + i * stride, stride);
@@ -195,7 +195,7 @@ struct Attention {
 
     // Leaves in space.piece what a piece gives to rows [row, row + height).
     void attend_rows(
-        const Rows& rows, int64_t base, int64_t row, int64_t height, Ahead& ahead, const Space& space,
+        const Rows& rows, int64_t base, int64_t row, int64_t height, Prefetch& prefetch, const Space& space,
         Worker& worker) const {
         const Span span = seen(base, rows.first_position + row / shared_by,
                                rows.first_position + (row + height - 1) / shared_by);
@@ -211,7 +211,7 @@ struct Attention {
         // Tiles that were made for sixteen keys stay as they are: changing them takes longer than some idle rows.
         const int64_t tile_height = scored ? most(height, kLanes) : height;
         for (int64_t d = 0; d < width; d += kOutBlock) {
-            ahead.bring(paged, kBringAtProduct);
+            prefetch.issue(paged, kPrefetchAtProduct);
             multiply(worker, space.weights + span.from, kPiece, space.values + d * kPiece + span.from * kLanes,
                      kPiece * kLanes, span.to - span.from, tile_height, width - d > kLanes ? 2 : 1,
                      space.piece.values + row * width + d, width);
@@ -219,19 +219,19 @@ struct Attention {
     }
 
     // The same for all rows, whose queries were taken.
-    void attend(const Rows& rows, int64_t piece, Ahead& ahead, const Space& space, Worker& worker) const {
+    void attend(const Rows& rows, int64_t piece, Prefetch& prefetch, const Space& space, Worker& worker) const {
         const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
         const Span span = seen(base, rows.first_position, end - 1);
         const bool scored = keys_stay(rows);
-        if (scored) score_in_place(rows, base, span, ahead, space, worker);
+        if (scored) score_in_place(rows, base, span, prefetch, space, worker);
         for (int64_t i = span.from; i < span.to; i += kDepth) {
             typename Paged<T>::Places places;
             paged.locate(rows, base + i, first_key(rows), end, places);
             if (!scored) paged.pack_keys(places, space.keys + i * depth);
-            paged.pack_values(places, space.values + i * kLanes, ahead);
+            paged.pack_values(places, space.values + i * kLanes, prefetch);
         }
         for (int64_t row = 0; row < row_count; row += kRowBlock)
-            attend_rows(rows, base, row, least(kRowBlock, row_count - row), ahead, space, worker);
+            attend_rows(rows, base, row, least(kRowBlock, row_count - row), prefetch, space, worker);
         clear(space.piece, row_count, round_up(row_count, kLanes));
     }
 
@@ -279,12 +279,17 @@ struct Attention {
 
 template <class T>
 static void attend_whole(const Attention<T>& attention, int64_t tasks) {
+    using Prefetch = typename Attention<T>::Prefetch;
     struct Task {
-        Rows rows, next;  // most likely this thread's next one
+        Rows rows;
+        Prefetch next;  // of what is most likely this thread's next task
     };
     const int64_t threads = attention.team.threads();
     const auto find = [&](int64_t task) {
-        return Task{attention.tasks.rows_of(task), attention.tasks.rows_of(least(task + threads, tasks - 1))};
+        const Rows rows = attention.tasks.rows_of(task);
+        if (task + threads >= tasks) return Task{rows, {rows, 0, 0}};
+        const Rows next = attention.tasks.rows_of(task + threads);
+        return Task{rows, attention.prefetch_of(next, attention.first_piece(next))};
     };
     attention.team.for_each_restartable(tasks, find, [=](const Task& task, Worker& worker) {
         const Rows& rows = task.rows;
@@ -293,9 +298,8 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
         attention.begin(rows, space.total);
         for (int64_t piece = attention.first_piece(rows); piece < attention.end_piece(rows); ++piece) {
             const bool goes_on = piece + 1 < attention.end_piece(rows);
-            auto ahead = goes_on ? attention.ahead_of(rows, piece + 1)
-                                 : attention.ahead_of(task.next, attention.first_piece(task.next));
-            attention.attend(rows, piece, ahead, space, worker);
+            Prefetch prefetch = goes_on ? attention.prefetch_of(rows, piece + 1) : task.next;
+            attention.attend(rows, piece, prefetch, space, worker);
             attention.join(rows, space.piece, space.total);
         }
         if (!worker.may_write()) return;
@@ -321,8 +325,8 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
         if (piece.number >= attention.end_piece(piece.rows)) return;
         const auto space = attention.space(worker);
         attention.take_queries(piece.rows, space);
-        auto ahead = attention.ahead_of(piece.rows, attention.end_piece(piece.rows));
-        attention.attend(piece.rows, piece.number, ahead, space, worker);
+        typename Attention<T>::Prefetch nothing{piece.rows, 0, 0};
+        attention.attend(piece.rows, piece.number, nothing, space, worker);
         if (worker.may_write()) memcpy(piece.partial, space.piece.values, bytes);
     });
     team.for_each(tasks, [&](int64_t task, Worker& worker) {

@@ -2,9 +2,9 @@
 
 constexpr int64_t kPiece = 128;  // keys that are attended to at once; see attention.h
 
-// Cache lines of the next keys and values that are brought with a tile of keys, a row of weights, a pair of values and
-// a product: about as long as each takes.
-constexpr int64_t kBringAtTile = 24, kBringAtPair = 4, kBringAtProduct = 32;
+// Cache lines that are prefetched with a tile of keys and a pair of values, for each 128 bytes of a key, and with a
+// product. Together they make a piece; each is about what memory gives in the time that the work takes.
+constexpr int64_t kPrefetchAtTile = 24, kPrefetchAtPair = 4, kPrefetchAtProduct = 32;
 
 template <class T>
 static void store_kv(const Op& op, const Step& step, Team& team) {
@@ -63,23 +63,28 @@ struct Paged {
         return place == kNowhere ? nullptr : static_cast<const T*>(plane) + place;
     }
 
-    // Keys and values that will be needed soon. Whoever computes now and then calls `bring`, so that memory is never
-    // idle: bringing all at once would fill the queue to memory, and wait for it.
-    struct Ahead {
+    // Keys and values that will be needed soon. Whoever computes now and then issues some of the prefetches, so that
+    // memory is never idle: all at once they would fill the queue to memory, and be waited for.
+    struct Prefetch {
         Rows rows;
-        int64_t position, end;  // what is not brought yet
+        int64_t position, end;  // what is yet to come
         const char *key = nullptr, *value = nullptr, *last = nullptr;
 
         // So many cache lines, half of them of keys.
-        void bring(const Paged& paged, int64_t lines) {
+        void issue(const Paged& paged, int64_t lines) {
             for (; lines > 0; lines -= 2, key += 64, value += 64) {
-                if (key >= last && !next(paged)) return;
+                if (key >= last && !next_block(paged)) return;
                 __builtin_prefetch(key, 0, 2);
                 __builtin_prefetch(value, 0, 2);
             }
         }
-        // The rest of a block.
-        bool next(const Paged& paged) {
+        // The same where the work grows with the size of a key.
+        void issue_by_size(const Paged& paged, int64_t lines) {
+            issue(paged, most(1, paged.dim * int64_t(sizeof(T)) / 128) * lines);
+        }
+
+      private:
+        bool next_block(const Paged& paged) {
             if (position >= end) return false;
             const int64_t place = paged.place_of(rows, position);
             const int64_t count = least(end - position, paged.group.block_tokens - position % paged.group.block_tokens);
@@ -122,10 +127,10 @@ struct Paged {
     }
 
     // Packs kDepth values as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
-    void pack_values(const Places& places, T* to, Ahead& ahead) const {
+    void pack_values(const Places& places, T* to, Prefetch& prefetch) const {
         constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
         for (int64_t i = 0; i < kDepth; i += pair) {
-            ahead.bring(*this, kBringAtPair);
+            prefetch.issue_by_size(*this, kPrefetchAtPair);
             const T *a = at(cache.values, places[i]), *b = at(cache.values, places[i + pair - 1]);
             for (int64_t d = 0; d < width; d += 2 * kLanes)
                 pack_lanes(a ? a + d : nullptr, b ? b + d : nullptr, dim - d, to + d * kPiece + i * kLanes);

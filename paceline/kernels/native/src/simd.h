@@ -162,16 +162,27 @@ static inline void transpose(u32x16 (&rows)[kLanes]) {
 #undef PACELINE_SWAP
 }
 
-typedef float f32x4 __attribute__((vector_size(16)));
+// Four floats each from four places.
+static inline f32x16 gather_fours(const float* a, const float* b, const float* c, const float* d) {
+#ifdef PACELINE_AVX512
+    __m512 all = _mm512_castps128_ps512(_mm_loadu_ps(a));
+    all = _mm512_insertf32x4(all, _mm_loadu_ps(b), 1);
+    all = _mm512_insertf32x4(all, _mm_loadu_ps(c), 2);
+    return bits<f32x16>(_mm512_insertf32x4(all, _mm_loadu_ps(d), 3));
+#else
+    float all[kLanes];
+    const float* from[] = {a, b, c, d};
+    for (int i = 0; i < 4; ++i) memcpy(all + 4 * i, from[i], 4 * sizeof(float));
+    return load(all);
+#endif
+}
 
 // The first four columns of a 16 x 16 square whose rows are `stride` apart.
 static inline void take_columns(const float* square, int64_t stride, f32x16 (&columns)[4]) {
     f32x16 parts[4];  // rows i, 4 + i, 8 + i and 12 + i
     for (int i = 0; i < 4; ++i) {
-        const auto row = [&](int j) { return read<f32x4>(square + (4 * j + i) * stride); };
-        const auto first = __builtin_shufflevector(row(0), row(1), 0, 1, 2, 3, 4, 5, 6, 7);
-        const auto second = __builtin_shufflevector(row(2), row(3), 0, 1, 2, 3, 4, 5, 6, 7);
-        parts[i] = __builtin_shufflevector(first, second, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const float* row = square + i * stride;
+        parts[i] = gather_fours(row, row + 4 * stride, row + 8 * stride, row + 12 * stride);
     }
     constexpr i32x16 words = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
     constexpr i32x16 pairs = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
