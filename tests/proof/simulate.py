@@ -28,8 +28,10 @@ _HOW_OFTEN = {
     worker.fetch_failed: 10.0,
     gateway.restart: 0.05,
     network.restart_ledger: 0.05,
+    worker.adopt_never: 0.1,
 }
-"""How likely a fault is, beside 1 for the others: after a restart little is left that could go wrong."""
+"""How likely a fault is, beside 1 for the others: after a restart little is left that could go wrong, and many wait to
+adopt."""
 
 
 @dataclass

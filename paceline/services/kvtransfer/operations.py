@@ -66,8 +66,8 @@ def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float
         return pb.Result(), None
     extra = {"request_id": hold.key.request_id}
     log.debug("%s: hold %s is %s", operation.WhichOneof("op"), hold.key, hold.state.value, extra=extra)
-    # Those that an extension adds are fresh.
-    names = None if operation.HasField("extend") else ledger.names(hold)
+    # Those that an extension adds are fresh, and who has filled needs none.
+    names = None if operation.WhichOneof("op") in ("extend", "fill") else ledger.names(hold)
     return pb.Result(hold=hold_to_pb(hold, names)), hold
 
 
