@@ -21,7 +21,7 @@ MOST_EVENTS = 20_000
 
 
 _HOW_OFTEN = {
-    network.duplicate: 4.0,
+    network.duplicate: 8.0,
     network.delay: 2.0,
     network.crash_ledger: 8.0,
     network.cut: 30.0,
