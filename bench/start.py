@@ -23,7 +23,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -68,10 +68,19 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def stack(model: str, port: int, flags: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], dict[int, str]]]:
-    """A stack that is ready, and the names of its processes by their ids."""
+def stack(
+    model: str, port: int, flags: Sequence[str], log: IO[str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], dict[int, str]]]:
+    """A stack that is ready, and the names of its processes by their ids.
+
+    Args:
+        log: where the services' log goes, by default that of this process.
+
+    Raises:
+        RuntimeError: it does not start.
+    """
     command = [sys.executable, "-m", "paceline", "serve", model, f"--port={port}", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         names = {process.pid: "serve"}
         assert process.stdout is not None

@@ -100,7 +100,7 @@ class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line: dict[str, object] = {
-            "time": moment.isoformat(timespec="milliseconds"),
+            "time": moment.isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
             "service": self._service,
             "logger": record.name,

@@ -279,7 +279,6 @@ class Operation(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     SEAL_FIELD_NUMBER: _builtins.int
     FILL_FIELD_NUMBER: _builtins.int
-    ADOPT_FIELD_NUMBER: _builtins.int
     EXTEND_FIELD_NUMBER: _builtins.int
     TRIM_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
@@ -296,8 +295,6 @@ class Operation(_message.Message):
     @_builtins.property
     def fill(self) -> Global___Fill: ...
     @_builtins.property
-    def adopt(self) -> Global___Adopt: ...
-    @_builtins.property
     def extend(self) -> Global___Extend: ...
     @_builtins.property
     def trim(self) -> Global___Trim: ...
@@ -312,18 +309,17 @@ class Operation(_message.Message):
         open: Global___Open | None = ...,
         seal: Global___Seal | None = ...,
         fill: Global___Fill | None = ...,
-        adopt: Global___Adopt | None = ...,
         extend: Global___Extend | None = ...,
         trim: Global___Trim | None = ...,
         release: Global___Release | None = ...,
         renew: Global___Renew | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "trim", b"trim"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "trim", b"trim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "traceparent", b"traceparent", "trim", b"trim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "traceparent", b"traceparent", "trim", b"trim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["reserve", "open", "seal", "fill", "adopt", "extend", "trim", "release", "renew"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["reserve", "open", "seal", "fill", "extend", "trim", "release", "renew"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -342,7 +338,7 @@ class Result(_message.Message):
     """What is wrong and what to do, where code is not OK."""
     @_builtins.property
     def hold(self) -> Global___Hold:
-        """The hold after the operation (reserve, open, fill, adopt, extend)."""
+        """The hold after the operation (reserve, open, fill, extend)."""
 
     @_builtins.property
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Key]:
@@ -541,26 +537,29 @@ class Fill(_message.Message):
 Global___Fill: _TypeAlias = Fill  # noqa: Y015
 
 @_typing.final
-class Adopt(_message.Message):
-    """The caller takes over a filled hold. Raises the generation."""
-
+class AdoptRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SESSION_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
     @_builtins.property
-    def key(self) -> _common_pb2.Key: ...
+    def key(self) -> _common_pb2.Key:
+        """That of the reservation."""
+
     def __init__(
         self,
         *,
+        session: _builtins.int = ...,
         key: _common_pb2.Key | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Adopt: _TypeAlias = Adopt  # noqa: Y015
+Global___AdoptRequest: _TypeAlias = AdoptRequest  # noqa: Y015
 
 @_typing.final
 class Extend(_message.Message):
@@ -701,7 +700,6 @@ Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
 class FetchReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEY_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
@@ -712,22 +710,17 @@ class FetchReply(_message.Message):
     """The transport."""
     read_ms: _builtins.int
     """Spent on reading and verifying."""
-    @_builtins.property
-    def key(self) -> _common_pb2.Key:
-        """To adopt the hold with."""
-
     def __init__(
         self,
         *,
-        key: _common_pb2.Key | None = ...,
         blocks: _builtins.int = ...,
         bytes: _builtins.int = ...,
         path: _builtins.str = ...,
         read_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "key", b"key", "path", b"path", "read_ms", b"read_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "path", b"path", "read_ms", b"read_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

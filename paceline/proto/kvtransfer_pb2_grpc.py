@@ -44,6 +44,11 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchReply.FromString,
                 _registered_method=True)
+        self.Adopt = channel.unary_unary(
+                '/paceline.v1.KVTransfer/Adopt',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.Hold.FromString,
+                _registered_method=True)
         self.Ledger = channel.unary_unary(
                 '/paceline.v1.KVTransfer/Ledger',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerRequest.SerializeToString,
@@ -79,6 +84,15 @@ class KVTransferServicer:
 
     def Batch(self, request, context):
         """Applies operations in order; each has a result of its own. A failed operation does not stop those behind it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Adopt(self, request, context):
+        """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
+        generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
+        reservation ends it in either case.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +141,11 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.Batch,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchReply.SerializeToString,
+            ),
+            'Adopt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.Hold.SerializeToString,
             ),
             'Ledger': grpc.unary_unary_rpc_method_handler(
                     servicer.Ledger,
@@ -203,6 +222,33 @@ class KVTransfer:
             '/paceline.v1.KVTransfer/Batch',
             paceline_dot_proto_dot_kvtransfer__pb2.BatchRequest.SerializeToString,
             paceline_dot_proto_dot_kvtransfer__pb2.BatchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/Adopt',
+            paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.Hold.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,11 @@ class KVTransferStub:
     """
     Batch: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.BatchRequest, _kvtransfer_pb2.BatchReply]
     """Applies operations in order; each has a result of its own. A failed operation does not stop those behind it."""
+    Adopt: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.AdoptRequest, _kvtransfer_pb2.Hold]
+    """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
+    generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
+    reservation ends it in either case.
+    """
     Ledger: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.LedgerRequest, _kvtransfer_pb2.LedgerReply]
     """The block ledger, with the owner of every hold."""
     Fetch: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]
@@ -62,6 +67,11 @@ class KVTransferAsyncStub(KVTransferStub):
     """
     Batch: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.BatchRequest, _kvtransfer_pb2.BatchReply]  # type: ignore[assignment]
     """Applies operations in order; each has a result of its own. A failed operation does not stop those behind it."""
+    Adopt: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.AdoptRequest, _kvtransfer_pb2.Hold]  # type: ignore[assignment]
+    """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
+    generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
+    reservation ends it in either case.
+    """
     Ledger: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.LedgerRequest, _kvtransfer_pb2.LedgerReply]  # type: ignore[assignment]
     """The block ledger, with the owner of every hold."""
     Fetch: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]  # type: ignore[assignment]
@@ -94,6 +104,17 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvtransfer_pb2.BatchReply, _abc.Awaitable[_kvtransfer_pb2.BatchReply]]:
         """Applies operations in order; each has a result of its own. A failed operation does not stop those behind it."""
+
+    @_abc_1.abstractmethod
+    def Adopt(
+        self,
+        request: _kvtransfer_pb2.AdoptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvtransfer_pb2.Hold, _abc.Awaitable[_kvtransfer_pb2.Hold]]:
+        """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
+        generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
+        reservation ends it in either case.
+        """
 
     @_abc_1.abstractmethod
     def Ledger(

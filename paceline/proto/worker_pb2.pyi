@@ -169,7 +169,7 @@ class Adopted(_message.Message):
     path: _builtins.str
     """How the blocks came, in words."""
     adopt_ms: _builtins.float
-    """From the gateway's word to the adoption."""
+    """From the gateway's word to the adoption; 0 where that came first."""
     def __init__(
         self,
         *,
@@ -273,7 +273,7 @@ Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
 class Filled(_message.Message):
-    """The blocks are complete and may be adopted with this key."""
+    """The blocks of this key are complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -366,7 +366,7 @@ class Handoff(_message.Message):
     first_token_id: _builtins.int
     @_builtins.property
     def key(self) -> _common_pb2.Key:
-        """To adopt the blocks with; behind Fetch that of the blocks on the other host."""
+        """Of the blocks; behind Fetch of those on the other host."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ def json_lines(program: str) -> list[dict[str, Any]]:
 
 def test_a_json_line_has_all_that_a_machine_asks_for() -> None:
     (line,) = json_lines("log.info('took %d', 3, extra={'blocks': 7, 'who': object})")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}\+00:00", line.pop("time"))
     assert line == {
         "level": "info",
         "service": "decode-1",

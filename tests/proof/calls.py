@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.core.errors import PacelineError
-from paceline.services.kvtransfer.hold import Hold
+from paceline.core.errors import PacelineError, StaleError
+from paceline.core.types import Key
+from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof import judge
 from tests.proof.parties import Op
@@ -37,7 +38,7 @@ def _call(world: World, ledger: Ledger, op: Op) -> Answer:
         case "fill":
             return ledger.fill(session, key, request.context, now)
         case "adopt":
-            return ledger.adopt(session, key, now)
+            return ledger.adopt(session, key, now) if session == TRANSFER else _adopt(ledger, session, key, now)
         case "extend":
             return ledger.extend(session, key, request.context + request.growth, now)
         case "seal":
@@ -52,3 +53,11 @@ def _call(world: World, ledger: Ledger, op: Op) -> Answer:
         case "release":
             ledger.release(session, key, now)
     return None
+
+
+def _adopt(ledger: Ledger, session: int, key: Key, now: float) -> Hold:
+    """As services/kvtransfer/adoptions.py does it, when it looks."""
+    hold = ledger.find(key, now)
+    if hold.owner != session or hold.state is not State.FILLED:
+        raise StaleError(f"{key} is not to be adopted by {session}")
+    return ledger.adopt(session, hold.key, now)

@@ -112,7 +112,7 @@ class _Encoder:
 
     def _job(self, job: Job) -> object:
         tables = self._tables(job.host, job.tables)
-        flags = (job.cancelled, job.lost, job.grown, job.alone, job.fetched is not None)
+        flags = (job.cancelled, job.lost, job.grown, job.alone, job.fetch)
         name = (*self._name(job.key), job.key.generation)
         return (job.role, job.host, self._session(job.session), name, job.phase, tables, job.settled, flags)
 

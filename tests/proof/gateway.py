@@ -5,6 +5,7 @@ begins anew where one fails. That it has given an attempt up reaches a worker la
 from __future__ import annotations
 
 from paceline.core.types import Key
+from tests.proof import worker
 from tests.proof.parties import DECODE, PREFILL, Asked, Job, Transfer
 from tests.proof.world import World, request_id
 
@@ -39,19 +40,17 @@ def call_fetch(world: World, index: int) -> None:
     asked, decode = world.asked[index], world.job(DECODE, index)
     assert decode is not None
     assert asked.opened is not None
-    world.put(decode, phase="fetching")
+    world.put(decode, fetch="called")
     there = world.setup.place(asked.prefiller)
     world.transfers[decode.key[:2]] = Transfer(index, decode.host, there, decode.session, decode.key, asked.opened)
 
 
 def hand_over(world: World, index: int) -> None:
-    """The decode worker learns the key under which it can adopt."""
-    asked, decode = world.asked[index], world.job(DECODE, index)
+    """The decode worker, which has got its blocks, learns the first token."""
+    decode = world.job(DECODE, index)
     assert decode is not None
-    assert asked.filled is not None
-    world.asked[index] = asked._replace(phase="decoding")
-    job = world.put(decode, phase="adopting")
-    world.send(job, "adopt", (decode.fetched or asked.filled).generation)
+    world.asked[index] = world.asked[index]._replace(phase="decoding")
+    worker.begin(world, decode)
 
 
 def fail(world: World, index: int) -> None:
@@ -79,14 +78,14 @@ def may_call_prefill(world: World, index: int) -> bool:
 
 def may_hand_over(world: World, index: int) -> bool:
     asked, job = world.asked[index], world.job(DECODE, index)
-    if job is None or asked.phase != "prefilling" or asked.filled is None:
+    if job is None or asked.phase != "prefilling" or asked.filled is None or job.phase != "adopted":
         return False
-    return job.phase == ("fetched" if job.host != world.setup.place(asked.prefiller) else "admitted")
+    return job.fetch == "answered" or job.host == world.setup.place(asked.prefiller)
 
 
 def may_call_fetch(world: World, index: int) -> bool:
     asked, job = world.asked[index], world.job(DECODE, index)
-    if job is None or asked.phase != "prefilling" or asked.opened is None or job.phase != "admitted":
+    if job is None or asked.phase != "prefilling" or asked.opened is None or job.phase != "admitted" or job.fetch:
         return False
     return job.host != world.setup.place(asked.prefiller) and not world.hosts[job.host].away
 

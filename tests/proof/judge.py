@@ -73,7 +73,7 @@ def check_content(world: World, job: Job) -> None:
     for number, block, slot in blocks_of(job.tables):
         group = world.setup.layout.groups[number]
         computed = block * group.block_tokens < context
-        if job.fetched is not None:  # what no query reads has not been brought
+        if job.fetch:  # what no query reads has not been brought
             computed = computed and block >= group.first_needed_block(context)
         if computed and memory[slot] != world.word(job, number, block):
             raise Violation(f"block {slot} of {job.key} contains {memory[slot]}")
@@ -84,6 +84,8 @@ def right_to(ledger: Ledger, op: Op) -> bool:
     if op.kind in ("reserve", "release"):
         return True
     hold = next((hold for hold in ledger.holds() if hold.key[:2] == op.key[:2] and lives(hold)), None)
+    if op.kind == "adopt" and op.session != TRANSFER:  # by the key of the reservation
+        return hold is not None and hold.state is State.FILLED and hold.owner == op.session
     if hold is None or hold.key.generation != op.key.generation:
         return False
     if op.kind in ("open", "adopt"):

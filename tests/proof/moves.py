@@ -91,10 +91,12 @@ def _of_return(world: World, host: int) -> Iterator[Move]:
 def _of_job(world: World, job: Job) -> Iterator[Move]:
     if job.renews and not world.hosts[job.host].away and _is_lost(world, job):
         yield Move(worker.learn_of_loss, (job.id,))
-    if job.phase == "fetching" and not _is_read_for(world, job):
+    if job.fetch == "called" and not _is_read_for(world, job):
         yield Move(worker.fetch_failed, (job.id,))
     if not world.is_current(job) and not job.cancelled and job.phase != "stopping":
         yield Move(worker.cancel, (job.id,))
+    if job.phase == "admitted" and network.may_adopt(world, job):
+        yield Move(network.adopt, (job.id,))
     if job.phase in _NEXT:
         yield Move(_NEXT[job.phase], (job.id,))
     if job.phase == "waiting" and world.room_for(job.request, grown=True, host=job.host):
@@ -105,6 +107,7 @@ _NEXT = {
     "writing": worker.compute,
     "running": worker.generate,
     "stopping": worker.removed,
+    "adopting": worker.hear,
 }
 
 
@@ -160,6 +163,9 @@ def faults(world: World) -> Iterator[Move]:
     """What may go wrong; the caller counts."""
     yield from _faults_of_messages(world)
     yield from _faults_of_transfers(world)
+    for job in world.jobs.values():
+        if job.phase in ("admitted", "adopting") and not world.hosts[job.host].away:
+            yield Move(worker.adopt_never, (job.id,))
     used = {job.host for job in world.jobs.values()} | {job.there for job in world.transfers.values()}
     for host in sorted(used):
         if not world.hosts[host].away:

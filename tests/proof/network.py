@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from paceline.core.errors import BusyError, PacelineError, UnavailableError
+from paceline.services.kvtransfer.hold import State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof import judge, transfer, worker
 from tests.proof.calls import carry_out
-from tests.proof.parties import Job, Late, Op
+from tests.proof.parties import Job, JobId, Late, Op
 from tests.proof.world import LEASE, Host, Violation, World, make_host
 
 
@@ -61,6 +62,19 @@ def _take(world: World, session: int) -> Op:
     else:
         del world.queues[session]
     return op
+
+
+def may_adopt(world: World, job: Job) -> bool:
+    """Whether a decode worker that waits for its blocks gets an answer: they are filled, or it has lost them."""
+    host = world.hosts[job.host]
+    holds = [hold for hold in host.ledger.holds() if hold.key[:2] == job.key[:2] and judge.lives(hold)]
+    return not host.away and (not holds or holds[0].state is State.FILLED)
+
+
+def adopt(world: World, job_id: JobId) -> None:
+    """Its call, which waits beside all other operations, is carried out; the answer is on its way."""
+    job = world.jobs[job_id]
+    worker.given(world, job, carry_out(world, Op("adopt", job.host, job.session, job.key)))
 
 
 # ---- sessions and time

@@ -56,8 +56,8 @@ class Job(NamedTuple):
     """Whether it was preempted, and computes its context itself."""
     reserved: bool = False
     """Whether it is a prefill worker's and has reserved blocks of its own host, from where they will be fetched."""
-    fetched: Key | None = None
-    """What to adopt, once the blocks have come from another host."""
+    fetch: str = ""
+    """Whether its blocks come from another host: called; answered: all have come."""
 
     @property
     def id(self) -> JobId:
@@ -75,9 +75,7 @@ class Job(NamedTuple):
     @property
     def waits(self) -> bool:
         """Whether it has blocks that its engine has not got."""
-        return self.phase in ("admitted", "fetching", "fetched", "adopting") or (
-            self.phase == "opening" and self.reserved
-        )
+        return self.phase in ("admitted", "adopting", "adopted") or (self.phase == "opening" and self.reserved)
 
     @property
     def renews(self) -> bool:

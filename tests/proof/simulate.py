@@ -21,15 +21,17 @@ MOST_EVENTS = 20_000
 
 
 _HOW_OFTEN = {
-    network.duplicate: 4.0,
+    network.duplicate: 8.0,
     network.delay: 2.0,
     network.crash_ledger: 8.0,
     network.cut: 30.0,
     worker.fetch_failed: 10.0,
     gateway.restart: 0.05,
     network.restart_ledger: 0.05,
+    worker.adopt_never: 0.1,
 }
-"""How likely a fault is, beside 1 for the others: after a restart little is left that could go wrong."""
+"""How likely a fault is, beside 1 for the others: after a restart little is left that could go wrong, and many wait to
+adopt."""
 
 
 @dataclass

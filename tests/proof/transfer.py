@@ -34,7 +34,7 @@ def put(world: World, transfer: Transfer, **changes: object) -> Transfer:
 def waiting_job(world: World, transfer: Transfer) -> Job | None:
     """The decode worker's, while it waits for this transfer."""
     job = world.jobs.get((DECODE, *transfer.id))
-    return job if job is not None and job.phase == "fetching" and job.session == transfer.session else None
+    return job if job is not None and job.fetch == "called" and job.session == transfer.session else None
 
 
 # ---- the reader
@@ -112,7 +112,7 @@ def answer(world: World, name: Id) -> None:
     transfer = world.transfers[name]
     job = waiting_job(world, transfer)
     assert job is not None
-    world.put(job, phase="fetched", fetched=transfer.key)
+    world.put(job, fetch="answered")
     put(world, transfer, reader="gone")
 
 

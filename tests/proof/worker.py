@@ -74,19 +74,6 @@ def _fill_answered(world: World, job: Job, answer: Answer) -> None:
         world.asked[job.request] = world.asked[job.request]._replace(filled=answer.key)
 
 
-def _adopt_answered(world: World, job: Job, answer: Answer) -> None:
-    if isinstance(answer, Hold) and not job.cancelled:
-        settled = world.request(job.request).sealable
-        job = world.put(job, key=answer.key, phase="running", tables=tables_of(answer), settled=settled)
-        judge.check_content(world, job)
-        return
-    if isinstance(answer, Hold | UnavailableError):
-        world.send(job, "release", job.key.generation + 2)
-    if not job.cancelled:
-        world.send(job, "release")
-    world.drop(job)
-
-
 def _extend_answered(world: World, job: Job, answer: Answer) -> None:
     if isinstance(answer, Hold):
         world.put(job, phase="running", grown=True, tables=tables_of(answer))
@@ -101,18 +88,58 @@ _ANSWERED: dict[str, Callable[[World, Job, Answer], None]] = {
     "reserve": _reserve_answered,
     "open": _open_answered,
     "fill": _fill_answered,
-    "adopt": _adopt_answered,
     "extend": _extend_answered,
 }
 _WAITS_IN = {
     "reserve": "reserving",
     "open": "opening",
     "fill": "filling",
-    "adopt": "adopting",
     "extend": "extending",
 }
 
 # ---- moves of one job
+
+
+def given(world: World, job: Job, answer: Answer) -> None:
+    """The ledger has given it the blocks for which it waited, or refused to; the worker has not heard yet."""
+    if isinstance(answer, Hold):
+        world.put(job, phase="adopting", tables=tables_of(answer))
+        return
+    if not job.lost:
+        world.send(job, "release")
+    world.drop(job)
+
+
+def hear(world: World, job_id: JobId) -> None:
+    """The answer comes: the blocks are its own, where it has not given them up meanwhile."""
+    job = world.jobs[job_id]
+    if job.cancelled or job.lost:
+        world.drop(job)
+        return
+    key = job.key._replace(generation=job.key.generation + 2)
+    judge.check_content(world, world.put(job, key=key, phase="adopted", settled=world.request(job.request).sealable))
+
+
+def begin(world: World, job: Job) -> None:
+    """It has its blocks and the first token; where the blocks were lost meanwhile, it gives up."""
+    if job.lost:
+        world.drop(job)
+    else:
+        world.put(job, phase="running")
+
+
+def adopt_never(world: World, job_id: JobId) -> None:
+    """The call breaks, or its answer does. The worker gives up what it reserved."""
+    job = world.jobs[job_id]
+    if not (job.cancelled or job.lost):
+        world.send(job, "release")
+    world.drop(job)
+
+
+def _leave_call(world: World, job: Job) -> None:
+    """It waits no longer, of which kvtransfer may learn after it has carried out the adoption."""
+    if job.phase == "admitted":
+        world.send_late(Op("adopt", job.host, job.session, job.key), again=False)
 
 
 def compute(world: World, job_id: JobId) -> None:
@@ -184,12 +211,13 @@ def cancel(world: World, job_id: JobId) -> None:
     """A worker learns that the gateway has given up the attempt."""
     job = world.jobs[job_id]
     match job.phase:
-        case "admitted" | "fetching" | "fetched" | "waiting":
+        case "admitted" | "adopted" | "waiting":
+            _leave_call(world, job)
             world.send(job, "release")
             world.drop(job)
         case "adopting":
             world.send(job, "release")
-            world.put(job, cancelled=True)
+            world.put(job, cancelled=True, fetch="")
         case "reserving" | "opening" | "filling":
             world.put(job, cancelled=True)
         case _:
@@ -209,6 +237,7 @@ def learn_of_loss(world: World, job_id: JobId) -> None:
 def fetch_failed(world: World, job_id: JobId) -> None:
     """The blocks did not come, or the call broke in which they were asked for."""
     job = world.jobs[job_id]
+    _leave_call(world, job)
     world.send(job, "release")
     world.drop(job)
 
@@ -272,5 +301,6 @@ def crash(world: World, worker: int) -> None:
         world.send_late(op, again=False)
     gone = [job for job in world.jobs.values() if job.session == session]
     for job in gone:
+        _leave_call(world, job)
         world.drop(job)
     world.ghosts += tuple(job for job in gone if job.touches and job.tables)

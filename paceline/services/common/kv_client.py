@@ -37,8 +37,6 @@ class Hold:
 class Fetched:
     """What came from another host."""
 
-    key: Key
-    """To adopt the hold with, which is filled."""
     bytes: int
     path: str
     """The transport; empty where there was nothing to move."""
@@ -108,15 +106,29 @@ class KVClient:
         return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), _next(key))
 
     async def fill(self, key: Key, filled_tokens: int) -> Hold:
-        """Ends writing; the blocks may be adopted with the returned key."""
+        """Ends writing; the one who reserved the blocks gets them."""
         self._holds.let_go(key)  # before: a renewal behind it would be refused and taken for a loss
         self._holds.blocks.give_back(key)
         operation = pb.Operation(fill=pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens))
         return await self._obtain(operation, key, keeps=False)
 
     async def adopt(self, key: Key) -> Hold:
-        """Takes over filled blocks."""
-        return await self._obtain(pb.Operation(adopt=pb.Adopt(key=key_to_pb(key))), _next(key))
+        """Takes over blocks that this worker has reserved, as soon as they are filled.
+
+        Takes as long as the prompt does. Where it fails or is cancelled, releasing `key` ends the hold in either case.
+        """
+        request = pb.AdoptRequest(session=self.session, key=key_to_pb(key))
+        call = self._session.stub.Adopt(request, metadata=trace_headers())
+        try:
+            hold = await heeding_cancellation(call)
+        except grpc.aio.AioRpcError as error:
+            raise unmapped_error(error, f"kvtransfer at {self._address}") from error
+        finally:
+            call.cancel()
+        if not self.holds(key):
+            raise StaleError(f"the blocks of {key} were lost while they changed hands")
+        self._holds.keep(hold)
+        return _hold_from_pb(hold)
 
     async def fetch(self, key: Key, source: str, source_key: Key) -> Fetched:
         """Brings over what another host computes.
@@ -141,7 +153,7 @@ class KVClient:
         finally:
             call.cancel()
         log.info("%d blocks came over %s", reply.blocks, reply.path, extra={"request_id": key.request_id})
-        return Fetched(key_from_pb(reply.key), reply.bytes, reply.path)
+        return Fetched(reply.bytes, reply.path)
 
     def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | PacelineError], None]) -> None:
         """Grows a hold; the answer is BusyError where there are no blocks now."""

@@ -8,11 +8,11 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc.aio
 
-from paceline.core.errors import BusyError, InvalidRequestError
+from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.core.types import FinishReason, Key
 from paceline.engine.constraint import Matcher
@@ -28,11 +28,14 @@ from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, 
 from paceline.services.common.worker import Worker
 
 FIRST_COMMAND_SECONDS = 10.0
+ADOPT_SECONDS = 5.0
+"""For the answer that says so, once the blocks are filled."""
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
 Commands = AsyncIterator[worker_pb2.DecodeCommand]
+Adopting: TypeAlias = "asyncio.Task[tuple[Hold, float]]"
 
 
 class DecodeService(worker_pb2_grpc.DecodeServicer):
@@ -81,12 +84,16 @@ class _Attempt:
                 cached_blocks=count_blocks(self._worker.layout, hold, hold.filled_tokens),
             )
             await self._write(worker_pb2.DecodeEvent(admitted=admitted))
-            # The gateway's silence needs no deadline: when it goes, the call is cancelled.
-            command = await _next(commands, "handoff", "prefill_here", "fetch")
-            if command.HasField("fetch"):
-                hold = await self._fetch_and_adopt(hold.key, command.fetch, commands)
-            elif command.HasField("handoff"):
-                hold = await self._adopt(command.handoff, key_from_pb(command.handoff.key), time.monotonic())
+            adopting = asyncio.create_task(self._adopt(hold.key), name="adoption")
+            try:
+                # The gateway's silence needs no deadline: when it goes, the call is cancelled.
+                command = await _next(commands, "handoff", "prefill_here", "fetch")
+                if command.HasField("fetch"):
+                    hold = await self._fetch(hold.key, command.fetch, commands, adopting)
+                elif command.HasField("handoff"):
+                    hold = await self._take_over(command.handoff, adopting)
+            finally:
+                await end_tasks(adopting)
             reason = await self._generate(hold)
             log.info("decoded to the end: %s", reason.value)
             finished = worker_pb2.Finished(reason=reason_to_pb(reason))
@@ -103,7 +110,15 @@ class _Attempt:
         self._key = hold.key
         return hold
 
-    async def _fetch_and_adopt(self, key: Key, fetch: worker_pb2.Fetch, commands: Commands) -> Hold:
+    async def _adopt(self, key: Key) -> tuple[Hold, float]:
+        """Waits for the blocks of the prompt, from the reservation on: that they are filled is heard from kvtransfer,
+        sooner than by the gateway. Returns when they came, too, on time.monotonic()."""
+        hold = await self._worker.kv.adopt(key)
+        self._key = hold.key
+        log.info("adopted the blocks of %d tokens", hold.filled_tokens)
+        return hold, time.monotonic()
+
+    async def _fetch(self, key: Key, fetch: worker_pb2.Fetch, commands: Commands, adopting: Adopting) -> Hold:
         """Brings the prompt over while another host computes it, and takes it over once it has."""
         fetching = asyncio.create_task(self._worker.kv.fetch(key, fetch.source, key_from_pb(fetch.key)))
         handoff = asyncio.create_task(_next(commands, "handoff"))
@@ -119,25 +134,33 @@ class _Attempt:
                 if not done and handoff.done():
                     await self._write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
             fetched = fetching.result()
-            return await self._adopt(handoff.result().handoff, fetched.key, told, fetched.bytes, fetched.path)
+            return await self._take_over(handoff.result().handoff, adopting, told, fetched.bytes, fetched.path)
         finally:
             await end_tasks(fetching, handoff)
 
-    async def _adopt(
-        self, handoff: worker_pb2.Handoff, key: Key, told: float, moved: int = 0, path: str = SHARED_MEMORY
+    async def _take_over(
+        self,
+        handoff: worker_pb2.Handoff,
+        adopting: Adopting,
+        told: float | None = None,
+        moved: int = 0,
+        path: str = SHARED_MEMORY,
     ) -> Hold:
-        """Takes over what a prefill worker has filled.
+        """Goes on with what a prefill worker has filled.
 
         Args:
-            key: of the blocks here.
-            told: when the handoff came, on time.monotonic().
+            told: when the handoff came, on time.monotonic(); None means now.
             moved: bytes that came from another host.
         """
+        told = time.monotonic() if told is None else told
         self._worker.check_handoff(self._work, handoff)
-        hold = await self._worker.kv.adopt(key)
-        self._key = hold.key
+        try:
+            async with asyncio.timeout(ADOPT_SECONDS):
+                hold, adopted = await adopting
+        except TimeoutError:
+            raise UnavailableError(f"kvtransfer did not give {self._key} away in {ADOPT_SECONDS:g} s") from None
         blocks = count_blocks(self._worker.layout, hold, len(self._token_ids))
-        self._reporter.adopted(blocks, moved, path, time.monotonic() - told)
+        self._reporter.adopted(blocks, moved, path, max(0.0, adopted - told))
         self._token_ids.append(handoff.first_token_id)
         return hold
 

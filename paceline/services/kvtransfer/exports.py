@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
@@ -65,15 +65,10 @@ class Exports:
         """By request and attempt."""
         self._most_blocks = max(1, _DIGESTED_BYTES // layout.slot_bytes)
 
-    def note(self, operations: Iterable[pb.Operation]) -> None:
-        """What has been carried out: it may have completed blocks, or ended a hold."""
-        if not self._readings:
-            return
-        for operation in operations:
-            if (name := operation.WhichOneof("op")) in ("seal", "fill", "release"):
-                key = getattr(operation, name).key
-                if reading := self._readings.get((key.request_id, key.attempt)):
-                    reading.change.set()
+    def note(self, key: Key) -> None:
+        """Blocks of this hold may have become complete, or it may have ended."""
+        if reading := self._readings.get(key[:2]):
+            reading.change.set()
 
     async def run(self, key: Key, cached_tokens: int, write: Write) -> None:
         """Names blocks until the reader ends the call, which cancels this.

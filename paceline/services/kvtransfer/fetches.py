@@ -63,6 +63,7 @@ class Fetches:
 
     Args:
         clock: that of the ledger, in seconds.
+        on_change: is called with the key of a hold that was filled or has ended.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Fetches:
         clock: Callable[[], float],
         channels: Channels,
         paths: Paths,
+        on_change: Callable[[Key], None],
     ) -> None:
         self.totals = Totals()
         self._layout = layout
@@ -81,6 +83,7 @@ class Fetches:
         self._clock = clock
         self._channels = channels
         self._paths = paths
+        self._on_change = on_change
 
     async def run(self, session: int, key: Key, source: str, source_key: Key) -> pb.FetchReply:
         """Fills the hold, which ends where that fails.
@@ -105,6 +108,8 @@ class Fetches:
                 self.totals.failures += 1
                 raise TransferError(f"{key} could not be brought over from {source}: {error}") from error
             raise
+        finally:
+            self._on_change(key)
         self._count(reply)
         return reply
 
@@ -123,7 +128,7 @@ class Fetches:
         )
         call = stub.Export(request)
         arrivals = _Arrivals(self._layout.groups, hold)
-        reply = pb.FetchReply(key=key_to_pb(hold.key))
+        reply = pb.FetchReply()
         read_seconds = 0.0
         try:
             offer = (await _next(call, "offer")).offer

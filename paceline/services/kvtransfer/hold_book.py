@@ -131,10 +131,10 @@ class HoldBook:
             self._drain(hold, hold.writer)
 
     def drained(self, session: int, key: Key) -> None:
-        """The writer of a hold that drains, if there is one under this key, is done with it."""
-        hold = self._draining.get(key)
-        if hold is not None and hold.writer == session:
-            self._end_drain(hold)
+        """The writer of a hold that drains is done with it. It may not have heard that its reservation was adopted."""
+        for hold in [hold for hold in self._draining.values() if hold.key[:2] == key[:2]]:
+            if hold.writer == session and hold.first_generation <= key.generation <= hold.key.generation:
+                self._end_drain(hold)
 
     def lose_session(self, session: int, now: float) -> None:
         """A worker is gone: what it owned or wrote ends. Blocks that it or another writer may touch drain first."""

@@ -10,6 +10,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.secret import Secret
+from paceline.services.kvtransfer.adoptions import Adoptions
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.awake_clock import AwakeClock
 from paceline.services.kvtransfer.channels import Channels
@@ -65,7 +66,10 @@ class HostMemory:
         self._transports = transports = [*options.make_transports(blocks), self.grpc]
         offer = pb.Offer(host_id=options.host_id, transports={each.name: each.offer() for each in transports})
         self.exports = Exports(layout, self.ledger, blocks, options.clock, offer)
-        self.fetches = Fetches(layout, self.ledger, blocks, options.clock, self._channels, Paths(transports))
+        self.adoptions = Adoptions(self.ledger, options.clock)
+        self.fetches = Fetches(
+            layout, self.ledger, blocks, options.clock, self._channels, Paths(transports), self.adoptions.note
+        )
 
     async def sweep(self) -> None:
         """Lets go of hosts that have not been heard of for long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 
 from paceline.core import env
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError
@@ -49,6 +50,13 @@ def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
         return result
 
 
+def changed_holds(operations: Iterable[pb.Operation]) -> Iterator[Key]:
+    """Those of which blocks may have become complete, or that may have ended."""
+    for operation in operations:
+        if (name := operation.WhichOneof("op")) in ("seal", "fill", "release"):
+            yield key_from_pb(getattr(operation, name).key)
+
+
 def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> tuple[pb.Result, Hold | None]:
     try:
         hold = _call(ledger, session, operation, now)
@@ -58,9 +66,9 @@ def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float
         return pb.Result(), None
     extra = {"request_id": hold.key.request_id}
     log.debug("%s: hold %s is %s", operation.WhichOneof("op"), hold.key, hold.state.value, extra=extra)
-    # Those that an extension adds are fresh.
-    names = None if operation.HasField("extend") else ledger.names(hold)
-    return pb.Result(hold=_hold_to_pb(hold, names)), hold
+    # Those that an extension adds are fresh, and who has filled needs none.
+    names = None if operation.WhichOneof("op") in ("extend", "fill") else ledger.names(hold)
+    return pb.Result(hold=hold_to_pb(hold, names)), hold
 
 
 def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> Hold | None:
@@ -75,8 +83,6 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
             return ledger.open(session, key_of(operation.open.key), now)
         case "fill":
             return ledger.fill(session, key_of(operation.fill.key), operation.fill.filled_tokens, now)
-        case "adopt":
-            return ledger.adopt(session, key_of(operation.adopt.key), now)
         case "extend":
             return ledger.extend(session, key_of(operation.extend.key), operation.extend.token_count, now)
         case "seal":
@@ -120,7 +126,7 @@ def key_of(message: common_pb2.Key) -> Key:
     return key_from_pb(message)
 
 
-def _hold_to_pb(hold: Hold, names: list[list[bytes]] | None) -> pb.Hold:
+def hold_to_pb(hold: Hold, names: list[list[bytes]] | None) -> pb.Hold:
     tables = [pb.BlockTable(slots=table) for table in hold.tables]
     for table, hashes in zip(tables, names or ()):
         table.hashes.extend(hashes)

@@ -22,7 +22,7 @@ from paceline.services.common.rpc import mapped_errors
 from paceline.services.kvtransfer.hold import TRANSFER
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.keeper import Keeper
-from paceline.services.kvtransfer.operations import apply, key_of
+from paceline.services.kvtransfer.operations import apply, changed_holds, hold_to_pb, key_of
 from paceline.services.kvtransfer.owners import describe_holds
 from paceline.services.kvtransfer.pool import BlockEvent, Counts
 from paceline.services.kvtransfer.sessions import Sessions
@@ -138,8 +138,20 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             self._keeper.note_change()
             now = self._options.clock()
             results = [apply(memory.ledger, request.session, each, now) for each in request.operations]
-            memory.exports.note(request.operations)
+            for key in changed_holds(request.operations):
+                memory.adoptions.note(key)
+                memory.exports.note(key)
             return pb.BatchReply(results=results)
+        raise AssertionError("mapped_errors ended the call")
+
+    async def Adopt(self, request: pb.AdoptRequest, context: Context) -> pb.Hold:
+        async with mapped_errors(context):
+            memory = self.sessions.check(request.session)
+            key = key_of(request.key)
+            with request_span("adopt", key.request_id, carrier_of(context.invocation_metadata())):
+                hold = await memory.adoptions.run(request.session, key)
+                self._keeper.note_change()
+                return hold_to_pb(hold, memory.ledger.names(hold))
         raise AssertionError("mapped_errors ended the call")
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import grpc.aio
@@ -36,7 +37,6 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 with self._worker.admission():
                     self._worker.check(work)
                     await self._prefill(request, context)
-                    log.info("prefilled %d tokens", len(work.token_ids))
 
     async def _prefill(self, request: worker_pb2.PrefillRequest, context: Context) -> None:
         """Computes the context, reports on the way, and ends with the key under which the blocks can be adopted."""
@@ -63,18 +63,20 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                     break
                 if (report := reporter.take()) is not None or (not batch and worker.goes_on):
                     await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive(), report=report))
-            # The client gets its first token now; the handoff follows behind it.
+            log.info("prefilled %d tokens", len(work.token_ids))
             first = worker_pb2.FirstToken(token=token_to_pb(event.token), finish_reason=reason_to_pb(event.reason))
-            await context.write(worker_pb2.PrefillEvent(first_token=first, report=reporter.take()))
+            telling = context.write(worker_pb2.PrefillEvent(first_token=first, report=reporter.take()))
             if event.reason is not None:
+                await telling
                 worker.retire(hold.key)
                 return
-            key = (await worker.kv.fill(hold.key, len(work.token_ids))).key
+            # The client gets its first token and the decode worker its blocks, by ways of their own.
+            filled, _ = await asyncio.gather(worker.kv.fill(hold.key, len(work.token_ids)), telling)
         except BaseException:
             worker.retire(hold.key)
             raise
         worker.forget(hold.key)
-        await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(key))))
+        await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(filled.key))))
 
     async def _open(self, request: worker_pb2.PrefillRequest) -> Hold:
         """Becomes the writer of what decode has reserved; where that is on another host, of blocks of this one, which

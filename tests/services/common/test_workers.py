@@ -274,6 +274,30 @@ async def test_prefill_without_a_reservation_is_refused(
             await call.read()
 
 
+async def test_a_prompt_s_blocks_are_decode_s_before_the_gateway_says_so(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        expected = (await host.generate([5, 6, 7], 8)).tokens
+        work = _work(host, "early", [5, 6, 7])
+        decode = host.decode_stub.Generate(timeout=60)
+        await decode.write(worker_pb2.DecodeCommand(admit=work))
+        work.key.CopyFrom((await decode.read()).admitted.key)
+        prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work, host_id="host"), timeout=60)
+        filled = [event async for event in prefill][-1].filled
+        assert not host.decode.worker.kv.holds(Key("early", 1, filled.key.generation))
+        async with asyncio.timeout(10):
+            while not host.decode.worker.kv.holds(Key("early", 1, filled.key.generation + 1)):
+                await asyncio.sleep(0.01)
+        handoff = worker_pb2.Handoff(key=filled.key, first_token_id=expected[0])
+        await decode.write(worker_pb2.DecodeCommand(handoff=handoff))
+        tokens = [expected[0]]
+        while not (event := await decode.read()).HasField("finished"):
+            tokens += [token.id for token in event.tokens.tokens]
+        assert tokens == expected
+
+
 async def test_only_a_prompt_for_another_host_ends_with_a_short_chunk(
     start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
 ) -> None:

@@ -48,6 +48,10 @@ class Worker:
         assert result.code == pb.CODE_OK, result.message
         return result
 
+    async def adopt(self, key: Key) -> pb.Hold:
+        """Waits until the hold is filled."""
+        return await self.stub.Adopt(pb.AdoptRequest(session=self.arena.session, key=key), timeout=10)
+
     async def leave(self) -> None:
         self.stream.cancel()
         with contextlib.suppress(asyncio.CancelledError):

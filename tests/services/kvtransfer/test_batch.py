@@ -26,8 +26,8 @@ async def test_a_handoff_moves_no_byte(host: Host) -> None:
     for slot in opened.tables[0].slots:
         memories[0][slot * SLOT : (slot + 1) * SLOT] = bytes([slot + 1]) * SLOT
     await prefill.do(seal(opened.key, "abc"))
-    filled = (await prefill.do(pb.Operation(fill=pb.Fill(key=opened.key, filled_tokens=50)))).hold
-    adopted = (await decode.do(pb.Operation(adopt=pb.Adopt(key=filled.key)))).hold
+    await prefill.do(pb.Operation(fill=pb.Fill(key=opened.key, filled_tokens=50)))
+    adopted = await decode.adopt(reserved.key)
 
     assert (adopted.key.generation, adopted.filled_tokens) == (3, 50)
     assert adopted.tables[0].slots == reserved.tables[0].slots
@@ -84,7 +84,6 @@ HELD = key("held")
         pb.Operation(reserve=pb.Reserve(key=key(), token_count=(1 << 32) - 1)),
         pb.Operation(open=pb.Open()),
         pb.Operation(fill=pb.Fill(key=HELD)),
-        pb.Operation(adopt=pb.Adopt(key=HELD)),
         pb.Operation(extend=pb.Extend(key=HELD, token_count=(1 << 32) - 1)),
         pb.Operation(seal=pb.Seal(key=HELD, group=7)),
         pb.Operation(seal=pb.Seal(key=HELD, first_block=(1 << 32) - 1, hashes=chain("a"))),

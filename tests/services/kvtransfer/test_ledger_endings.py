@@ -275,6 +275,19 @@ def test_who_gave_a_hold_back_before_it_was_adopted_does_not_become_its_owner() 
     assert desk.counts() == (4, 0, 0, 0)
 
 
+def test_who_never_heard_that_it_had_adopted_ends_what_drains_with_its_reservation() -> None:
+    """adopt r/1/1, its answer is lost, a lease passes, deliver release r/1/1: it drained for ever."""
+    desk = Desk(4)
+    hold = desk.ledger.fill(PREFILL, desk.filling("r", tokens=16).key, 16, desk.now)
+    desk.ledger.adopt(DECODE, hold.key, desk.now)
+    desk.ledger.expire(desk.now + LEASE)
+    assert desk.counts() == (3, 0, 1, 0)
+    desk.ledger.release(PREFILL, Key("r", 1, 2), desk.now + LEASE)
+    assert desk.counts() == (3, 0, 1, 0)
+    desk.ledger.release(DECODE, Key("r", 1, 1), desk.now + LEASE)
+    assert desk.counts() == (4, 0, 0, 0)
+
+
 def test_a_reservation_that_was_refused_for_want_of_blocks_is_refused_when_it_comes_again() -> None:
     """duplicate reserve 1.1/2/1 (busy), others release, arrive reserve 1.1/2/1, a lease passes: it drained for ever."""
     desk = Desk(1)

@@ -27,6 +27,7 @@ async def test_blocks_come_while_the_others_are_computed(tmp_path: Path, monkeyp
     async with pair(tmp_path) as two:
         reserved, opened = await two.begin()
         call = two.fetch(reserved, opened)
+        adopting = asyncio.create_task(two.decode.adopt(reserved.key))
         await two.compute(opened, 0, 4)
         async with asyncio.timeout(10):
             while two.here.read(reserved.tables[0].slots[3]) != two.contents[0, 3]:
@@ -38,7 +39,7 @@ async def test_blocks_come_while_the_others_are_computed(tmp_path: Path, monkeyp
         assert (reply.blocks, reply.bytes, reply.path) == (7, 7 * SLOT, "grpc")
         two.check(reserved, 0, 7)
         # It is what a prefill worker of the same host would have left.
-        adopted = (await two.decode.do(pb.Operation(adopt=pb.Adopt(key=reply.key)))).hold
+        adopted = await adopting
         assert adopted.filled_tokens == TOKENS
         assert adopted.tables[0].slots[:9] == reserved.tables[0].slots[:9]
         await two.end(adopted.key)
@@ -95,7 +96,7 @@ async def test_a_transfer_of_no_block_is_a_transfer(tmp_path: Path) -> None:
         await two.fill(opened, 0)
         reply = await two.fetch(reserved, opened)
         assert (reply.blocks, reply.path) == (0, "")
-        adopted = (await two.decode.do(pb.Operation(adopt=pb.Adopt(key=reply.key)))).hold
+        adopted = await two.decode.adopt(reserved.key)
         assert adopted.filled_tokens == 0
         await two.end(adopted.key)
 

@@ -1,0 +1,99 @@
+"""The handoff on one host: how long a prompt's blocks take to change hands, and how many of their bytes are copied.
+
+    python -m bench.handoff --prompt-tokens 2000 --requests 20 -- --threads 1
+
+What stands behind -- goes to `paceline serve`. Prompts are random and sent one after the other. Time is counted from
+when the prefill worker has the last step's results and seals the last blocks, to when the decode worker has its answer
+that they are its own. Both workers say these instants in their logs, by one clock. What is copied is what the decode
+worker reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.load import table
+from bench.start import free_port, stack
+
+SEALED, ADOPTED = "prefilled", "adopted"
+"""How the lines of the log begin that tell the two instants."""
+
+
+def handoffs(lines: Iterable[str]) -> dict[str, float]:
+    """Seconds between the two instants, by request id, from the log of a stack in JSON."""
+    instants: dict[str, dict[str, float]] = {SEALED: {}, ADOPTED: {}}
+    for line in lines:
+        if line.startswith("{"):
+            told = json.loads(line)
+            if (word := str(told["message"]).partition(" ")[0]) in instants:
+                instants[word][told["request_id"]] = datetime.datetime.fromisoformat(told["time"]).timestamp()
+    return {name: at - instants[SEALED][name] for name, at in instants[ADOPTED].items() if name in instants[SEALED]}
+
+
+def measure(model: str, flags: list[str], prompt_tokens: int, requests: int) -> dict[str, Any]:
+    """Runs a stack. Raises RuntimeError where it does not start, or a handoff is missing in its log."""
+    copied, blocks, names = 0, 0, []
+    with tempfile.TemporaryFile("w+") as log:
+        options = ["--log-level=info", "--log-format=json", *flags]
+        port = free_port()
+        with (
+            stack(model, port, options, log),
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http,
+        ):
+            # The first two connect, and warm up what is compiled late.
+            for number in range(requests + 2):
+                prompt = [random.randrange(100, 20_000) for _ in range(prompt_tokens)]
+                answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "temperature": 0})
+                told = http.get(f"/trace/{answer.raise_for_status().json()['id']}").json()
+                if number >= 2:
+                    (part,) = told["parts"]
+                    handoff = part["attempts"][-1]["handoff"]
+                    copied, blocks = copied + handoff["bytes_moved"], blocks + handoff["blocks"]
+                    names.append(part["sequence_id"])
+        log.seek(0)
+        seconds = handoffs(log)
+    if missing := [name for name in names if name not in seconds]:
+        raise RuntimeError(f"the log does not tell of {len(missing)} handoffs")
+    return {"copied_bytes": copied, "blocks": blocks, "seconds": [seconds[name] for name in names]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.handoff", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--prompt-tokens", type=int, default=2000)
+    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("flags", nargs="*", help="options of `paceline serve`")
+    options = parser.parse_args()
+    try:
+        found = measure(options.model, options.flags, options.prompt_tokens, options.requests)
+    except RuntimeError as error:
+        print(f"bench.handoff: {error}", file=sys.stderr)
+        return 1
+    milliseconds = sorted(1000 * each for each in found["seconds"])
+    rows = [
+        ["handoffs", f"{len(milliseconds)}"],
+        ["blocks of each", f"{found['blocks'] / len(milliseconds):g}"],
+        ["bytes copied", f"{found['copied_bytes']}"],
+        ["from sealed to adopted, ms, median", f"{statistics.median(milliseconds):.2f}"],
+        ["least and most", f"{milliseconds[0]:.2f} to {milliseconds[-1]:.2f}"],
+    ]
+    print(table(["figure", f"{options.prompt_tokens} tokens"], rows))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
