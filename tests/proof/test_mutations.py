@@ -11,8 +11,8 @@ from paceline.core.errors import BusyError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.proto.kvtransfer_pb2 import ExportedBlock
-from paceline.services.kvtransfer.exports import _Cursor
-from paceline.services.kvtransfer.fetches import _Arrivals
+from paceline.services.kvtransfer.exports import Cursor
+from paceline.services.kvtransfer.fetches import Arrivals
 from paceline.services.kvtransfer.hold import NOBODY, Hold, State
 from paceline.services.kvtransfer.hold_book import HoldBook
 from paceline.services.kvtransfer.ledger import Ledger
@@ -138,10 +138,10 @@ def without_digests(patch: Patch) -> None:
 def without_seals(patch: Patch) -> None:
     """The source names blocks that are yet to be written."""
 
-    def sealed(cursor: _Cursor, hold: Hold, hash_of: Callable[[int], bytes | None]) -> Iterator[ExportedBlock]:
+    def sealed(cursor: Cursor, hold: Hold, hash_of: Callable[[int], bytes | None]) -> Iterator[ExportedBlock]:
         return cursor._take(hold, hold.token_count, hash_of, only_sealed=False)
 
-    patch.setattr(_Cursor, "sealed", sealed)
+    patch.setattr(Cursor, "sealed", sealed)
 
 
 def without_the_source_keeping(patch: Patch) -> None:
@@ -170,7 +170,7 @@ def without_arrivals(patch: Patch) -> None:
 
     original = transfer.read
     patch.setattr(transfer, "read", read)
-    patch.setattr(_Arrivals, "check_all", lambda arrivals, tokens: None)
+    patch.setattr(Arrivals, "check_all", lambda arrivals, tokens: None)
 
 
 MUTATIONS: tuple[Callable[[Patch], None], ...] = (

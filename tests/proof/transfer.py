@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 from paceline.core.errors import PacelineError
 from paceline.core.types import Key
-from paceline.services.kvtransfer.exports import _Cursor
-from paceline.services.kvtransfer.fetches import _Arrivals
+from paceline.services.kvtransfer.exports import Cursor
+from paceline.services.kvtransfer.fetches import Arrivals
 from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
 from tests.proof.calls import Answer, carry_out
 from tests.proof.judge import lives
@@ -70,7 +70,7 @@ def read(world: World, name: Id) -> None:
     transfer = world.transfers[name]
     here, there = world.hosts[transfer.here], world.hosts[transfer.there]
     (blocks, last), *stream = transfer.stream
-    arrivals = _Arrivals(world.setup.layout.groups, transfer)  # type: ignore[arg-type]
+    arrivals = Arrivals(world.setup.layout.groups, transfer)  # type: ignore[arg-type]
     arrivals._come = [{block for of, block in transfer.come if of == g} for g in range(len(transfer.tables))]
     places = arrivals.places(blocks)  # type: ignore[arg-type]
     for block, place in zip(blocks, places):
@@ -174,7 +174,7 @@ def _complete(world: World, transfer: Transfer) -> tuple[tuple[Block, ...], tupl
     """Blocks that can be named and have not been, and how far they go."""
     host, hold = world.hosts[transfer.there], _exported(world, transfer)
     assert hold is not None
-    cursor = _Cursor(world.setup.layout.groups, transfer.filled_tokens)
+    cursor = Cursor(world.setup.layout.groups, transfer.filled_tokens)
     cursor._next = list(transfer.named)
     take = cursor.sealed if transfer.adopted is None else cursor.rest
     blocks = [Block(b.group, b.index, b.slot, b.hash, host.memory[b.slot]) for b in take(hold, host.ledger.hash_of)]

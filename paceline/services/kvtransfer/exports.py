@@ -84,7 +84,7 @@ class Exports:
             raise InvalidRequestError(f"cached_tokens must be a multiple of {self._layout.alignment}")
         if key[:2] in self._readings:
             raise InvalidRequestError(f"hold {key} is being exported already")
-        cursor = _Cursor(self._layout.groups, cached_tokens)
+        cursor = Cursor(self._layout.groups, cached_tokens)
         reading = self._readings[key[:2]] = _Reading(key)
         keeper = asyncio.create_task(self._keep(reading), name="export lease")
         try:
@@ -145,7 +145,7 @@ class Exports:
                 return
 
 
-class _Cursor:
+class Cursor:
     """How far each group's blocks have been named.
 
     Blocks before `cached_tokens` and those that no query behind the context reads are left out.

@@ -127,7 +127,7 @@ class Fetches:
             fingerprint=self._layout.fingerprint, key=key_to_pb(source_key), cached_tokens=hold.filled_tokens
         )
         call = stub.Export(request)
-        arrivals = _Arrivals(self._layout.groups, hold)
+        arrivals = Arrivals(self._layout.groups, hold)
         reply = pb.FetchReply()
         read_seconds = 0.0
         try:
@@ -151,7 +151,7 @@ class Fetches:
         finally:
             call.cancel()
 
-    async def _read(self, offer: pb.Offer, source: str, blocks: Sequence[pb.ExportedBlock], arrivals: _Arrivals) -> str:
+    async def _read(self, offer: pb.Offer, source: str, blocks: Sequence[pb.ExportedBlock], arrivals: Arrivals) -> str:
         """Pulls and verifies blocks; returns the name of the path."""
         places = arrivals.places(blocks)
 
@@ -171,7 +171,7 @@ class Fetches:
             self._ledger.seal(TRANSFER, key, first.group, first.index, hashes, self._clock())
 
 
-class _Arrivals:
+class Arrivals:
     """Which blocks of a hold have come: each that is needed has to, once."""
 
     def __init__(self, groups: Sequence[KVGroup], hold: Hold) -> None:
