@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 import paceline
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
+from paceline.services.common.rpc import is_cancelled
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.fleet import Worker
 from paceline.services.gateway.gateway import Gateway
@@ -111,6 +112,10 @@ async def _ledger(host: Worker, most_holds: int) -> dict[str, Any]:
         reply = await stub.Ledger(request, timeout=LEDGER_SECONDS)
     except grpc.aio.AioRpcError as error:
         return {"host_id": host.member.host_id, "error": error.details() or error.code().name}
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        return {"host_id": host.member.host_id, "error": "it has left"}  # whose channel is closed, with its calls
     queries = reply.prefix_queries_tokens
     owned = sum(hold.blocks - hold.shared_blocks for hold in reply.holds) + reply.blocks_left_out
     return {

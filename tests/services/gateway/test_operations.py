@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client.parser import text_string_to_metric_families
 
 import paceline
+from paceline.services.gateway import operations
 from paceline.top import top
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 
@@ -131,6 +132,27 @@ async def test_the_fleet_with_the_ledger_of_each_host(stack: Stack) -> None:
     assert answering["holds"][0]["age_ms"] == 9
     assert answering["holds"][0]["blocks_by_group"] == {"full": 2}
     assert unanswering["error"]
+
+
+async def test_a_host_that_starts_again_while_its_ledger_is_asked_for_is_no_error(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "LEDGER_SECONDS", 60.0)
+    leaving = await stack.add("kvtransfer", "kv-0")
+    leaving.pause_after = 0
+
+    async def view() -> httpx.Response:
+        return await stack.http.get("/fleet")
+
+    # Until the gateway has heard of it, there is no ledger to wait for.
+    while (waiting := asyncio.create_task(view())) in (await asyncio.wait([waiting], timeout=1.0))[0]:
+        assert waiting.result().json()["hosts"] == []
+    await leaving.leave_redis()
+    await stack.add("kvtransfer", "kv-0")
+    answer = await waiting
+    leaving.resume.set()
+    await leaving.stop()
+    assert (answer.status_code, answer.json()["hosts"][0]["error"]) == (200, "it has left")
 
 
 async def test_what_is_shown_of_the_holds_is_bounded_and_adds_up(stack: Stack) -> None:
