@@ -176,12 +176,17 @@ def test_every_service_logs_the_request_id_and_joins_the_trace(
         extra_headers={"X-Request-Id": "find-me", "traceparent": f"00-{trace}-b7ad6b7169203331-01"},
         extra_body={"ignore_eos": True},
     )
-    stack.process.wait_for("decoded to the end", 10)
-    lines = [json.loads(line) for line in stack.process.text.splitlines() if line.startswith("{")]
-    services = {line["service"] for line in lines if "find-me" in str(line["request_id"])}
-    assert services == {"gateway", "prefill-0", "decode-0"}
-    traces = {line["trace_id"] for line in lines if "find-me" in str(line["request_id"])}
-    assert traces == {trace}
+
+    def lines() -> list[dict[str, str]]:
+        logged = (json.loads(line) for line in stack.process.text.split("\n")[:-1] if line.startswith("{"))
+        return [line for line in logged if "find-me" in str(line["request_id"])]
+
+    services = {"gateway", "prefill-0", "decode-0"}
+    deadline = time.monotonic() + 10  # a service logs a request once it has ended, which the client need not await
+    while {line["service"] for line in lines()} != services and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert {line["service"] for line in lines()} == services
+    assert {line["trace_id"] for line in lines()} == {trace}
     reporting = {f"paceline-{service}" for service in (*services, "kvtransfer")}
     deadline = time.monotonic() + 20  # spans are exported every five seconds
     while collector.services_by_trace.get(trace, set()) != reporting and time.monotonic() < deadline:
