@@ -84,6 +84,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--concurrency", type=int, action="append", help="default: 1 and 8")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--way", action="append", help="compare only this one with the first; may be repeated")
     args = parser.parse_args()
     ending_on_sigterm()
     folder = resolve_model(args.model, default_cache_dir(), lambda text: print(text, file=sys.stderr))
@@ -95,7 +96,13 @@ def main() -> int:
     rows, differences = [], 0
     with tempfile.TemporaryDirectory() as scratch:
         shorten(folder, third, Path(scratch))
-        for way, options in ways(Path(scratch), third).items():
+        known = ways(Path(scratch), third)
+        if unknown := set(args.way or ()) - set(known):
+            parser.error(f"no way {unknown.pop()!r}; there are {', '.join(map(repr, known))}")
+        first = next(iter(known))
+        for way, options in known.items():
+            if args.way and way not in (first, *args.way):
+                continue
             system = stack(str(folder), f"--served-model-name={name}", f"--dtype={args.dtype}", *options)
             with running(system):
                 for concurrency in args.concurrency or [1, 8]:
