@@ -39,7 +39,7 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.AttachRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.AttachEvent.FromString,
                 _registered_method=True)
-        self.Batch = channel.unary_unary(
+        self.Batch = channel.stream_stream(
                 '/paceline.v1.KVTransfer/Batch',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchReply.FromString,
@@ -82,8 +82,9 @@ class KVTransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Batch(self, request, context):
-        """Applies operations in order; each has a result of its own. A failed operation does not stop those behind it.
+    def Batch(self, request_iterator, context):
+        """Applies the operations of each request in order, and answers it before the next; each operation has a result of its
+        own. A failed operation does not stop those behind it. A request that cannot be taken ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,7 +138,7 @@ def add_KVTransferServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.AttachRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.AttachEvent.SerializeToString,
             ),
-            'Batch': grpc.unary_unary_rpc_method_handler(
+            'Batch': grpc.stream_stream_rpc_method_handler(
                     servicer.Batch,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchReply.SerializeToString,
@@ -206,7 +207,7 @@ class KVTransfer:
             _registered_method=True)
 
     @staticmethod
-    def Batch(request,
+    def Batch(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -216,8 +217,8 @@ class KVTransfer:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/paceline.v1.KVTransfer/Batch',
             paceline_dot_proto_dot_kvtransfer__pb2.BatchRequest.SerializeToString,

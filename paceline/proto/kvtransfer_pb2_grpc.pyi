@@ -37,8 +37,10 @@ class KVTransferStub:
     """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
     When it breaks, the worker counts as dead and its holds end after a short grace.
     """
-    Batch: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.BatchRequest, _kvtransfer_pb2.BatchReply]
-    """Applies operations in order; each has a result of its own. A failed operation does not stop those behind it."""
+    Batch: _grpc.StreamStreamMultiCallable[_kvtransfer_pb2.BatchRequest, _kvtransfer_pb2.BatchReply]
+    """Applies the operations of each request in order, and answers it before the next; each operation has a result of its
+    own. A failed operation does not stop those behind it. A request that cannot be taken ends the stream.
+    """
     Adopt: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.AdoptRequest, _kvtransfer_pb2.Hold]
     """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
     generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
@@ -65,8 +67,10 @@ class KVTransferAsyncStub(KVTransferStub):
     """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
     When it breaks, the worker counts as dead and its holds end after a short grace.
     """
-    Batch: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.BatchRequest, _kvtransfer_pb2.BatchReply]  # type: ignore[assignment]
-    """Applies operations in order; each has a result of its own. A failed operation does not stop those behind it."""
+    Batch: _aio.StreamStreamMultiCallable[_kvtransfer_pb2.BatchRequest, _kvtransfer_pb2.BatchReply]  # type: ignore[assignment]
+    """Applies the operations of each request in order, and answers it before the next; each operation has a result of its
+    own. A failed operation does not stop those behind it. A request that cannot be taken ends the stream.
+    """
     Adopt: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.AdoptRequest, _kvtransfer_pb2.Hold]  # type: ignore[assignment]
     """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
     generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
@@ -100,10 +104,12 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Batch(
         self,
-        request: _kvtransfer_pb2.BatchRequest,
+        request_iterator: _MaybeAsyncIterator[_kvtransfer_pb2.BatchRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_kvtransfer_pb2.BatchReply, _abc.Awaitable[_kvtransfer_pb2.BatchReply]]:
-        """Applies operations in order; each has a result of its own. A failed operation does not stop those behind it."""
+    ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.BatchReply], _abc.AsyncIterator[_kvtransfer_pb2.BatchReply]]:
+        """Applies the operations of each request in order, and answers it before the next; each operation has a result of its
+        own. A failed operation does not stop those behind it. A request that cannot be taken ends the stream.
+        """
 
     @_abc_1.abstractmethod
     def Adopt(

@@ -7,11 +7,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-import grpc.aio
-
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.rpc import MAX_MESSAGE_BYTES, heeding_cancellation
+from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 
 RETRY_SECONDS = 0.1
 LINGER_SECONDS = 0.1
@@ -38,7 +36,7 @@ class BatchSender:
     `resume` nothing is sent, and what has no answer by then is sent again, in its place, to whoever answers next.
 
     Args:
-        call: sends one batch; the reply has one result for each operation, in order.
+        call: sends one batch; the reply has one result for each operation, in order. Raises UnavailableError.
     """
 
     def __init__(self, call: Callable[[Sequence[pb.Operation]], Awaitable[pb.BatchReply]]) -> None:
@@ -83,13 +81,13 @@ class BatchSender:
             await self._may_send.wait()
             batch, pauses = self._take_batch(), self._pauses
             try:
-                reply = await heeding_cancellation(self._call([each.operation for each in batch]))
-            except grpc.aio.AioRpcError as error:
+                reply = await self._call([each.operation for each in batch])
+            except UnavailableError as error:
                 # By then a session that broke is known to have done so.
                 await asyncio.sleep(RETRY_SECONDS)
                 reply = None
                 if pauses == self._pauses:
-                    self._fail(batch, UnavailableError(f"kvtransfer: {error.details()}"))
+                    self._fail(batch, error)
                     continue
             if reply is None or pauses != self._pauses:
                 self._put_back(batch)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.batch_sender import BatchSender
 from paceline.services.common.kv_holds import KVHolds
-from paceline.services.common.rpc import heeding_cancellation, open_channel, unmapped_error
+from paceline.services.common.rpc import heeding_cancellation, is_cancelled, open_channel, unmapped_error
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb
@@ -31,6 +31,7 @@ RETURN_SECONDS = 10.0
 """For a service that was killed to be back."""
 
 Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
+Batches: TypeAlias = "grpc.aio.StreamStreamCall[pb.BatchRequest, pb.BatchReply]"
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class KVSession:
         self._arena_path = Path()
         self._layout: KVLayout | None = None
         self._context_tokens = 0
+        self._batches: Batches | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def attach(self, layout: KVLayout, context_tokens: int) -> Arena:
@@ -134,8 +136,25 @@ class KVSession:
             **again,
         )
 
-    def _call(self, operations: Sequence[pb.Operation]) -> Awaitable[pb.BatchReply]:
-        return self.stub.Batch(pb.BatchRequest(session=self.id, operations=operations), timeout=CALL_SECONDS)
+    async def _call(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
+        """Sends a batch on the stream of them, or on a new one where that has ended. Raises UnavailableError."""
+        if self._batches is None or self._batches.done():
+            self._batches = self.stub.Batch()  # type: ignore[call-arg]  # a wrong stub
+        call = self._batches
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                await heeding_cancellation(call.write(pb.BatchRequest(session=self.id, operations=operations)))
+                if isinstance(reply := await heeding_cancellation(call.read()), pb.BatchReply):
+                    return reply
+        except TimeoutError:
+            call.cancel()  # what it answers yet is not for the next batch
+            raise UnavailableError(f"kvtransfer does not answer within {CALL_SECONDS:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"kvtransfer: {error.details()}") from error
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+        raise UnavailableError("kvtransfer ended the call")
 
     # ---- leases
 

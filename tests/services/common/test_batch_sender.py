@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-import grpc
-import grpc.aio
 import pytest
 
 from paceline.core.errors import UnavailableError
@@ -15,10 +13,6 @@ from paceline.proto import common_pb2
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common import batch_sender
 from paceline.services.common.batch_sender import MAX_BATCH_BYTES, MAX_OPERATIONS, BatchSender
-
-REFUSED = grpc.aio.AioRpcError(
-    grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details="the line broke"
-)
 
 
 class Line:
@@ -36,7 +30,7 @@ class Line:
         await asyncio.sleep(0)
         if self.broken:
             self.broken -= 1
-            raise REFUSED
+            raise UnavailableError("the line broke")
         results = [pb.Result(message=name(operation)) for operation in operations]
         return pb.BatchReply(results=results[self.missing :])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -49,14 +50,19 @@ class Unreliable(KVTransferService):
         self.forgets_results = 0
         self.pause = 0.0
 
-    async def Batch(self, request: pb.BatchRequest, context: Context) -> pb.BatchReply:
-        if all(operation.HasField("renew") for operation in request.operations):
-            return await super().Batch(request, context)
-        reply = await self._answer(lambda: super(Unreliable, self).Batch(request, context), context)
-        if self.forgets_results:
-            self.forgets_results -= 1
-            del reply.results[-1]
-        return reply
+    async def Batch(self, requests: AsyncIterator[pb.BatchRequest], context: Context) -> None:  # type: ignore[override]
+        async for request in requests:
+            if all(operation.HasField("renew") for operation in request.operations):
+                reply = self.apply(request)
+            else:
+                reply = await self._answer(functools.partial(self._apply_later, request), context)
+                if self.forgets_results:
+                    self.forgets_results -= 1
+                    del reply.results[-1]
+            await context.write(reply)
+
+    async def _apply_later(self, request: pb.BatchRequest) -> pb.BatchReply:
+        return self.apply(request)
 
     async def Adopt(self, request: pb.AdoptRequest, context: Context) -> pb.Hold:
         return await self._answer(lambda: super(Unreliable, self).Adopt(request, context), context)

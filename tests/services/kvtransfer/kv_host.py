@@ -30,6 +30,13 @@ def layout(slot_bytes: int = SLOT, groups: tuple[tuple[int, int], ...] = ((16, 0
     return pb.KVLayout(slot_bytes=slot_bytes, groups=made, **values)  # type: ignore[arg-type]
 
 
+async def batch(stub: pb_grpc.KVTransferAsyncStub, request: pb.BatchRequest) -> pb.BatchReply:
+    """One batch, on a stream of its own."""
+    async for reply in stub.Batch([request], timeout=10):
+        return reply
+    raise AssertionError("no answer")
+
+
 class Worker:
     """A worker that has attached."""
 
@@ -39,8 +46,8 @@ class Worker:
         self.arena = arena
 
     async def batch(self, *operations: pb.Operation) -> list[pb.Result]:
-        request = pb.BatchRequest(session=self.arena.session, operations=operations)
-        return list((await self.stub.Batch(request, timeout=10)).results)
+        reply = await batch(self.stub, pb.BatchRequest(session=self.arena.session, operations=operations))
+        return list(reply.results)
 
     async def do(self, operation: pb.Operation) -> pb.Result:
         """One operation, which must succeed."""

@@ -13,7 +13,7 @@ import pytest
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
-from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, key, layout, release, reserve
+from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, batch, key, layout, release, reserve
 from tests.services.kvtransfer.kv_toolkit import chain
 
 
@@ -91,7 +91,7 @@ async def test_what_is_claimed_stays_and_the_rest_is_free(again: Return) -> None
         pb.BatchRequest(session=events[2].session, operations=[reserve(key("d"), "xyz")]),
     ]
     for request in requests:
-        (*_, result) = (await again.host.stub.Batch(request, timeout=10)).results
+        (*_, result) = (await batch(again.host.stub, request)).results
         assert result.code == pb.CODE_OK
     assert (result.hold.filled_tokens, list(result.hold.tables[0].slots[:2])) == (32, [0, 1])
 

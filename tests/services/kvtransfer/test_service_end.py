@@ -15,7 +15,7 @@ import pytest
 
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.kvtransfer.awake_clock import AwakeClock
-from tests.services.kvtransfer.kv_host import SLOTS, Host, key, layout, release, reserve
+from tests.services.kvtransfer.kv_host import SLOTS, Host, batch, key, layout, release, reserve
 from tests.services.kvtransfer.kv_toolkit import LEASE
 
 
@@ -25,7 +25,7 @@ async def test_a_session_ends_with_its_stream(host: Host) -> None:
     await host.attach()
     for session in (worker.arena.session, 0, 12345):
         with pytest.raises(grpc.aio.AioRpcError, match="attach again") as caught:
-            await host.stub.Batch(pb.BatchRequest(session=session), timeout=10)
+            await batch(host.stub, pb.BatchRequest(session=session))
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -41,7 +41,7 @@ async def test_a_killed_worker_gives_its_blocks_back(host: Host) -> None:
         "session = next(stream).session\n"
         "key = common_pb2.Key(request_id='victim', attempt=1, generation=1)\n"
         "reserve = pb.Operation(reserve=pb.Reserve(key=key, token_count=48))\n"
-        "stub.Batch(pb.BatchRequest(session=session, operations=[reserve]))\n"
+        "next(stub.Batch(iter([pb.BatchRequest(session=session, operations=[reserve])])))\n"
         "time.sleep(60)\n"
     )
     shape = layout().SerializeToString().hex()
