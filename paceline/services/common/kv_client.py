@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -19,6 +20,8 @@ from paceline.services.common.kv_session import Arena, KVSession
 from paceline.services.common.rpc import heeding_cancellation, unmapped_error
 from paceline.services.common.secret import Secret
 from paceline.services.common.wire import key_from_pb, key_to_pb
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -118,13 +121,7 @@ class KVClient:
         Takes as long as the prompt does. Where it fails or is cancelled, releasing `key` ends the hold in either case.
         """
         request = pb.AdoptRequest(session=self.session, key=key_to_pb(key))
-        call = self._session.stub.Adopt(request, metadata=trace_headers())
-        try:
-            hold = await heeding_cancellation(call)
-        except grpc.aio.AioRpcError as error:
-            raise unmapped_error(error, f"kvtransfer at {self._address}") from error
-        finally:
-            call.cancel()
+        hold = await self._answer(self._session.stub.Adopt(request, metadata=trace_headers()))
         if not self.holds(key):
             raise StaleError(f"the blocks of {key} were lost while they changed hands")
         self._holds.keep(hold)
@@ -145,13 +142,7 @@ class KVClient:
         request = pb.FetchRequest(
             session=self.session, key=key_to_pb(key), source=source, source_key=key_to_pb(source_key)
         )
-        call = self._session.stub.Fetch(request, metadata=trace_headers())
-        try:
-            reply = await heeding_cancellation(call)
-        except grpc.aio.AioRpcError as error:
-            raise unmapped_error(error, f"kvtransfer at {self._address}") from error
-        finally:
-            call.cancel()
+        reply = await self._answer(self._session.stub.Fetch(request, metadata=trace_headers()))
         log.info("%d blocks came over %s", reply.blocks, reply.path, extra={"request_id": key.request_id})
         return Fetched(reply.bytes, reply.path)
 
@@ -184,6 +175,15 @@ class KVClient:
         """Ends a hold; harmless where it has ended already."""
         self._holds.give_back(key)
         self._tell(pb.Operation(release=pb.Release(key=key_to_pb(key))))
+
+    async def _answer(self, call: grpc.aio.UnaryUnaryCall[Any, T]) -> T:
+        """Of a call that takes its time. Ends it where nobody waits for it any more."""
+        try:
+            return await heeding_cancellation(call)
+        except grpc.aio.AioRpcError as error:
+            raise unmapped_error(error, f"kvtransfer at {self._address}") from error
+        finally:
+            call.cancel()
 
     def _tell(self, operation: pb.Operation, may_linger: bool = False) -> None:
         """Submits what needs no answer; a failure is logged."""
