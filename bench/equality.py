@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -23,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from bench.load import table
 from bench.mixed import Outcome, answers, requests
-from bench.systems import System, ending_on_sigterm, running
+from bench.services import serving
+from bench.systems import ending_on_sigterm
 from paceline.core.env import default_cache_dir
 from paceline.models.assets import resolve_model
 
@@ -69,14 +69,6 @@ def _layer(name: str) -> int:
     return int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
 
 
-def stack(model: str, *options: str) -> System:
-    """A whole stack, not yet started."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    command = (sys.executable, "-m", "paceline", "serve", model, f"--port={port}", *options)
-    return System(model, f"http://127.0.0.1:{port}", command)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.equality", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="bundled name, Hugging Face folder or GGUF file")
@@ -103,11 +95,11 @@ def main() -> int:
         for way, options in known.items():
             if args.way and way not in (first, *args.way):
                 continue
-            system = stack(str(folder), f"--served-model-name={name}", f"--dtype={args.dtype}", *options)
-            with running(system):
+            options = (f"--served-model-name={name}", f"--dtype={args.dtype}", *options)
+            with serving(Path(scratch, "log"), str(folder), *options) as (_, url):
                 for concurrency in args.concurrency or [1, 8]:
                     began = time.perf_counter()
-                    found = asyncio.run(answers(system.url, name, asked, concurrency))
+                    found = asyncio.run(answers(url, name, asked, concurrency))
                     seconds = time.perf_counter() - began
                     wanted = wanted or found
                     wrong = [text for one, other in zip(wanted, found) if (text := one.difference(other))]

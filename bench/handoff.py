@@ -24,7 +24,8 @@ from typing import Any
 import httpx
 
 from bench.load import table
-from bench.start import free_port, stack
+from bench.services import serving
+from bench.systems import ending_on_sigterm
 
 SEALED, ADOPTED = "prefilled", "adopted"
 """How the lines of the log begin that tell the two instants."""
@@ -44,12 +45,11 @@ def handoffs(lines: Iterable[str]) -> dict[str, float]:
 def measure(model: str, flags: list[str], prompt_tokens: int, requests: int) -> dict[str, Any]:
     """Runs a stack. Raises RuntimeError where it does not start, or a handoff is missing in its log."""
     copied, blocks, names = 0, 0, []
-    with tempfile.TemporaryFile("w+") as log:
-        options = ["--log-level=info", "--log-format=json", *flags]
-        port = free_port()
+    options = ["--log-level=info", "--log-format=json", *flags]
+    with tempfile.TemporaryDirectory() as folder:
         with (
-            stack(model, port, options, log),
-            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http,
+            serving(log := Path(folder, "log"), model, *options) as (_, url),
+            httpx.Client(base_url=url, timeout=120) as http,
         ):
             # The first two connect, and warm up what is compiled late.
             for number in range(requests + 2):
@@ -61,8 +61,7 @@ def measure(model: str, flags: list[str], prompt_tokens: int, requests: int) -> 
                     handoff = part["attempts"][-1]["handoff"]
                     copied, blocks = copied + handoff["bytes_moved"], blocks + handoff["blocks"]
                     names.append(part["sequence_id"])
-        log.seek(0)
-        seconds = handoffs(log)
+        seconds = handoffs(log.read_text().splitlines())
     if missing := [name for name in names if name not in seconds]:
         raise RuntimeError(f"the log does not tell of {len(missing)} handoffs")
     return {"copied_bytes": copied, "blocks": blocks, "seconds": [seconds[name] for name in names]}
@@ -76,6 +75,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`")
     options = parser.parse_args()
+    ending_on_sigterm()
     try:
         found = measure(options.model, options.flags, options.prompt_tokens, options.requests)
     except RuntimeError as error:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.load import Server, table, wake
-from bench.start import free_port, stack
-from bench.systems import ServerError
+from bench.services import names_by_pid, serving
+from bench.systems import ServerError, ending_on_sigterm
 from bench.workloads import WORKLOADS, make_workload
 
 SETTLE_SECONDS = 1.5
@@ -120,12 +121,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`")
     options = parser.parse_args()
-    port = free_port()
-    with stack(options.model, port, options.flags) as (_, names):
+    ending_on_sigterm()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(Path(folder, "log"), options.model, *options.flags) as (stack, url),
+    ):
         rounds = []
         for _ in range(options.rounds):
             seed = time.time_ns() % 10**9
-            rounds.append(asyncio.run(measure(f"http://127.0.0.1:{port}", names, options.workload, seed)))
+            rounds.append(asyncio.run(measure(url, names_by_pid(stack), options.workload, seed)))
     figures, others = (medians(part) for part in zip(*rounds))
     share = statistics.median(overhead(own) for own, _ in rounds)
     rows = [[title, f"{value:.3f}"] for title, value in figures.items() if value >= 0.0005]

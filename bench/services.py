@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -84,6 +85,24 @@ class Process:
             self.popen.kill()
             self.popen.wait()
             raise
+
+
+@contextlib.contextmanager
+def serving(log: Path, model: str, *options: str) -> Iterator[tuple[Process, str]]:
+    """A stack of `paceline serve` that is ready, and its URL. Raises RuntimeError where it does not start."""
+    port = free_port()
+    process = Process(log, "serve", model, f"--port={port}", *options)
+    try:
+        process.wait_for("Ready.")
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.stop(signal.SIGINT)
+
+
+def names_by_pid(stack: Process) -> dict[int, str]:
+    """What a stack that is ready calls its processes."""
+    own = re.findall(r"^  (\S+) +pid (\d+)", stack.text, re.MULTILINE)
+    return {stack.popen.pid: "serve", **{int(pid): name for name, pid in own}}
 
 
 class Services:

@@ -10,26 +10,24 @@ each process without shared memory, and the shared memory of the whole stack onc
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from bench.load import table
+from bench.services import names_by_pid, serving
+from bench.systems import ending_on_sigterm
 
-STOP_SECONDS = 60.0
 MIB = 1 << 20
 SHARED = "shared memory"
 _TIMES = (("seconds to ready", "ready_s"), ("seconds to the first token", "first_token_s"), ("CPU seconds", "cpu_s"))
@@ -51,50 +49,15 @@ class Start:
 
 def measure(model: str, flags: Sequence[str]) -> Start:
     """Starts a stack, asks it once, and stops it. Raises RuntimeError where it does not start."""
-    port = free_port()
-    began = time.perf_counter()
-    with stack(model, port, flags) as (parent, names):
-        ready = time.perf_counter() - began
-        _ask(f"http://127.0.0.1:{port}")
-        first_token = time.perf_counter() - began
-        family = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
-        return Start(ready, first_token, sum(map(_cpu_seconds, family)), _memory(family, names))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
-@contextlib.contextmanager
-def stack(
-    model: str, port: int, flags: Sequence[str], log: IO[str] | None = None
-) -> Iterator[tuple[subprocess.Popen[str], dict[int, str]]]:
-    """A stack that is ready, and the names of its processes by their ids.
-
-    Args:
-        log: where the services' log goes, by default that of this process.
-
-    Raises:
-        RuntimeError: it does not start.
-    """
-    command = [sys.executable, "-m", "paceline", "serve", model, f"--port={port}", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        names = {process.pid: "serve"}
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("Ready."):
-                break
-            if len(words := line.split()) > 2 and words[1] == "pid":
-                names[int(words[2])] = words[0]
-        else:
-            raise RuntimeError(f"the stack did not start: {' '.join(command)}")
-        yield process, names
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(STOP_SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        with serving(Path(folder, "log"), model, *flags) as (stack, url):
+            ready = time.perf_counter() - began
+            _ask(url)
+            first_token = time.perf_counter() - began
+            parent = psutil.Process(stack.popen.pid)
+            family = [parent, *parent.children(recursive=True)]
+            return Start(ready, first_token, sum(map(_cpu_seconds, family)), _memory(family, names_by_pid(stack)))
 
 
 def _ask(url: str) -> None:
@@ -142,6 +105,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`")
     options = parser.parse_args()
+    ending_on_sigterm()
     starts = []
     for number in range(options.rounds):
         starts.append(measure(options.model, options.flags))
