@@ -110,9 +110,9 @@ class ResponseFormat(ABC):
         return [token.id for token in delta.tokens] if self._returns_ids else None
 
     def _says_something(self, delta: Delta) -> bool:
-        # Half a character or the possible start of a stop string has no text yet, but its tokens may be asked for.
-        wanted = delta.tokens and (self._format or self._returns_ids)
-        return bool(delta.text or wanted or delta.finish_reason)
+        # Half a character or the possible start of a stop string has no text yet, but a client that waits sees that it
+        # goes on, as with vLLM.
+        return bool(delta.text or delta.tokens or delta.finish_reason)
 
 
 class ChatFormat(ResponseFormat):
