@@ -87,8 +87,8 @@ def best_address(candidates: Sequence[str]) -> str | None:
 
 def announce_ready(config: ServiceConfig, address: str) -> None:
     """Tells whoever started this process, if it asked, that requests may come."""
-    # What is there by now stays. To go through all of torch's objects again would take the garbage collector 50 ms at a
-    # time, in which no token comes.
+    # What is there by now stays. To go through all of torch's objects again takes the garbage collector some 50 ms, in
+    # which this process runs no other Python.
     gc.collect()
     gc.freeze()
     if config.ready_fd >= 0:
