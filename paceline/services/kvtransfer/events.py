@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
+from paceline.core.block_pool import BlockEvent
 from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
-from paceline.services.kvtransfer.pool import BlockEvent
 
 _PERIOD_SECONDS = 0.1
 _DEADLINE_SECONDS = 2.0

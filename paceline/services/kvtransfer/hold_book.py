@@ -6,11 +6,11 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from paceline.core.block_pool import BlockPool
 from paceline.core.errors import InvalidRequestError, StaleError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
 from paceline.services.kvtransfer.hold import NOBODY, Hold, State, UnknownHoldError
-from paceline.services.kvtransfer.pool import BlockPool
 
 GRACE_SECONDS = 1.0
 """How long a worker whose session broke may still touch its blocks."""

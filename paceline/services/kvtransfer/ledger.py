@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from paceline.core.block_pool import BlockEvent, BlockPool, Counts
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.hashing import HASH_BYTES
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
@@ -26,7 +27,6 @@ from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim, claimed_slots
 from paceline.services.kvtransfer.hold import NOBODY, Hold, State, UnknownHoldError, held_slots
 from paceline.services.kvtransfer.hold_book import HoldBook
-from paceline.services.kvtransfer.pool import BlockEvent, BlockPool, Counts
 from paceline.services.kvtransfer.prefix import match_prefix
 
 

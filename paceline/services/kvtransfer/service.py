@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc.aio
 
+from paceline.core.block_pool import BlockEvent, Counts
 from paceline.core.errors import (
     InvalidRequestError,
     PacelineError,
@@ -25,7 +26,6 @@ from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.keeper import Keeper
 from paceline.services.kvtransfer.operations import apply, changed_holds, hold_to_pb, key_of
 from paceline.services.kvtransfer.owners import describe_holds
-from paceline.services.kvtransfer.pool import BlockEvent, Counts
 from paceline.services.kvtransfer.sessions import Sessions
 
 _MAX_OPERATIONS = 4096

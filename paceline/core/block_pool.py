@@ -1,4 +1,4 @@
-"""The slots of the arena: which are free, referenced or cached, and what the cached ones contain."""
+"""The slots of a memory for KV blocks: which are free, referenced or cached, and what the cached ones contain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BlockEvent(NamedTuple):
 
 
 class BlockPool:
-    """Owns every slot of the arena.
+    """Owns every slot of one memory: the arena of a host, or a device's.
 
     A slot is free, or referenced by holds, or cached. Sealing gives a block a name (group, hash). The first block of a
     name is in the index, where others find it; a second one with the same content stays private to its hold.
