@@ -17,7 +17,7 @@ import torch
 
 from bench.gpu.timing import median_seconds, pick_device
 from bench.loop import machine
-from paceline.kernels.triton_kernels.blocks import BlockCopies
+from paceline.kernels.block_copies import BlockCopies
 
 BLOCK_BYTES = (8 << 10, 64 << 10, 512 << 10, 2 << 20)
 SMALL_BLOCK_BYTES = (1 << 10, 64 << 10)

@@ -27,8 +27,13 @@ from paceline.core.telemetry import LogFormat
 
 GIB = 1 << 30
 
+KV_TOKENS = 24 * 1024
+"""As many are enough where nobody says how much KV memory there is to be."""
+
 Quantization = Literal["none", "int8", "gguf"]
 """How a model's matrices lie in memory."""
+KVPool = Literal["auto", "arena", "device"]
+"""What workers compute in."""
 TransportChoice = Literal["auto", "ucx", "grpc"]
 """How KV blocks come from other hosts."""
 
@@ -128,7 +133,19 @@ class WorkerConfig(ServiceConfig):
     max_batched_tokens: int = option(
         512, "tokens of one step; longer prompts are computed in chunks of this", "limits", at_least=1
     )
-    device: str = option("cpu", "torch device to compute on", "compute")
+    device: str = option("cpu", "torch device to compute on: cpu, or cuda with a number", "compute")
+    kv_pool: KVPool = option(
+        "auto",
+        "what KV blocks are computed in: arena, the shared memory of the host, or device, a pool of each worker's own "
+        "with the arena as a tier below; auto takes the arena on a CPU and the device's memory on a GPU",
+        "memory",
+    )
+    kv_memory: str = option(
+        "auto",
+        "with a pool of the worker's own, its size, e.g. 512MiB or 4GiB; auto takes what 24,576 tokens or the longest "
+        "context need",
+        "memory",
+    )
     kernels: str = option("auto", "kernel backend: auto, native, reference, triton or triton-invariant", "compute")
     threads: int = option(0, "CPU threads; 0 takes all cores that the worker may use", "compute", at_least=0)
     itl_target_ms: float = option(
@@ -157,6 +174,9 @@ class KVTransferConfig(ServiceConfig):
         "at most 2 GiB and a quarter of what is free",
         "memory",
     )
+    kv_tier_memory: str = option(
+        "", "instead of --kv-memory, where that is the size of the pools that workers have", "memory"
+    )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     transport: TransportChoice = option(
         "auto",
@@ -181,7 +201,16 @@ class ServeConfig:
     cache_dir: str = option(str(env.default_cache_dir()), "folder of converted models", "model")
     prefill: int = option(1, "prefill workers; 0 lets the decode workers compute prompts", "fleet", at_least=0)
     decode: int = option(1, "decode workers", "fleet", at_least=1)
-    kv_memory: str = same_option(KVTransferConfig, "kv_memory", group="fleet")
+    kv_pool: KVPool = same_option(WorkerConfig, "kv_pool", group="fleet")
+    kv_memory: str = option(
+        "auto",
+        "memory for KV blocks, e.g. 512MiB or 4GiB; with --kv-pool device that of each worker's pool; auto takes what "
+        "24,576 tokens or the longest context need, for shared memory at most 2 GiB and a quarter of what is free",
+        "fleet",
+    )
+    kv_tier_memory: str = option(
+        "", "with --kv-pool device, memory of the tier below the pools; empty is like --kv-memory auto", "fleet"
+    )
     max_seqs: int = same_option(WorkerConfig, "max_seqs", group="fleet")
     max_batched_tokens: int = same_option(WorkerConfig, "max_batched_tokens", group="fleet")
     device: str = same_option(WorkerConfig, "device", group="fleet")
@@ -218,6 +247,11 @@ def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping
         raise ConfigError(str(error)) from error
     check_numbers(config)
     return config
+
+
+def has_pools(config: WorkerConfig | ServeConfig) -> bool:
+    """Whether workers compute in pools of their own, above the arena."""
+    return config.kv_pool == "device" or (config.kv_pool == "auto" and config.device != "cpu")
 
 
 def check_numbers(config: ServiceConfig | ServeConfig) -> None:

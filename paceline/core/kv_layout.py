@@ -12,6 +12,7 @@ well filled; what remains is padding, so that no combination of groups is refuse
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 BASE_TOKENS = 16
@@ -104,6 +105,19 @@ def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str) ->
     slot_bytes = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     described = repr((KV_FORMAT, identity, itemsize, slot_bytes, groups))
     return KVLayout(groups, itemsize, slot_bytes, hashlib.sha256(described.encode()).hexdigest())
+
+
+def slots_tail_first(groups: Sequence[KVGroup], tables: Sequence[Sequence[int]]) -> list[int]:
+    """All slots of block tables, those at the end of the context first: so given back, no block is evicted after its
+    parent."""
+    placed = [
+        (index * group.block_tokens, slot)
+        for group, table in zip(groups, tables)
+        for index, slot in enumerate(table)
+        if slot != NO_SLOT
+    ]
+    placed.sort(reverse=True)
+    return [slot for _, slot in placed]
 
 
 def _floor_power_of_two(n: int) -> int:

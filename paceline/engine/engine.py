@@ -7,6 +7,8 @@ Two steps are in flight: while one is computed, the next one waits in the queue 
 between two steps, that time hides the planning, so the next step is planned just before it begins: requests that were
 handed over meanwhile are in it.
 
+Where the device computes in a pool of its own, a third thread copies blocks between that and the arena.
+
 It knows neither sockets nor event loops: commands come through a thread-safe queue, events leave through a callback.
 """
 
@@ -25,9 +27,11 @@ from paceline.core.machine import name_thread
 from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.request import Request
+from paceline.engine.residency import Copies
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import Event, Step, StepResult
+from paceline.kernels.block_copies import BlockCopies
 
 STEPS_IN_FLIGHT = 2
 
@@ -60,6 +64,7 @@ class Engine:
         on_failure: called when computing or planning failed; the engine has stopped then.
         steps_in_flight: 1 waits for each step's results before the next is planned.
         turns: when to compute, where others want the same cores.
+        copies: between the device's pool and the host's arena, where these are two.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Engine:
         on_failure: Callable[[BaseException], None],
         steps_in_flight: int = STEPS_IN_FLIGHT,
         turns: Turns | None = None,
+        copies: BlockCopies | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -77,13 +83,16 @@ class Engine:
         self._on_failure = on_failure
         self._most_in_flight = self._depth = steps_in_flight
         self._turns = turns
+        self._block_copies = copies
         self._in_flight = 0
         self._stopping = False
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Copies, float] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=f"engine-{name}", daemon=True)
-            for name, work in (("host", self._run), ("compute", self._compute))
+            for name, work in (("host", self._run), ("compute", self._compute), ("copy", self._copy))
+            if name != "copy" or copies is not None
         ]
         self.busy_seconds = 0.0
         """Time spent computing, since the start."""
@@ -144,6 +153,8 @@ class Engine:
         counts = dataclasses.asdict(self.stats)
         by_position = counts.pop("accepted_by_position")
         counts |= {f"accepted_at_{position}": count for position, count in enumerate(by_position)}
+        within = counts.pop("swap_ins_within")
+        counts |= {f"swap_ins_within_{bound}": count for bound, count in within.items()}
         return counts | {name: getattr(self, name) for name in TIMES}
 
     # ---- the host thread
@@ -154,6 +165,9 @@ class Engine:
                 self._launched.put(_Launch(step, self._woken if self._idle else None))
                 self._in_flight += 1
                 self._idle = False
+            asked = time.perf_counter()
+            for copies in self._scheduler.take_copies():
+                self._asked.put((copies, asked))
             if self._in_flight == 0 and self._depth > 0:
                 self._idle, self._depth = True, self._most_in_flight
             planned = time.perf_counter()
@@ -162,6 +176,7 @@ class Engine:
             self.output_seconds += time.perf_counter() - planned
         self._report()  # what came with the command to stop was obeyed, too
         self._launched.put(None)
+        self._asked.put(None)
 
     def _obey_commands(self) -> bool:
         """Waits for commands, results among them, and carries out all that are there. False means stop."""
@@ -212,6 +227,20 @@ class Engine:
                 asked, ended = ended, time.perf_counter() + left
                 self.yielded_seconds += ended - asked
 
+    # ---- the copy thread
+
+    def _copy(self) -> None:
+        assert self._block_copies is not None
+        while (job := self._asked.get()) is not None:
+            copies, asked = job
+            if copies.loads:
+                pool_slots, arena_slots = zip(*copies.loads)
+                self._block_copies.load(arena_slots, pool_slots).wait()
+            if copies.stores:
+                pool_slots, arena_slots = zip(*copies.stores)
+                self._block_copies.store(pool_slots, arena_slots).wait()
+            self._inbox.put(partial(self._scheduler.copied, copies, time.perf_counter() - asked))
+
     def _guarded(self, work: Callable[[], None]) -> None:
         name_thread()
         try:
@@ -220,4 +249,5 @@ class Engine:
             log.exception("the engine failed")
             self._inbox.put(None)
             self._launched.put(None)
+            self._asked.put(None)
             self._on_failure(error)

@@ -59,6 +59,14 @@ class Request:
     effort: Effort = field(default_factory=Effort)
     sealed_blocks: list[int] = field(init=False)
     """One a group: blocks before this one are sealed."""
+    pool_tables: list[list[int]] | None = field(default=None, init=False)
+    """As `tables`, in slots of the pool that is computed in; None while the request has no blocks there."""
+    loading: bool = field(default=False, init=False)
+    """Whether the content of its blocks is still on its way there."""
+    copies: int = field(default=0, init=False)
+    """Batches of blocks that are being copied from there or to there."""
+    parking: bool = field(default=False, init=False)
+    """Whether it leaves the pool, to come back when there is room."""
     growing: bool = field(default=False, init=False)
     """Whether more blocks were asked for and no answer has come."""
     row: int | None = field(default=None, init=False)
@@ -109,9 +117,25 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into the blocks at hand."""
-        tables = zip(self.tables, self.layout.groups)
-        return min(len(table) * group.block_tokens for table, group in tables)
+        """Tokens that fit into the blocks that it holds."""
+        return self._capacity(self.tables)
+
+    @property
+    def pool_capacity(self) -> int:
+        """Tokens that fit into those that can be computed in."""
+        return 0 if self.pool_tables is None else self._capacity(self.pool_tables)
+
+    def _capacity(self, tables: list[list[int]]) -> int:
+        return min(len(table) * group.block_tokens for table, group in zip(tables, self.layout.groups))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody touches its blocks: no step, and no copy."""
+        return self.in_flight == 0 and self.copies == 0
+
+    def start_over(self) -> None:
+        """Has the whole context computed again. What is sealed stays so."""
+        self.computed_len = self.planned_len = self.drafter_len = 0
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Whether the token sampled last ends the request."""
@@ -124,22 +148,26 @@ class Request:
     def seal_full_blocks(self, group_index: int) -> tuple[int, list[bytes]]:
         """Marks blocks that became full as sealed; returns the first of them and the hashes of all."""
         block_tokens = self.layout.groups[group_index].block_tokens
-        first, end = self.sealed_blocks[group_index], self._filled_len(group_index) // block_tokens
-        if first == end:
+        first, end = self.sealed_blocks[group_index], self.filled_len(group_index) // block_tokens
+        if first >= end:
             return first, []
-        self.chain.extend(self.token_ids)
         self.sealed_blocks[group_index] = end
-        links = block_tokens // BASE_TOKENS
-        return first, [self.chain.hashes[(index + 1) * links - 1] for index in range(first, end)]
+        return first, [self.hash_of(group_index, index) for index in range(first, end)]
+
+    def hash_of(self, group_index: int, block: int) -> bytes:
+        """The name of a full block's content."""
+        self.chain.extend(self.token_ids)
+        return self.chain.hashes[(block + 1) * self.layout.groups[group_index].block_tokens // BASE_TOKENS - 1]
 
     def trim_behind_window(self, group_index: int) -> int:
         """Forgets blocks that no later query reads; returns how many entries at the front are empty, 0 if no new."""
-        first_needed = self.layout.groups[group_index].first_needed_block(self._filled_len(group_index))
+        first_needed = self.layout.groups[group_index].first_needed_block(self.filled_len(group_index))
         table = self.tables[group_index]
         if first_needed == 0 or table[first_needed - 1] == NO_SLOT:
             return 0
         table[:first_needed] = [NO_SLOT] * first_needed
         return first_needed
 
-    def _filled_len(self, group_index: int) -> int:
+    def filled_len(self, group_index: int) -> int:
+        """Tokens whose KV is in the group's blocks."""
         return self.drafter_len if self.layout.groups[group_index].shape.drafter else self.computed_len

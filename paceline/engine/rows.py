@@ -83,7 +83,7 @@ class Rows:
                 self.token_ids[row, : len(update.token_ids)] = update.token_ids
                 self.lengths[row], self.limits[row] = len(update.token_ids), update.limit
                 self.drafts[row], self._drafts[row] = 0, ()
-                self.drafter_lengths[row] = update.computed_len
+                self.drafter_lengths[row] = update.drafter_len
             for table, slots in zip(self._tables, update.tables):
                 table[row, : len(slots)] = slots
             self.capacities[row] = update.capacity

@@ -8,6 +8,10 @@ flight computes for a request that has ended is dropped, and the request's row a
 Blocks are not allocated here. A request comes with the blocks for its prompt; when it is about to outgrow them the
 scheduler asks (`NeedsBlocks`) some steps ahead, and computes on while the answer is under way. A request whose blocks
 are full waits. When there are no blocks (`starve`), the request that came last leaves (`Preempted`).
+
+Where the device computes in a pool of its own, requests enter it in the order in which they came, as there is room.
+Where those that are there outgrow it, the one that came last is parked: its blocks move down to the arena, and come
+back when there is room again.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass
 
 from paceline.core.types import Key
 from paceline.engine.request import Request
+from paceline.engine.residency import Copies, InArena, Residency
 from paceline.engine.speculation import Speculation
 from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import (
@@ -25,6 +30,7 @@ from paceline.engine.step import (
     Computed,
     Event,
     Failed,
+    Filled,
     Grown,
     Joined,
     NeedsBlocks,
@@ -62,11 +68,15 @@ class Limits:
 class Scheduler:
     """Owns the running requests."""
 
-    def __init__(self, limits: Limits, speculation: Speculation | None = None) -> None:
+    def __init__(
+        self, limits: Limits, speculation: Speculation | None = None, residency: Residency | None = None
+    ) -> None:
         self._limits = limits
         self._speculation = speculation or Speculation(most=limits.max_drafts)
+        self._residency = residency or InArena()
         self._requests: dict[Key, Request] = {}  # in order of arrival
         self._leaving: dict[Key, tuple[Request, Event | None]] = {}  # over, but steps in flight include them; last word
+        self._grown: dict[Key, Request] = {}  # their blocks in the pool are to follow those that they hold
         self._free_rows = list(range(limits.max_seqs))
         self._updates: list[Joined | Grown] = []
         self._events: list[Event] = []
@@ -95,8 +105,7 @@ class Scheduler:
             for own, new in zip(request.tables, tables):
                 own.extend(new[len(own) :])
             request.growing = False
-            if request.row is not None:
-                self._updates.append(Grown(request.row, _copied(request.tables), request.capacity))
+            self._grown[key] = request
 
     def starve(self, key: Key) -> None:
         """There are no blocks for this request now. The newest request leaves, so that the others go on."""
@@ -120,6 +129,7 @@ class Scheduler:
         of what is left.
         """
         self._made_room = False
+        self._settle_in()
         decoding = [request for request in self._requests.values() if request.decodes and self._seat(request)]
         prompts = [request for request in self._requests.values() if not request.decodes]
         budget = self._limits.max_batched_tokens - len(decoding)
@@ -141,8 +151,34 @@ class Scheduler:
         updates, self._updates = self._updates, []
         return Step(tuple(chunks), tuple(updates))
 
+    def _settle_in(self) -> None:
+        """Has every request and all of its blocks in the pool, as far as there is room; nobody before their turn."""
+        for key, request in list(self._grown.items()):
+            while not (request.pool_tables is None or request.parking or self._residency.cover(request)):
+                if not self._make_room():
+                    return  # what becomes free is for those that are there
+            if request.row is not None and request.pool_tables is not None:
+                self._updates.append(Grown(request.row, _copied(request.pool_tables), request.pool_capacity))
+            del self._grown[key]
+        for request in self._requests.values():
+            if request.pool_tables is None and not self._residency.enter(request):
+                return
+
+    def _make_room(self) -> bool:
+        """Of the requests in the pool the one that came last leaves it. Returns whether it has already."""
+        there = [request for request in self._requests.values() if request.pool_tables is not None]
+        if any(request.parking for request in there):
+            return False
+        last = there[-1]
+        last.parking = True
+        self.stats.parkings += 1
+        self._end_use(last)
+        return not last.parking
+
     def _seat(self, request: Request) -> bool:
-        """Whether the request has a row; it gets one where one is free."""
+        """Whether the request can run; it gets a row where one is free."""
+        if request.pool_tables is None or request.loading or request.parking:
+            return False
         if request.row is None and self._free_rows:
             request.row = self._free_rows.pop()
             self._updates.append(
@@ -150,11 +186,11 @@ class Scheduler:
                     request.row,
                     list(request.token_ids),
                     request.prompt_len,
-                    request.computed_len,
+                    request.drafter_len,
                     request.sampling,
                     request.limit(self._limits.max_model_len),
-                    _copied(request.tables),
-                    request.capacity,
+                    _copied(request.pool_tables),
+                    request.pool_capacity,
                     request.matcher,
                 )
             )
@@ -164,9 +200,9 @@ class Scheduler:
         """The newest token of a decoding request, and up to so many drafts behind it."""
         self._ask_for_blocks(request)
         limit = request.limit(self._limits.max_model_len)
-        if request.least_len >= limit or request.most_len > request.capacity:
+        if request.least_len >= limit or request.most_len > request.pool_capacity:
             return None
-        room = min(drafts, limit - request.least_len - 1, request.capacity - request.most_len)
+        room = min(drafts, limit - request.least_len - 1, request.pool_capacity - request.most_len)
         start, length = request.most_len - 1, 1 + min(request.drafts, room)
         return self._launch(request, start, length, follows=True, samples=True)
 
@@ -177,7 +213,7 @@ class Scheduler:
         left = len(request.token_ids) - start
         if request.has_readers and left > 2 * TAIL_TOKENS:  # less is not worth another pass over the weights
             left -= TAIL_TOKENS
-        length = min(left, budget, request.capacity - start)
+        length = min(left, budget, request.pool_capacity - start)
         if length <= 0:
             return None
         request.planned_len = start + length
@@ -219,8 +255,17 @@ class Scheduler:
                 request.unknown.popleft()
             if request.key in self._requests or self._is_preempted(request.key):
                 self._take(chunk, own, drafter_len, result.seconds)
-            if request.in_flight == 0 and request.key in self._leaving:
-                self._let_go(request)
+            self._end_use(request)
+
+    def take_copies(self) -> list[Copies]:
+        """What is to be copied between the device's pool and the arena since the last call, in order."""
+        return self._residency.take_copies()
+
+    def copied(self, copies: Copies, seconds: float) -> None:
+        """These have been made, so long after they were taken."""
+        self.stats.count_copies(len(copies.loads), len(copies.stores), seconds)
+        self._events += self._residency.copied(copies, seconds)
+        self._end_use(copies.request)
 
     def take_events(self) -> list[Event]:
         """What has happened since the last call, in order."""
@@ -229,6 +274,8 @@ class Scheduler:
 
     def _observe(self, step: Step, result: StepResult) -> None:
         """Tells what a step took, if it tells anything about decoding: one with prompts does not."""
+        if not any(chunk.follows for chunk in step.chunks):
+            self._residency.observe_prompt(sum(chunk.length for chunk in step.chunks), result.seconds)
         if all(chunk.follows for chunk in step.chunks):
             tokens = sum(1 + chunk.drafted for chunk in result.chunks if chunk.tokens)
             given = sum(len(chunk.tokens) for chunk in result.chunks)
@@ -259,6 +306,8 @@ class Scheduler:
             self.stats.count_drafts(result.drafted, result.accepted)
         self._settle_blocks(request)
         events += sampled
+        if request.only_first_token and sampled and sampled[-1].reason is None:
+            events += self._residency.tell(request, [Filled(request.key)], whole=True)
         if result.failure:
             events.append(Failed(request.key, result.failure))
         if result.failure or (sampled and (sampled[-1].reason is not None or request.only_first_token)):
@@ -266,25 +315,45 @@ class Scheduler:
             self._leave(request, None)
 
     def _settle_blocks(self, request: Request) -> None:
+        events: list[Event] = []
         for index in range(len(request.tables)):
             first, hashes = request.seal_full_blocks(index)
             if hashes:
-                self._events.append(Sealed(request.key, index, first, hashes))
+                self._residency.sealed(request, index, first, hashes)
+                events.append(Sealed(request.key, index, first, hashes))
             if first_kept := request.trim_behind_window(index):
-                self._events.append(Trimmed(request.key, index, first_kept))
+                self._residency.trimmed(request, index, first_kept)
+                events.append(Trimmed(request.key, index, first_kept))
+        self._events += self._residency.tell(request, events)
 
     # ---- leaving
 
     def _leave(self, request: Request, last_word: Event | None) -> None:
         self._leaving[request.key] = (request, last_word)
-        if request.in_flight == 0:
+        self._grown.pop(request.key, None)
+        self._end_use(request)
+
+    def _end_use(self, request: Request) -> None:
+        """Goes on with a request that leaves, once nobody touches its blocks."""
+        if request.idle and request.key in self._leaving:
             self._let_go(request)
+        elif request.parking and request.in_flight == 0:
+            if request.row is not None:
+                self._give_row_back(request)
+                self._events += self._residency.tell(request, [], whole=True)
+            if request.copies == 0:
+                self._residency.leave(request)
+                request.parking = False
+
+    def _give_row_back(self, request: Request) -> None:
+        if request.row is not None:
+            self._free_rows.append(request.row)
+            request.row, request.drafts = None, 0
 
     def _let_go(self, request: Request) -> None:
         _, last_word = self._leaving.pop(request.key)
-        if request.row is not None:
-            self._free_rows.append(request.row)
-            request.row = None
+        self._give_row_back(request)
+        self._residency.leave(request)
         if last_word is not None:
             self._events.append(last_word)
         self._ask_again()

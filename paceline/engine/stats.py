@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from paceline.engine.step import Step, StepResult
 
+SWAP_IN_MS = (1, 2, 5, 10, 20, 50, 100)
+"""Bounds of a histogram."""
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -21,6 +24,18 @@ class SchedulerStats:
     accepted_by_position: list[int] = field(default_factory=list)
     """How often the first, second, … draft came true."""
     preemptions: int = 0
+    parkings: int = 0
+    """Times that a request left the device's pool for the arena, to come back later."""
+    loaded_blocks: int = 0
+    """From the arena into the device's pool."""
+    stored_blocks: int = 0
+    """The other way."""
+    swap_ins: int = 0
+    """Times that blocks of a request were loaded."""
+    swap_in_seconds: float = 0.0
+    """From when it had its place in the pool until they were there."""
+    swap_ins_within: dict[str, int] = field(default_factory=lambda: {f"{ms}ms": 0 for ms in SWAP_IN_MS})
+    """How many took no longer."""
     prefill_model_seconds: float = 0.0
     """Time that requests spent in steps, each step counted once for each of them: here with prompts, in the model."""
     prefill_other_seconds: float = 0.0
@@ -48,3 +63,13 @@ class SchedulerStats:
         self.accepted_by_position += [0] * (drafted - len(self.accepted_by_position))
         for position in range(accepted):
             self.accepted_by_position[position] += 1
+
+    def count_copies(self, loaded: int, stored: int, seconds: float) -> None:
+        """So many blocks of a request were copied, so long after this was asked for."""
+        self.loaded_blocks += loaded
+        self.stored_blocks += stored
+        if loaded:
+            self.swap_ins += 1
+            self.swap_in_seconds += seconds
+            for bound in SWAP_IN_MS:
+                self.swap_ins_within[f"{bound}ms"] += seconds * 1000 <= bound

@@ -53,7 +53,8 @@ class Joined:
     row: int
     token_ids: list[int]
     prompt_len: int
-    computed_len: int
+    drafter_len: int
+    """Tokens whose KV the blocks of the drafter's groups hold."""
     sampling: SamplingParams
     limit: int
     """Tokens that the context may have at most."""
@@ -132,6 +133,13 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
+class Filled:
+    """The blocks of a request that leaves after its first token contain all that it came with."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """Logprobs of prompt tokens [first, first + len(tokens))."""
 
@@ -190,4 +198,4 @@ class Removed:
     key: Key
 
 
-Event = Sampled | Computed | Scored | Failed | Sealed | Trimmed | NeedsBlocks | Preempted | Removed
+Event = Sampled | Computed | Filled | Scored | Failed | Sealed | Trimmed | NeedsBlocks | Preempted | Removed

@@ -18,6 +18,7 @@ from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
+from paceline.engine.residency import OnDevice
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.sampler import Draft
@@ -25,6 +26,7 @@ from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Acceptance, Speculation
 from paceline.engine.step import Chunk, Event, Removed, Sampled, Trimmed
 from paceline.kernels import select_kernels
+from paceline.kernels.block_copies import BlockCopies
 from paceline.models.base import Model
 from paceline.models.loader import load_model
 
@@ -77,6 +79,7 @@ class Loop:
         drafter: str,
         draft_model: Model | None = None,
         speculation: Speculation | None = None,
+        contexts_on_device: float | None = None,
     ) -> None:
         shapes = model.group_shapes
         layers = model.config.num_layers
@@ -92,8 +95,13 @@ class Loop:
             )
         self.layout = make_layout(shapes, 4, "test")
         count = 8 * self.layout.slots_for(MAX_TOKENS)
-        pool = torch.full((count * self.layout.slot_bytes // 4,), float("nan"))
-        self.slots = pool.view(count, -1)
+        self.slots = torch.full((count, self.layout.slot_bytes // 4), float("nan"))
+        pool, copies, residency = self.slots.view(-1), None, None
+        if contexts_on_device is not None:
+            here = round(contexts_on_device * self.layout.slots_for(MAX_TOKENS))
+            pool = torch.full((here * self.layout.slot_bytes // 4,), float("nan"))
+            copies = BlockCopies(pool.view(here, -1), self.slots)
+            residency = OnDevice(self.layout, here)
         self.given_back: set[int] = set()
         self._slots = random.Random(1).sample(range(count), count)
         caches = layer_caches(self.layout, pool)
@@ -109,11 +117,12 @@ class Loop:
         self._events: queue.Queue[Event] = queue.Queue()
         self._failures: list[BaseException] = []
         self.engine = Engine(
-            Scheduler(limits, speculation or Speculation(limits.max_drafts, adaptive=False)),
+            Scheduler(limits, speculation or Speculation(limits.max_drafts, adaptive=False), residency),
             ModelRunner(model, self.layout, pool, limits, drafters[drafter]),
             lambda events: [self._events.put(event) for event in events] and None,
             self._failures.append,
             steps_in_flight,
+            copies=copies,
         )
         self.engine.start()
 
@@ -191,6 +200,18 @@ def test_tokens_do_not_depend_on_how_the_loop_runs(model: Model, drafter: str, s
         stats = loop.engine.stats
         assert (stats.draft_tokens > 0) == (drafter != "none")
         assert stats.accepted_tokens <= stats.draft_tokens
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup", "model"])
+def test_tokens_do_not_depend_on_where_blocks_lie(model: Model, drafter: str) -> None:
+    """Some requests wait for room in the pool, and those that come behind others load what these have stored."""
+    asked = requests(model.config.vocab_size)
+    wanted = expected(model, asked)
+    for contexts in (1, 2.5):
+        loop = Loop(model, 2, drafter, model if drafter == "model" else None, contexts_on_device=contexts)
+        assert_same(loop.run(asked), wanted)
+        loop.engine.stop()
+        assert loop.engine.stats.stored_blocks > 0
 
 
 def test_a_draft_model_that_is_the_target_is_always_right(model: Model) -> None:

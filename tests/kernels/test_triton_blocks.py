@@ -12,7 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from paceline.kernels.triton_kernels.blocks import BlockCopies, pack_blocks, runs, unpack_blocks
+from paceline.kernels.block_copies import BlockCopies, runs
+from paceline.kernels.triton_kernels.blocks import pack_blocks, unpack_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS = 9

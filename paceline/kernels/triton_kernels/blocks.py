@@ -1,20 +1,14 @@
-"""Blocks of the KV cache on their way: packed for a transfer, and between the device's pool and the host's arena."""
+"""Blocks of the KV cache, packed for a transfer and moved many at a time."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.device import blocks as device
 
 _CHUNK = 4096
-_KERNEL_BYTES = 28 << 10
-"""Below this size of a block one kernel moves many sooner than the copy engine does one after the other."""
 
 
 def pack_blocks(pool: Tensor, slots: Tensor) -> Tensor:
@@ -28,16 +22,17 @@ def pack_blocks(pool: Tensor, slots: Tensor) -> Tensor:
         [blocks, slot_elements], contiguous.
     """
     packed = torch.empty(len(slots), pool.shape[1], dtype=pool.dtype, device=pool.device)
-    _move(packed, pool, None, slots)
+    move_blocks(packed, pool, None, slots)
     return packed
 
 
 def unpack_blocks(packed: Tensor, pool: Tensor, slots: Tensor) -> None:
     """The other way; slots are different from each other. See `pack_blocks`."""
-    _move(pool, packed, slots, None)
+    move_blocks(pool, packed, slots, None)
 
 
-def _move(target: Tensor, source: Tensor, target_slots: Tensor | None, source_slots: Tensor | None) -> None:
+def move_blocks(target: Tensor, source: Tensor, target_slots: Tensor | None, source_slots: Tensor | None) -> None:
+    """target[target_slots[i]] = source[source_slots[i]]; None stands for all, in order. See `pack_blocks`."""
     if target.shape[1] != source.shape[1] or target.dtype != source.dtype:
         raise ValueError(
             f"blocks of {target.shape[1]} {target.dtype} are no blocks of {source.shape[1]} {source.dtype}"
@@ -57,107 +52,3 @@ def _move(target: Tensor, source: Tensor, target_slots: Tensor | None, source_sl
         SCATTERS=target_slots is not None,
         BLOCK=_CHUNK,
     )
-
-
-class Copy:
-    """A batch of copies under way. On a CPU it has ended already."""
-
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
-
-    def done(self) -> bool:
-        """Whether the blocks may be read, and those that were read be reused. Never waits."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def precede(self) -> None:
-        """What the calling thread launches on its stream from now on comes behind the copies; the host goes on."""
-        if self._event is not None:
-            self._event.wait()
-
-
-class BlockCopies:
-    """Copies blocks between a pool on the device and the arena of the host, beside what the device computes.
-
-    Each direction has a stream of its own. Copies begin when what the calling thread has launched before has ended, so
-    that they see what it writes and take nothing away from it.
-
-    Args:
-        pool: [slots, slot_elements] on the device.
-        arena: [slots, slot_elements] of the host, of the same dtype; pinned where the device is a GPU.
-        kernel_bytes: blocks of fewer bytes are moved by a kernel, larger ones by the copy engine.
-
-    Raises:
-        ValueError: pool and arena do not fit together, or the arena is not pinned.
-    """
-
-    def __init__(self, pool: Tensor, arena: Tensor, kernel_bytes: int = _KERNEL_BYTES) -> None:
-        if pool.shape[1] != arena.shape[1] or pool.dtype != arena.dtype:
-            raise ValueError(
-                f"the pool has blocks of {pool.shape[1]} {pool.dtype}, the arena {arena.shape[1]} {arena.dtype}"
-            )
-        on_gpu = pool.device.type == "cuda"
-        if on_gpu and not arena.is_pinned():
-            raise ValueError("the arena must be pinned: a copy from other memory makes the host wait")
-        self._pool = pool
-        self._arena = arena
-        self._by_kernel = pool.shape[1] * pool.itemsize < kernel_bytes
-        self._out, self._in = (_stream(pool.device) if on_gpu else None for _ in range(2))
-
-    def store(self, pool_slots: Sequence[int], arena_slots: Sequence[int]) -> Copy:
-        """arena[arena_slots[i]] = pool[pool_slots[i]]; arena slots are different from each other."""
-        return self._copy(self._out, self._arena, arena_slots, self._pool, pool_slots)
-
-    def load(self, arena_slots: Sequence[int], pool_slots: Sequence[int]) -> Copy:
-        """pool[pool_slots[i]] = arena[arena_slots[i]]; pool slots are different from each other."""
-        return self._copy(self._in, self._pool, pool_slots, self._arena, arena_slots)
-
-    def _copy(
-        self,
-        stream: torch.cuda.Stream | None,
-        target: Tensor,
-        target_slots: Sequence[int],
-        source: Tensor,
-        source_slots: Sequence[int],
-    ) -> Copy:
-        _check(target, target_slots, source, source_slots)
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self._pool.device))
-        with _on(stream):
-            if self._by_kernel and target_slots:
-                both = torch.tensor([target_slots, source_slots], dtype=torch.int64, device="cpu")
-                slots = to_device(both, self._pool.device)
-                _move(target, source, slots[0], slots[1])
-            else:
-                for to, begin, count in runs(target_slots, source_slots):
-                    target[to : to + count].copy_(source[begin : begin + count], non_blocking=True)
-        return Copy(stream.record_event() if stream is not None else None)
-
-
-def runs(target_slots: Sequence[int], source_slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """What lies side by side on both sides, in order: first slot of the target, of the source, how many."""
-    first = 0
-    for end in range(1, len(target_slots) + 1):
-        count = end - first
-        goes_on = end < len(target_slots) and (
-            (target_slots[end], source_slots[end]) == (target_slots[first] + count, source_slots[first] + count)
-        )
-        if not goes_on:
-            yield target_slots[first], source_slots[first], count
-            first = end
-
-
-def _check(target: Tensor, target_slots: Sequence[int], source: Tensor, source_slots: Sequence[int]) -> None:
-    """A slot that does not exist would be somebody else's memory."""
-    if len(target_slots) != len(source_slots):
-        raise ValueError(f"{len(source_slots)} blocks cannot go to {len(target_slots)} slots")
-    for tensor, slots in ((target, target_slots), (source, source_slots)):
-        if slots and not (min(slots) >= 0 and max(slots) < len(tensor)):
-            raise IndexError(f"there are slots 0 to {len(tensor) - 1}, asked for are {min(slots)} to {max(slots)}")
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    return torch.cuda.stream(stream) if stream is not None else nullcontext()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from paceline.core.errors import PacelineError
-from paceline.engine.step import Computed, Preempted, Sampled, Scored
+from paceline.engine.step import Computed, Filled, Preempted, Sampled, Scored
 
-RequestEvent = Sampled | Computed | Scored | Preempted
+RequestEvent = Sampled | Computed | Filled | Scored | Preempted
 """What the handler of a request gets to see."""
 
 ALIVE_SECONDS = 1.0

@@ -8,9 +8,8 @@ import uuid
 
 from paceline.core.errors import BusyError
 from paceline.core.types import Key, SamplingParams
-from paceline.engine.engine import Runner
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.proto import common_pb2 as pb
 from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.common.worker import Worker
@@ -38,7 +37,7 @@ async def warm_up(worker: Worker) -> bool:
         return False
     worker.kv.use(hold.key)
     request = worker.make_request(work, hold, prompt, None)
-    computing = asyncio.create_task(asyncio.to_thread(_compute, worker.runner, worker.engine_limits, request))
+    computing = asyncio.create_task(asyncio.to_thread(_compute, worker, request))
     try:
         await asyncio.shield(computing)
     finally:
@@ -47,8 +46,9 @@ async def warm_up(worker: Worker) -> bool:
     return True
 
 
-def _compute(runner: Runner, limits: Limits, request: Request) -> None:
-    scheduler = Scheduler(limits)
+def _compute(worker: Worker, request: Request) -> None:
+    # Apart from the engine's own figures, by which it plans.
+    scheduler = Scheduler(worker.engine_limits, residency=worker.memory.residency())
     scheduler.add(request)
     while (step := scheduler.plan()) is not None:
-        scheduler.apply(step, runner.execute(step))
+        scheduler.apply(step, worker.runner.execute(step))

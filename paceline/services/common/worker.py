@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from paceline.core.errors import (
     BusyError,
     ConstraintError,
@@ -31,6 +29,7 @@ from paceline.engine.step import (
     Computed,
     Event,
     Failed,
+    Filled,
     NeedsBlocks,
     Preempted,
     Removed,
@@ -43,6 +42,7 @@ from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
 from paceline.services.common.event_stream import ALIVE_SECONDS, EventStream, RequestEvent
 from paceline.services.common.kv_client import Hold, KVClient
+from paceline.services.common.kv_memory import KVMemory
 from paceline.services.common.wire import sampling_from_pb
 from paceline.services.common.work_check import check_token, check_work
 
@@ -64,7 +64,7 @@ class Worker:
 
     Args:
         model_id: digest of the model's config and tokenizer.
-        pool: the arena as a flat tensor of the cache's dtype.
+        memory: where KV blocks lie.
         turns: when to compute, where others want the same cores.
     """
 
@@ -72,7 +72,7 @@ class Worker:
         self,
         loaded: Loaded,
         model_id: str,
-        pool: torch.Tensor,
+        memory: KVMemory,
         kv: KVClient,
         limits: WorkerLimits,
         turns: Turns | None = None,
@@ -80,6 +80,7 @@ class Worker:
         self.model_id = model_id
         self.kv = kv
         kv.on_hold_lost = self._on_hold_lost
+        self.memory = memory
         self.layout = loaded.layout
         self.limits = limits
         self.active = 0
@@ -95,15 +96,16 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
-        self.runner = loaded.runner(pool, self.engine_limits)
+        self.runner = loaded.runner(memory.pool, self.engine_limits)
         adaptive = loaded.speculative is None or loaded.speculative.adaptive
         self.engine = Engine(
-            Scheduler(self.engine_limits, Speculation(loaded.max_drafts, adaptive)),
+            Scheduler(self.engine_limits, Speculation(loaded.max_drafts, adaptive), memory.residency()),
             self.runner,
             on_events=self._on_loop(self._dispatch),
             on_failure=self._on_loop(self._fail),
             steps_in_flight=limits.steps_in_flight,
             turns=turns,
+            copies=memory.copies,
         )
 
     def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:
@@ -266,7 +268,7 @@ class Worker:
                     self.kv.release(key)
                     self._tell(key, event)
                     self.forget(key)
-                case Sampled(key) | Computed(key) | Scored(key):
+                case Sampled(key) | Computed(key) | Filled(key) | Scored(key):
                     self._tell(key, event)
                 case Failed(key, message):
                     self._tell(key, ConstraintError(message))

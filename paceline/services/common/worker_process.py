@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 import torch
 
-from paceline.core.config import WorkerConfig
+from paceline.core.config import WorkerConfig, has_pools
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_cores
 from paceline.core.model_folder import model_digest
@@ -28,7 +28,7 @@ from paceline.kernels.interface import Kernels
 from paceline.models.config import read_config
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.kv_client import KVClient
-from paceline.services.common.kv_session import Arena
+from paceline.services.common.kv_memory import KVMemory, device_memory
 from paceline.services.common.lifecycle import (
     announce_ready,
     reachable_address,
@@ -93,11 +93,12 @@ class WorkerProcess:
             undo.push_async_callback(kv.close)
             arena = await kv.attach(loaded.layout, config.max_model_len or loaded.max_position)
             memory = map_arena(arena.path, arena.size)
-            pool = torch.frombuffer(memory[: arena.size], dtype=_dtype(config))
+            tier = torch.frombuffer(memory[: arena.size], dtype=_dtype(config))
+            pool = _kv_memory(config, loaded, tier)
             turns = _turns(config, role, memory[arena.size :], kv.session)
             if turns is not None:
                 kernels.take_turns(turns)
-            max_model_len = _max_model_len(config, loaded, arena)
+            max_model_len = _max_model_len(config, loaded, min(arena.slots, pool.slots))
             steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
             limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
             worker = Worker(loaded, model_digest(Path(config.model)), pool, kv, limits, turns)
@@ -178,9 +179,19 @@ class WorkerProcess:
 
 
 def _select_kernels(config: WorkerConfig) -> Kernels:
-    if config.device != "cpu":
-        raise ConfigError(f"--device {config.device} is not supported yet; use cpu")
-    return select_kernels(torch.device(config.device), config.kernels)
+    device = _device(config)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {config.device}: torch finds no GPU here; use cpu, or install torch with CUDA")
+    if device.type == "cuda" and not has_pools(config):
+        raise ConfigError(f"{device} cannot compute in the arena; leave out --kv-pool, or set it to device")
+    return select_kernels(device, config.kernels)
+
+
+def _device(config: WorkerConfig) -> torch.device:
+    with contextlib.suppress(RuntimeError):  # of what is no device at all
+        if (device := torch.device(config.device)).type in ("cpu", "cuda"):
+            return device
+    raise ConfigError(f"--device {config.device} is not supported; use cpu or cuda")
 
 
 def _load(config: WorkerConfig, kernels: Kernels) -> Loaded:
@@ -206,14 +217,21 @@ def _dtype(config: WorkerConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _max_model_len(config: WorkerConfig, loaded: Loaded, arena: Arena) -> int:
-    """The longest context that the model, the arena and the user allow."""
+def _kv_memory(config: WorkerConfig, loaded: Loaded, arena: torch.Tensor) -> KVMemory:
+    if not has_pools(config):
+        return KVMemory(loaded.layout, arena)
+    context_tokens = config.max_model_len or loaded.max_position
+    return device_memory(loaded.layout, arena, torch.device(config.device), config.kv_memory, context_tokens)
+
+
+def _max_model_len(config: WorkerConfig, loaded: Loaded, slots: int) -> int:
+    """The longest context that the model, the KV memory and the user allow."""
     layout = loaded.layout
     wanted = config.max_model_len or loaded.max_position
     if wanted > loaded.max_position:
         raise ConfigError(f"--max-model-len {wanted} is more than the model's {loaded.max_position}")
     fitting = wanted
-    while layout.slots_for(fitting) > arena.slots:
+    while layout.slots_for(fitting) > slots:
         fitting -= layout.alignment
     if fitting < layout.alignment or (config.max_model_len and fitting < wanted):
         raise ConfigError(

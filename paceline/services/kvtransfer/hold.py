@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import StaleError
-from paceline.core.kv_layout import NO_SLOT, KVGroup
+from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 
 NOBODY = 0
@@ -65,17 +65,6 @@ class Hold:
 
     def slots(self) -> list[int]:
         return held_slots(self.tables)
-
-    def slots_tail_first(self, groups: Sequence[KVGroup]) -> list[int]:
-        """All blocks, those at the end of the context first, so that a block is never evicted after its parent."""
-        placed = [
-            (index * group.block_tokens, slot)
-            for group, table in zip(groups, self.tables)
-            for index, slot in enumerate(table)
-            if slot != NO_SLOT
-        ]
-        placed.sort(reverse=True)
-        return [slot for _, slot in placed]
 
 
 def held_slots(tables: Iterable[Sequence[int]]) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from paceline.core.block_pool import BlockPool
 from paceline.core.errors import InvalidRequestError, StaleError
-from paceline.core.kv_layout import KVLayout
+from paceline.core.kv_layout import KVLayout, slots_tail_first
 from paceline.core.types import Key
 from paceline.services.kvtransfer.hold import NOBODY, Hold, State, UnknownHoldError
 
@@ -190,7 +190,7 @@ class HoldBook:
     def _give_back(self, hold: Hold) -> None:
         if hold.in_flight:
             self._pool.leave_flight(hold.slots())
-        self._pool.give_back(hold.slots_tail_first(self._groups))
+        self._pool.give_back(slots_tail_first(self._groups, hold.tables))
 
     def check(self) -> list[str]:
         """Proves holds and pool against each other; returns a sentence for everything that is wrong."""

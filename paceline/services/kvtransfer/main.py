@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from paceline.core.config import GIB, KVTransferConfig, parse_bytes
+from paceline.core.config import GIB, KV_TOKENS, KVTransferConfig, parse_bytes
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_memory, give_back_large_memory
 from paceline.proto import kvtransfer_pb2_grpc
@@ -22,7 +22,6 @@ from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 
 _AUTO_MOST = 2 * GIB
-_AUTO_TOKENS = 24 * 1024
 _WATCH_SECONDS = 0.5
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ async def run(config: KVTransferConfig) -> None:
         Path(config.arena_dir),
         config.lease_seconds,
         secret,
-        enough_tokens=_AUTO_TOKENS if config.kv_memory == "auto" else 0,
+        enough_tokens=KV_TOKENS if _size(config) == "auto" else 0,
         make_transports=await fast_transports(config.transport, is_loopback(config.host)),
     )
     service = KVTransferService(options)
@@ -76,14 +75,18 @@ async def run(config: KVTransferConfig) -> None:
 
 def _kv_memory(config: KVTransferConfig) -> int:
     """Most bytes of the arena; "auto" leaves most of the machine to weights and to others."""
-    if config.kv_memory != "auto":
-        return parse_bytes(config.kv_memory)
+    if _size(config) != "auto":
+        return parse_bytes(_size(config))
     try:
         folder = os.statvfs(config.arena_dir)
     except OSError as error:
         raise ConfigError(f"cannot use {config.arena_dir} ({error.strerror}); choose another --arena-dir") from error
     room = min(available_memory() or _AUTO_MOST, folder.f_bavail * folder.f_frsize)
     return min(_AUTO_MOST, room // 4)
+
+
+def _size(config: KVTransferConfig) -> str:
+    return config.kv_tier_memory or config.kv_memory
 
 
 def _describe(service: KVTransferService, host_id: str, epoch: int, address: str) -> Member:

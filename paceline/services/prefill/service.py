@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import grpc.aio
 
 from paceline.core.telemetry import carrier_of, request_span
-from paceline.engine.step import Sampled, Scored
+from paceline.engine.step import Filled, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.event_stream import RequestEvent
+from paceline.services.common.event_stream import EventStream, RequestEvent
 from paceline.services.common.kv_client import Hold
 from paceline.services.common.reports import Reporter
 from paceline.services.common.rpc import mapped_errors
@@ -59,7 +60,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 batch = await events.batch()
                 reporter.note(batch)
                 await self._report_scores(batch, context)
-                if batch and isinstance(event := batch[-1], Sampled):
+                if event := next((event for event in batch if isinstance(event, Sampled)), None):
                     break
                 if (report := reporter.take()) is not None or (not batch and worker.goes_on):
                     await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive(), report=report))
@@ -71,12 +72,20 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 worker.retire(hold.key)
                 return
             # The client gets its first token and the decode worker its blocks, by ways of their own.
-            filled, _ = await asyncio.gather(worker.kv.fill(hold.key, len(work.token_ids)), telling)
+            filled, _ = await asyncio.gather(self._fill(hold, work, events, batch), telling)
         except BaseException:
             worker.retire(hold.key)
             raise
         worker.forget(hold.key)
         await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(filled.key))))
+
+    async def _fill(
+        self, hold: Hold, work: common_pb2.Work, events: EventStream, batch: Sequence[RequestEvent]
+    ) -> Hold:
+        """Gives the blocks away as soon as all that was computed is in them."""
+        while not any(isinstance(event, Filled) for event in batch):
+            batch = await events.batch()
+        return await self._worker.kv.fill(hold.key, len(work.token_ids))
 
     async def _open(self, request: worker_pb2.PrefillRequest) -> Hold:
         """Becomes the writer of what decode has reserved; where that is on another host, of blocks of this one, which

@@ -6,7 +6,7 @@ import errno
 import socket
 from pathlib import Path
 
-from paceline.core.config import GIB, ServeConfig, check_numbers, parse_bytes
+from paceline.core.config import GIB, ServeConfig, check_numbers, has_pools, parse_bytes
 from paceline.core.errors import ConfigError
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import read_config
@@ -26,8 +26,14 @@ def check_config(config: ServeConfig) -> None:
     check_numbers(config)
     if config.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"--dtype must be auto, bfloat16 or float32, not {config.dtype!r}")
-    if config.kv_memory != "auto":
-        parse_bytes(config.kv_memory)
+    for size in (config.kv_memory, config.kv_tier_memory or "auto"):
+        if size != "auto":
+            parse_bytes(size)
+    if config.kv_tier_memory and not has_pools(config):
+        raise ConfigError(
+            "--kv-tier-memory needs --kv-pool device; where workers compute in the arena, that is the tier as well: "
+            "give its size with --kv-memory"
+        )
     read_draft_config(parse_speculative_config(config.speculative_config))
 
 
@@ -57,15 +63,29 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> No
         return
     workers = config.prefill + config.decode
     weights = _weight_bytes(folder, config, workers) if config.device == "cpu" else 0
-    kv_bytes = LEAST_KV_BYTES if config.kv_memory == "auto" else parse_bytes(config.kv_memory)
+    kv_bytes = _kv_bytes(config, workers)
     needed = weights + workers * PROCESS_BYTES + kv_bytes
     if needed > available:
-        lower = "--prefill or --decode" if config.kv_memory == "auto" else "--kv-memory, --prefill or --decode"
+        sizes = [f"--{name.replace('_', '-')}" for name in ("kv_memory", "kv_tier_memory") if _is_given(config, name)]
+        lower = " or ".join([*sizes, "--prefill", "--decode"])
         raise ConfigError(
             f"this stack needs {_gib(needed)} of memory (weights {_gib(weights)}, {workers} workers "
             f"{_gib(workers * PROCESS_BYTES)}, KV cache {_gib(kv_bytes)}) and {_gib(available)} are free; "
             f"lower {lower}, or take a smaller model"
         )
+
+
+def _kv_bytes(config: ServeConfig, workers: int) -> int:
+    """What KV blocks take at least."""
+    memory = LEAST_KV_BYTES if config.kv_memory == "auto" else parse_bytes(config.kv_memory)
+    if not has_pools(config):
+        return memory
+    tier = parse_bytes(config.kv_tier_memory) if _is_given(config, "kv_tier_memory") else LEAST_KV_BYTES
+    return tier + (workers * memory if config.device == "cpu" else 0)
+
+
+def _is_given(config: ServeConfig, size: str) -> bool:
+    return getattr(config, size) not in ("", "auto")
 
 
 def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.core.config import ServeConfig
+from paceline.core.config import ServeConfig, has_pools
 
 _GATEWAY = ("host", "port", "api_key")
 """Options of `serve` that concern the HTTP API alone."""
@@ -27,6 +27,8 @@ def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
     options = dataclasses.asdict(config)
     shared = {name: value for name, value in options.items() if name not in (*_GATEWAY, *_SERVE)}
     shared |= {"model": str(model), "served_model_name": served_name(config), "redis": redis, "cluster": cluster}
+    # Without a size of its own kvtransfer would take that of the pools.
+    shared["kv_tier_memory"] = (config.kv_tier_memory or "auto") if has_pools(config) else ""
     shared["auth_token_file"] = str(secret)
     shared["packed_dir"] = str(Path(config.cache_dir).expanduser().absolute() / "packed")
     gateway = {name: options[name] for name in _GATEWAY}

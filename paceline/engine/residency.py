@@ -1,0 +1,255 @@
+"""Where the blocks lie that a device computes in: in the host's arena itself, or in a pool of its own above it.
+
+A request always holds blocks of the arena (`Request.tables`). A device with a pool of its own has a copy of each that a
+running request needs (`Request.pool_tables`). Blocks are stored in the arena as they become full, where others find
+them; so a request can leave the pool at any time: only its last, partial blocks are to be stored then, and to come back
+means to load. Nothing is moved here: whoever moves blocks takes the `Copies` and says when they have been made.
+
+Pure, like the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from paceline.core.block_pool import BlockPool, Counts
+from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
+from paceline.engine.request import Request
+from paceline.engine.step import Event
+
+_WEIGHT = 0.1
+"""Of a new figure in an average."""
+
+
+class Move(NamedTuple):
+    pool_slot: int
+    arena_slot: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Blocks of one request to be copied. Those of a request are copied in order."""
+
+    request: Request
+    loads: list[Move] = field(default_factory=list)
+    """From the arena into the pool."""
+    stores: list[Move] = field(default_factory=list)
+    """The other way."""
+    events: list[Event] = field(default_factory=list)
+    """What is true once they have been made."""
+    names: list[tuple[int, int, bytes]] = field(default_factory=list)
+    """Of blocks that are loaded: slot of the pool, group and hash of those that are full."""
+
+
+class Residency(Protocol):
+    """Owns `pool_tables`, `loading` and `copies` of all requests."""
+
+    def enter(self, request: Request) -> bool:
+        """Gives a request its blocks in the pool; False where there are not enough. It cannot run while `loading`."""
+
+    def cover(self, request: Request) -> bool:
+        """Gives it blocks for what its tables have grown by; False where there are not enough."""
+
+    def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
+        """Blocks have become full. Comes before `trimmed`, and both come before `tell`."""
+
+    def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
+        """Blocks before this one are needed no more."""
+
+    def tell(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
+        """Of these events those that are true already. The others come from `copied`, once the arena has what was
+        sealed before; where `whole`, also what is in partial blocks."""
+
+    def leave(self, request: Request) -> None:
+        """Takes back a request's blocks. No step includes it and none of its copies is under way."""
+
+    def observe_prompt(self, tokens: int, seconds: float) -> None:
+        """So many tokens of prompts were computed in this time."""
+
+    def take_copies(self) -> list[Copies]:
+        """What is to be copied since the last call, in order."""
+
+    def copied(self, copies: Copies, seconds: float) -> list[Event]:
+        """These have been made, so long after they were taken. Returns what is true now."""
+
+
+class InArena:
+    """The device computes in the arena: nothing is ever copied."""
+
+    def enter(self, request: Request) -> bool:
+        request.pool_tables = request.tables
+        return True
+
+    def cover(self, request: Request) -> bool:
+        return True
+
+    def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
+        pass
+
+    def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
+        pass
+
+    def tell(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
+        return events
+
+    def leave(self, request: Request) -> None:
+        request.pool_tables = None
+
+    def observe_prompt(self, tokens: int, seconds: float) -> None:
+        pass
+
+    def take_copies(self) -> list[Copies]:
+        return []
+
+    def copied(self, copies: Copies, seconds: float) -> list[Event]:
+        return copies.events
+
+
+class OnDevice:
+    """The device has `slots` slots of its own.
+
+    Full blocks stay when their request leaves, until room is needed: who needs one of them next loads nothing.
+    """
+
+    def __init__(self, layout: KVLayout, slots: int) -> None:
+        self._groups = layout.groups
+        self._pool = BlockPool(slots, len(layout.groups))
+        self._copies: list[Copies] = []
+        self._stores: list[Move] = []
+        """Of what was sealed since the last `tell`."""
+        self._block_seconds = 0.0
+        """To load a block; 0 as long as nobody knows."""
+        self._token_seconds = 0.0
+        """To compute a token of a prompt; likewise."""
+
+    def counts(self) -> Counts:
+        """Slots of the pool by what is done with them."""
+        return self._pool.counts()
+
+    def enter(self, request: Request) -> bool:
+        blocks = list(self._needed(request))
+        found = [self._pool.find(block.group, block.digest) if block.digest else None for block in blocks]
+        reused = [slot for slot in found if slot is not None]
+        if len(blocks) - len(reused) > self._pool.available(reused):
+            return False
+        loads = sum(block.filled and slot is None for block, slot in zip(blocks, found))
+        if self._is_cheaper_computed(request, loads):
+            request.start_over()
+            return self.enter(request)
+        self._pool.reuse(reused)
+        fresh = iter(self._pool.take(len(blocks) - len(reused)))
+        request.pool_tables = [[NO_SLOT] * len(table) for table in request.tables]
+        copies = Copies(request)
+        for block, known in zip(blocks, found):
+            slot = request.pool_tables[block.group][block.place] = next(fresh) if known is None else known
+            if block.filled and known is None:
+                copies.loads.append(Move(slot, request.tables[block.group][block.place]))
+                if block.digest:
+                    copies.names.append((slot, block.group, block.digest))
+        if copies.loads:
+            request.loading = True
+            self._submit(copies)
+        return True
+
+    def cover(self, request: Request) -> bool:
+        assert request.pool_tables is not None
+        missing = [len(table) - len(own) for table, own in zip(request.tables, request.pool_tables)]
+        if sum(missing) > self._pool.available():
+            return False
+        fresh = self._pool.take(sum(missing))
+        for own, count in zip(request.pool_tables, missing):
+            own += fresh[:count]
+            del fresh[:count]
+        return True
+
+    def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
+        assert request.pool_tables is not None
+        for block, digest in enumerate(hashes, first_block):
+            slot = request.pool_tables[group][block]
+            self._pool.seal(slot, group, digest)
+            self._store(Move(slot, request.tables[group][block]))
+
+    def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
+        assert request.pool_tables is not None
+        table = request.pool_tables[group]
+        self._pool.give_back(slot for slot in table[:first_kept_block] if slot != NO_SLOT)
+        table[:first_kept_block] = [NO_SLOT] * first_kept_block
+
+    def tell(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
+        if whole:
+            self._store_partial(request)
+        if not self._stores and not request.copies:
+            return events
+        if self._stores or events:
+            self._submit(Copies(request, stores=self._stores, events=events))
+            self._stores = []
+        return []
+
+    def leave(self, request: Request) -> None:
+        if request.pool_tables is not None:
+            self._pool.give_back(slots_tail_first(self._groups, request.pool_tables))
+            request.pool_tables = None
+
+    def observe_prompt(self, tokens: int, seconds: float) -> None:
+        self._token_seconds = _average(self._token_seconds, seconds / tokens)
+
+    def take_copies(self) -> list[Copies]:
+        copies, self._copies = self._copies, []
+        return copies
+
+    def copied(self, copies: Copies, seconds: float) -> list[Event]:
+        copies.request.copies -= 1
+        self._pool.give_back(move.pool_slot for move in copies.stores)
+        if copies.loads:
+            copies.request.loading = False
+            self._block_seconds = _average(self._block_seconds, seconds / len(copies.loads))
+            for slot, group, digest in copies.names:
+                self._pool.seal(slot, group, digest)
+        return copies.events
+
+    def _needed(self, request: Request) -> Iterator[_Block]:
+        """The blocks that a request goes on with."""
+        for number, (group, table) in enumerate(zip(self._groups, request.tables)):
+            filled = request.filled_len(number)
+            for index in range(group.first_needed_block(filled), len(table)):
+                if table[index] != NO_SLOT:
+                    is_full = (index + 1) * group.block_tokens <= filled
+                    digest = request.hash_of(number, index) if is_full else None
+                    yield _Block(number, index, index * group.block_tokens < filled, digest)
+
+    def _is_cheaper_computed(self, request: Request, loads: int) -> bool:
+        """Whether to compute the context again takes less time than to load so many blocks."""
+        if any(NO_SLOT in table for table in request.tables) or request.sampling.prompt_logprobs is not None:
+            return False  # the beginning has no blocks any more, or was reported already
+        return 0 < request.computed_len * self._token_seconds < loads * self._block_seconds
+
+    def _store_partial(self, request: Request) -> None:
+        assert request.pool_tables is not None
+        for number, (group, table) in enumerate(zip(self._groups, request.pool_tables)):
+            block, rest = divmod(request.filled_len(number), group.block_tokens)
+            if rest:
+                self._store(Move(table[block], request.tables[number][block]))
+
+    def _store(self, move: Move) -> None:
+        # Its slot is nobody else's until it is stored, also where the request gives it back before.
+        self._pool.reuse((move.pool_slot,))
+        self._stores.append(move)
+
+    def _submit(self, copies: Copies) -> None:
+        copies.request.copies += 1
+        self._copies.append(copies)
+
+
+class _Block(NamedTuple):
+    group: int
+    place: int
+    filled: bool
+    """Whether there is anything in it."""
+    digest: bytes | None
+    """The hash of what is in it, where it is full."""
+
+
+def _average(old: float, new: float) -> float:
+    return old + _WEIGHT * (new - old) if old else new

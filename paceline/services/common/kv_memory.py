@@ -1,0 +1,80 @@
+"""Where a worker's KV blocks lie: in the host's arena, or in a pool of its own above it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.config import KV_TOKENS, parse_bytes
+from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import KVLayout
+from paceline.core.machine import available_memory
+from paceline.engine.residency import InArena, OnDevice, Residency
+from paceline.kernels.block_copies import BlockCopies
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """What a worker computes in.
+
+    Args:
+        pool: flat, of the cache's dtype.
+        copies: between the pool and the arena, where these are two.
+    """
+
+    layout: KVLayout
+    pool: torch.Tensor
+    copies: BlockCopies | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.pool.nbytes // self.layout.slot_bytes
+
+    def residency(self) -> Residency:
+        """A new account of the pool, which is empty."""
+        return InArena() if self.copies is None else OnDevice(self.layout, self.slots)
+
+
+def device_memory(
+    layout: KVLayout, arena: torch.Tensor, device: torch.device, size: str, context_tokens: int
+) -> KVMemory:
+    """A pool on the device, with the arena as the tier below.
+
+    Args:
+        arena: flat, of the cache's dtype.
+        size: memory of the pool, like 512MiB; auto takes what is enough for a few contexts, or for a long one.
+        context_tokens: of the longest context.
+
+    Raises:
+        ConfigError: there is no such memory.
+    """
+    if size == "auto":
+        slots = max(map(layout.slots_for, (KV_TOKENS, context_tokens)))
+    else:
+        slots = parse_bytes(size) // layout.slot_bytes
+    _check_room(slots * layout.slot_bytes, device)
+    elements = layout.slot_bytes // layout.itemsize
+    pool = torch.zeros(slots * elements, dtype=arena.dtype, device=device)
+    if device.type == "cuda":
+        _pin(arena)
+    blocks = arena[: arena.numel() // elements * elements]
+    return KVMemory(layout, pool, BlockCopies(pool.view(slots, elements), blocks.view(-1, elements)))
+
+
+def _check_room(size: int, device: torch.device) -> None:
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if room is not None and room < size:
+        raise ConfigError(
+            f"the KV pool needs {size >> 20:,} MiB and {device} has only {room >> 20:,} MiB free; "
+            "lower it with --kv-memory"
+        )
+
+
+def _pin(arena: torch.Tensor) -> None:
+    """Lets a GPU copy from and to the arena while the host goes on."""
+    # For the life of the process, as the mapping is.
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0)
+    if int(code) != 0:
+        raise ConfigError(f"the arena cannot be pinned for the GPU (CUDA error {int(code)}); lower --kv-tier-memory")
