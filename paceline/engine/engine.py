@@ -14,8 +14,11 @@ It knows neither sockets nor event loops: commands come through a thread-safe qu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import logging
+import os
 import queue
 import threading
 import time
@@ -56,6 +59,17 @@ class _Launch(NamedTuple):
     """On time.perf_counter(); set where there was nothing to compute before."""
 
 
+class _Errand(NamedTuple):
+    """Of the copy thread; the least one comes first."""
+
+    rank: int
+    number: int
+    copies: Copies | None
+    """None ends it."""
+    asked: float
+    """On time.perf_counter()."""
+
+
 class Engine:
     """Drives a scheduler and a runner on threads of its own.
 
@@ -88,7 +102,8 @@ class Engine:
         self._stopping = False
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
-        self._asked: queue.SimpleQueue[tuple[Copies, float] | None] = queue.SimpleQueue()
+        self._errands: queue.PriorityQueue[_Errand] = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=f"engine-{name}", daemon=True)
             for name, work in (("host", self._run), ("compute", self._compute), ("copy", self._copy))
@@ -167,7 +182,9 @@ class Engine:
                 self._idle = False
             asked = time.perf_counter()
             for copies in self._scheduler.take_copies():
-                self._asked.put((copies, asked))
+                # A request waits for what is loaded. That it needs nothing that is still to be stored is a promise of
+                # the scheduler's: who left the pool comes back when all has been stored.
+                self._errands.put(_Errand(0 if copies.loads else 1, next(self._numbers), copies, asked))
             if self._in_flight == 0 and self._depth > 0:
                 self._idle, self._depth = True, self._most_in_flight
             planned = time.perf_counter()
@@ -176,7 +193,7 @@ class Engine:
             self.output_seconds += time.perf_counter() - planned
         self._report()  # what came with the command to stop was obeyed, too
         self._launched.put(None)
-        self._asked.put(None)
+        self._end_copying()
 
     def _obey_commands(self) -> bool:
         """Waits for commands, results among them, and carries out all that are there. False means stop."""
@@ -231,15 +248,22 @@ class Engine:
 
     def _copy(self) -> None:
         assert self._block_copies is not None
-        while (job := self._asked.get()) is not None:
-            copies, asked = job
+        # It works for milliseconds in a second, and a request waits for it: before threads that compute all the time.
+        with contextlib.suppress(OSError):  # who is not root copies like everybody else
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) - 10)
+        while (errand := self._errands.get()).copies is not None:
+            copies = errand.copies
             if copies.loads:
                 pool_slots, arena_slots = zip(*copies.loads)
                 self._block_copies.load(arena_slots, pool_slots).wait()
             if copies.stores:
                 pool_slots, arena_slots = zip(*copies.stores)
                 self._block_copies.store(pool_slots, arena_slots).wait()
-            self._inbox.put(partial(self._scheduler.copied, copies, time.perf_counter() - asked))
+            self._inbox.put(partial(self._scheduler.copied, copies, time.perf_counter() - errand.asked))
+
+    def _end_copying(self) -> None:
+        """Once all that was asked for is done."""
+        self._errands.put(_Errand(2, next(self._numbers), None, 0.0))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         name_thread()
@@ -249,5 +273,5 @@ class Engine:
             log.exception("the engine failed")
             self._inbox.put(None)
             self._launched.put(None)
-            self._asked.put(None)
+            self._end_copying()
             self._on_failure(error)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from paceline.kernels.native.library import can_copy, copy_blocks
 from paceline.kernels.transfer import to_device
 
 _KERNEL_BYTES = 28 << 10
@@ -64,6 +65,7 @@ class BlockCopies:
         if kernel_bytes is None:
             kernel_bytes = _KERNEL_BYTES if on_gpu else 0
         self._by_kernel = pool.shape[1] * pool.itemsize < kernel_bytes
+        self._natively = not on_gpu and can_copy(pool) and can_copy(arena)
         self._out, self._in = (_stream(pool.device) if on_gpu else None for _ in range(2))
 
     def store(self, pool_slots: Sequence[int], arena_slots: Sequence[int]) -> Copy:
@@ -93,6 +95,8 @@ class BlockCopies:
                 from paceline.kernels.triton_kernels.blocks import move_blocks
 
                 move_blocks(target, source, slots[0], slots[1])
+            elif self._natively:
+                copy_blocks(target, target_slots, source, source_slots)
             else:
                 for to, begin, count in runs(target_slots, source_slots):
                     target[to : to + count].copy_(source[begin : begin + count], non_blocking=True)

@@ -61,9 +61,15 @@ pairs = st.lists(
 
 
 @settings(max_examples=30)
-@given(pairs=pairs, kernel_bytes=st.sampled_from([0, 1 << 20]), stores=st.booleans())
-def test_copies_give_each_slot_its_block(pairs: list[tuple[int, int]], kernel_bytes: int, stores: bool) -> None:
-    pool, arena = blocks(63, torch.bfloat16, 1).to(DEVICE), blocks(63, torch.bfloat16, 2)
+@given(
+    pairs=pairs, size=st.sampled_from([63, 96]), kernel_bytes=st.sampled_from([None, 0, 1 << 20]), stores=st.booleans()
+)
+def test_copies_give_each_slot_its_block(
+    pairs: list[tuple[int, int]], size: int, kernel_bytes: int | None, stores: bool
+) -> None:
+    pool, arena = blocks(size, torch.bfloat16, 1).to(DEVICE), blocks(size, torch.bfloat16, 2)
+    if size % 32 == 0:  # as real ones are, which the native library copies
+        pool, arena = pool.contiguous(), arena.contiguous()
     arena = arena.pin_memory() if DEVICE.type == "cuda" else arena
     before = pool.cpu().clone(), arena.clone()
     copies = BlockCopies(pool, arena, kernel_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 from collections.abc import Sequence
@@ -127,6 +128,32 @@ def load_library(folder: Path = _FOLDER) -> ctypes.CDLL:
     return library
 
 
+def can_copy(pool: torch.Tensor) -> bool:
+    """Whether `copy_blocks` takes this, [slots, slot_elements]: slots begin on multiples of 64 bytes, and there is the
+    library."""
+    with contextlib.suppress(ConfigError):
+        load_library()
+        aligned = not (pool.data_ptr() | pool.shape[1] * pool.itemsize) % 64
+        return pool.device.type == "cpu" and pool.is_contiguous() and aligned
+    return False
+
+
+def copy_blocks(
+    target: torch.Tensor, target_slots: Sequence[int], source: torch.Tensor, source_slots: Sequence[int]
+) -> None:
+    """target[target_slots[i]] = source[source_slots[i]], past the caches.
+
+    Args:
+        target, source: [slots, slot_elements] of the same dtype, of which `can_copy`; slots exist, and those of the
+            target are different from each other.
+    """
+    size, count = target.shape[1] * target.itemsize, len(target_slots)
+    slots = ctypes.c_int64 * count
+    load_library().paceline_copy_blocks(
+        target.data_ptr(), source.data_ptr(), size, count, slots(*target_slots), slots(*source_slots)
+    )
+
+
 @cache
 def library_digest(folder: Path = _FOLDER) -> str:
     """Changes with the library. Raises ConfigError where it was not compiled."""
@@ -164,6 +191,11 @@ def _declare(library: ctypes.CDLL) -> None:
     library.paceline_pack.restype = None
     library.paceline_use_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.paceline_use_large_pages.restype = None
+    library.paceline_copy_blocks.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)),
+    ]
+    library.paceline_copy_blocks.restype = None
     library.paceline_team_start.argtypes = [ctypes.c_int, ctypes.c_char_p]
     library.paceline_team_start.restype = ctypes.c_void_p
     library.paceline_team_stop.argtypes = [ctypes.c_void_p]

@@ -152,6 +152,12 @@ class Worker:
         """Requests that were preempted and wait for blocks."""
         return len(self._preempted)
 
+    def report(self) -> dict[str, float]:
+        """Counters by name, for load reports and metrics."""
+        stats, slot_bytes = self.engine.report(), self.layout.slot_bytes
+        moved = {f"{name}_bytes": stats[f"{name}_blocks"] * slot_bytes for name in ("loaded", "stored")}
+        return stats | moved
+
     @property
     def goes_on(self) -> bool:
         """Whether the engine waits for work or takes its steps in time; a silent request then only waits its turn."""

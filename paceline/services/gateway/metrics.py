@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paceline.core.types import FinishReason
@@ -21,6 +22,8 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 4
 _REQUEST_TIMES = {
     f"{phase}_{kind}_seconds": (phase, kind) for phase in ("prefill", "decode") for kind in ("model", "other")
 }
+_STEP_TIMES = ("busy", "bubble", "yielded", "plan", "output")
+_WITHIN = re.compile(r"swap_ins_within_(\d+)ms")
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
@@ -163,6 +166,31 @@ class _FleetCollector(Collector):
         yield from (up, running, waiting, usage, preemptions, *speculation.values(), by_position, stats)
         yield from self._step_times(labels)
         yield from self._transfers()
+        yield from self._swaps(labels)
+
+    def _swaps(self, labels: list[str]) -> Iterator[Metric]:
+        """Between workers' own pools and the arena."""
+        moved = CounterMetricFamily(
+            "paceline:kv_offload_bytes",
+            "Bytes of KV blocks copied from a worker's pool to the arena (store) and back (load)",
+            labels=[*labels, "direction"],
+        )
+        parkings = CounterMetricFamily(
+            "paceline:num_parkings", "Requests that left a worker's pool to come back later", labels=labels
+        )
+        loads = HistogramMetricFamily(
+            "paceline:kv_swap_in_seconds", "Until the blocks of a request were in a worker's pool", labels=labels
+        )
+        for member in (worker.member for worker in self._workers() if worker.member.role != "kvtransfer"):
+            label, stats = [self._model, member.worker_id, member.role], member.stats
+            for direction, name in (("load", "loaded_bytes"), ("store", "stored_bytes")):
+                moved.add_metric([*label, direction], stats.get(name, 0))
+            parkings.add_metric(label, stats.get("parkings", 0))
+            within = {int(found[1]): count for name, count in stats.items() if (found := _WITHIN.fullmatch(name))}
+            buckets = [(str(bound / 1000), within[bound]) for bound in sorted(within)]
+            buckets.append(("+Inf", stats.get("swap_ins", 0)))
+            loads.add_metric(label, buckets, stats.get("swap_in_seconds", 0))
+        yield from (moved, parkings, loads)
 
     def _transfers(self) -> Iterator[Metric]:
         labels = ["model_name", "worker"]
@@ -203,6 +231,6 @@ class _FleetCollector(Collector):
             for name, value in member.stats.items():
                 if name in _REQUEST_TIMES:
                     request_times.add_metric([*label, *_REQUEST_TIMES[name]], value)
-                elif name.endswith("_seconds"):
+                elif name.removesuffix("_seconds") in _STEP_TIMES:
                     times.add_metric([*label, name.removesuffix("_seconds")], value)
         yield from (times, request_times)

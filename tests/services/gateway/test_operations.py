@@ -313,6 +313,9 @@ async def test_what_workers_count_is_metrics(stack: Stack) -> None:
         'paceline:spec_decode_num_accepted_tokens_per_pos_total{model_name="toy",position="1",role="decode",'
         'worker="decode-0"} 2.0',
         'paceline:worker_step_seconds_total{kind="bubble",model_name="toy",role="decode",worker="decode-0"} 0.5',
+        'paceline:kv_offload_bytes_total{direction="load",model_name="toy",role="decode",worker="decode-0"} 4096.0',
+        'paceline:kv_swap_in_seconds_bucket{le="0.01",model_name="toy",role="decode",worker="decode-0"} 2.0',
+        'paceline:kv_swap_in_seconds_count{model_name="toy",role="decode",worker="decode-0"} 3.0',
         'paceline:worker_request_step_seconds_total{kind="model",model_name="toy",phase="decode",role="decode",'
         'worker="decode-0"} 0.25',
     ):

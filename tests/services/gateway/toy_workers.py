@@ -143,6 +143,10 @@ class ToyWorker(
                 "accepted_at_0": 3.0,
                 "accepted_at_1": 2.0,
                 "bubble_seconds": 0.5,
+                "loaded_bytes": 4096,
+                "swap_ins": 3,
+                "swap_in_seconds": 0.03,
+                "swap_ins_within_10ms": 2,
                 "decode_model_seconds": 0.25,
             }
             if self.role != "kvtransfer"

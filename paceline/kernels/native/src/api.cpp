@@ -156,5 +156,24 @@ int paceline_run(void* team, const paceline::Op* ops, int64_t count, const pacel
     return static_cast<paceline::Team*>(team)->run(ops, count, *step);
 }
 
+// Copies blocks: target[target_slots[i]] = source[source_slots[i]]. Past the caches, which belong to what is being
+// computed meanwhile. Blocks begin on multiples of 64 bytes, and have as many.
+void paceline_copy_blocks(char* target, const char* source, int64_t block_bytes, int64_t count,
+                          const int64_t* target_slots, const int64_t* source_slots) {
+    for (int64_t i = 0; i < count; ++i) {
+        char* to = target + target_slots[i] * block_bytes;
+        const char* from = source + source_slots[i] * block_bytes;
+#ifdef PACELINE_X86
+        for (int64_t at = 0; at < block_bytes; at += 16)
+            _mm_stream_si128(reinterpret_cast<__m128i*>(to + at),
+                             _mm_load_si128(reinterpret_cast<const __m128i*>(from + at)));
+    }
+    _mm_sfence();
+#else
+        std::memcpy(to, from, block_bytes);
+    }
+#endif
+}
+
 }  // extern "C"
 #pragma GCC visibility pop

@@ -1,0 +1,138 @@
+"""What it costs that blocks come and go between a worker's pool and the tier below it.
+
+    python -m bench.swap --rounds 5
+
+Two stacks of `paceline serve --kv-pool device`, in turns with the same requests: prompts that the tier has already,
+eight at a time. In the one the workers' pools have room for what runs and little more, so that every request loads its
+prompt's blocks, in the prefill worker and again in the decode worker, and stores what it generates; in the other one
+they have room for all, and nothing is loaded behind the first round. The difference is what swapping costs. How long
+loading took is what the decode worker reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.load import Server, ServerError, summarize, table
+from bench.services import serving
+from bench.systems import ending_on_sigterm
+from bench.workloads import Request, Workload
+
+HEARTBEAT_SECONDS = 1.5
+"""After this the gateway has the workers' newest figures."""
+
+_BUCKET = re.compile(r'paceline:kv_swap_in_seconds_bucket\{le="([^"]+)".*role="decode".*\} (\S+)')
+_TIMES = re.compile(r'paceline:num_(parkings|preemptions)_total\{.*role="decode".*\} (\S+)')
+_BYTES = re.compile(r'paceline:kv_offload_bytes_total\{direction="load".*role="decode".*\} (\S+)')
+
+
+def make_rounds(prompts: int, prompt_tokens: int, tokens: int, rounds: int, concurrency: int = 8) -> list[Workload]:
+    """The same prompts in each; the first computes them."""
+    source = random.Random(5)
+    asked = [tuple(source.choices(range(1000, 20_000), k=prompt_tokens)) for _ in range(prompts)]
+    return [
+        Workload("swap", tuple(Request(prompt, tokens) for prompt in source.sample(asked, prompts)), concurrency)
+        for _ in range(rounds + 1)
+    ]
+
+
+def buckets(metrics: str) -> dict[float, float]:
+    """By upper bound in seconds, how many times a request's blocks were loaded in no longer."""
+    return {float(bound): float(count) for bound, count in _BUCKET.findall(metrics)}
+
+
+def quantile(counts: dict[float, float], share: float) -> float:
+    """Seconds within which so large a share was loaded, linear within a bucket."""
+    total, low, below = counts[float("inf")], 0.0, 0.0
+    for bound, count in sorted(counts.items()):
+        if count >= share * total > 0:
+            return low if bound == float("inf") else low + (bound - low) * (share * total - below) / (count - below)
+        low, below = bound, count
+    return float("nan")
+
+
+async def measure(urls: dict[str, str], rounds: list[Workload]) -> dict[str, Any]:
+    """Raises ServerError where a request fails."""
+    found: dict[str, Any] = {name: [] for name in urls}
+    before: dict[float, float] = {}
+    for number, workload in enumerate(rounds):
+        for name, url in urls.items():
+            async with Server(url) as server:
+                figures = summarize(await server.run(workload))["all"]
+                if figures["failures"]:
+                    raise ServerError(f"{name}: {figures['failures']:.0f} requests failed")
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+                metrics = await server.metrics()
+            print(f"round {number} of {len(rounds) - 1}: {name}", file=sys.stderr)
+            figures["loaded_mib"] = float(_BYTES.findall(metrics)[0]) / 2**20
+            if number:
+                found[name].append(figures)
+            elif name == "small":
+                before = buckets(metrics)
+            if name == "small":
+                after = buckets(metrics)
+            if name == "small":
+                found |= {kind: float(count) for kind, count in _TIMES.findall(metrics)}
+    found["swap_in_seconds"] = {bound: count - before[bound] for bound, count in after.items()}
+    return found
+
+
+def report(found: dict[str, Any]) -> str:
+    rows = []
+    for figure in ("itl_ms_p50", "itl_ms_p90", "itl_ms_p99", "ttft_ms_p50", "output_tokens_per_s"):
+        small, large = (statistics.median(each[figure] for each in found[name]) for name in ("small", "large"))
+        rows.append([figure, f"{small:.1f}", f"{large:.1f}", f"{small / large:.3f}"])
+    swaps = found["swap_in_seconds"]
+    times = ", ".join(f"p{share * 100:.0f} {quantile(swaps, share) * 1000:.1f} ms" for share in (0.5, 0.95, 0.99))
+    within = swaps[0.01] / swaps[float("inf")]
+    return (
+        table(["figure", "swapping", "room for all", "ratio"], rows)
+        + f"\nblocks of a request loaded: {swaps[float('inf')]:.0f} times, {times}; {within:.1%} within 10 ms"
+        + f"\nparked: {found['parkings']:.0f}, preempted and computed again: {found['preemptions']:.0f}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.swap", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--small", default="160MiB", help="a worker's pool with room for what runs")
+    parser.add_argument("--large", default="640MiB", help="one with room for all")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
+    options = parser.parse_args()
+    ending_on_sigterm()
+    pool = ("--kv-pool=device", "--kv-tier-memory=1GiB", *options.flags)
+    sizes = (options.prompts, options.prompt_tokens, options.tokens, options.rounds, options.concurrency)
+    rounds = make_rounds(*sizes)
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            serving(Path(folder, "small"), options.model, f"--kv-memory={options.small}", *pool) as (_, small),
+            serving(Path(folder, "large"), options.model, f"--kv-memory={options.large}", *pool) as (_, large),
+        ):
+            found = asyncio.run(measure({"small": small, "large": large}, rounds))
+    except (RuntimeError, ServerError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(report(found))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
