@@ -204,8 +204,8 @@ def _load(config: WorkerConfig, kernels: Kernels) -> Loaded:
 
 
 def _turns(config: WorkerConfig, role: Role, page: memoryview, session: int) -> Turns | None:
-    """None where the worker leaves some of the machine's cores to others."""
-    if torch.get_num_threads() < (os.cpu_count() or 1):
+    """None where the worker leaves some of the machine's cores to others, or computes elsewhere."""
+    if config.device != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
         return None
     return PrefillTurns(page) if role == "prefill" else DecodeTurns(page, session, config.itl_target_ms / 1000)
 
