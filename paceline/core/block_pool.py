@@ -94,6 +94,12 @@ class BlockPool:
                 self._referenced += 1
             self._references[slot] += 1
 
+    def share(self, slots: Iterable[int]) -> None:
+        """Adds a reference to blocks that have one, sealed or not."""
+        for slot in slots:
+            assert self._references[slot]
+            self._references[slot] += 1
+
     def take(self, count: int) -> list[int]:
         """Fresh blocks with one reference each. There must be enough `available`."""
         while len(self._free) < count:

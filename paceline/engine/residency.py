@@ -234,7 +234,7 @@ class OnDevice:
 
     def _store(self, move: Move) -> None:
         # Its slot is nobody else's until it is stored, also where the request gives it back before.
-        self._pool.reuse((move.pool_slot,))
+        self._pool.share((move.pool_slot,))
         self._stores.append(move)
 
     def _submit(self, copies: Copies) -> None:
