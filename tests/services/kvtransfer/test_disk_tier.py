@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.core.block_pool import BlockEvent
+from paceline.core.errors import ConfigError
+from paceline.services.kvtransfer.disk_tier import DiskTier
+from paceline.services.kvtransfer.transport import ArenaMemory
+
+SLOT = 4096
+SLOTS = 8
+
+
+class Arena:
+    """A few slots, and what is in them by name."""
+
+    def __init__(self) -> None:
+        # Pages of its own, as direct I/O asks for.
+        self.memory = ArenaMemory(memoryview(mmap.mmap(-1, SLOT * SLOTS)), SLOT, SLOTS)
+        self.names: dict[bytes, int] = {}
+
+    def put(self, slot: int, digest: bytes) -> BlockEvent:
+        self.memory.slot(slot)[:] = digest * (SLOT // len(digest))
+        self.names[digest] = slot
+        return BlockEvent("stored", 0, digest)
+
+    def find(self, group: int, digest: bytes) -> int | None:
+        return self.names.get(digest)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+@pytest.fixture
+def arena() -> Arena:
+    return Arena()
+
+
+async def test_blocks_come_back_as_they_were(arena: Arena, tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 4 * SLOT, 1, arena.memory, arena.find)
+    assert not os.listdir(tmp_path)  # nothing to be left behind
+    tier.start()
+    tier.offer(arena.put(slot, name(slot)) for slot in range(3))
+    await eventually(lambda: tier.blocks == 3)
+    arena.memory.blocks[:] = bytes(SLOT * SLOTS)
+    assert await tier.read([(0, name(2), 5), (0, name(9), 6), (0, name(0), 7)]) == [True, False, True]
+    assert bytes(arena.memory.slot(5)) == name(2) * (SLOT // 16)
+    assert bytes(arena.memory.slot(7)) == name(0) * (SLOT // 16)
+    assert not any(arena.memory.slot(6))
+    await tier.close()
+
+
+async def test_a_full_disk_forgets_what_was_used_least_recently(arena: Arena, tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 2 * SLOT, 1, arena.memory, arena.find)
+    tier.start()
+    for number in range(3):
+        tier.offer([arena.put(number, name(number))])
+        await eventually(lambda number=number: tier.find(0, name(number)) is not None)
+        assert await tier.read([(0, name(0), 6)]) == [True]
+    assert [tier.find(0, name(number)) is not None for number in range(3)] == [True, False, True]
+    await tier.close()
+
+
+async def test_what_was_evicted_before_its_turn_is_not_written(arena: Arena, tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 4 * SLOT, 1, arena.memory, arena.find)
+    gone, there = arena.put(0, name(0)), arena.put(1, name(1))
+    del arena.names[name(0)]
+    tier.offer([gone, there, BlockEvent("removed", 0, name(0))])
+    tier.start()
+    await eventually(lambda: tier.blocks == 1)
+    assert tier.find(0, name(0)) is None
+    await tier.close()
+
+
+async def test_a_damaged_block_is_a_miss(arena: Arena, tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 4 * SLOT, 1, arena.memory, arena.find)
+    tier.start()
+    tier.offer([arena.put(0, name(3))])
+    await eventually(lambda: tier.blocks == 1)
+    place = tier.find(0, name(3))
+    assert place is not None
+    arena.memory.slot(1)[:] = bytes(SLOT)
+    os.pwrite(tier._file, arena.memory.slot(1), place * SLOT)
+    assert await tier.read([(0, name(3), 5)]) == [False]
+    assert tier.damaged_blocks == 1
+    await tier.close()
+
+
+async def test_a_read_that_is_cancelled_has_ended(arena: Arena, tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 4 * SLOT, 1, arena.memory, arena.find)
+    tier.start()
+    tier.offer([arena.put(0, name(3))])
+    await eventually(lambda: tier.blocks == 1)
+    reading = asyncio.create_task(tier.read([(0, name(3), 5)] * 50))
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    arena.memory.slot(5)[:] = bytes(SLOT)
+    await asyncio.sleep(0.05)
+    assert not any(arena.memory.slot(5))
+    await tier.close()
+
+
+def test_a_disk_without_room_is_refused(arena: Arena, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no room for a block"):
+        DiskTier(tmp_path, 100, 1, arena.memory, arena.find)
+    with pytest.raises(ConfigError, match="lower --kv-disk-size"):
+        DiskTier(tmp_path, 1 << 50, 1, arena.memory, arena.find)
+    with pytest.raises(ConfigError, match="choose another --kv-disk-dir"):
+        DiskTier(tmp_path / "missing", SLOT, 1, arena.memory, arena.find)
