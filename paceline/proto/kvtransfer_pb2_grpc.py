@@ -49,6 +49,11 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.Hold.FromString,
                 _registered_method=True)
+        self.Reusable = channel.unary_stream(
+                '/paceline.v1.KVTransfer/Reusable',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ReusableRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ReusableReply.FromString,
+                _registered_method=True)
         self.Ledger = channel.unary_unary(
                 '/paceline.v1.KVTransfer/Ledger',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerRequest.SerializeToString,
@@ -94,6 +99,14 @@ class KVTransferServicer:
         """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
         generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
         reservation ends it in either case.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reusable(self, request, context):
+        """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
+        cluster's stream of block events. Ends when all is told.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,6 +160,11 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.Adopt,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.Hold.SerializeToString,
+            ),
+            'Reusable': grpc.unary_stream_rpc_method_handler(
+                    servicer.Reusable,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ReusableRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ReusableReply.SerializeToString,
             ),
             'Ledger': grpc.unary_unary_rpc_method_handler(
                     servicer.Ledger,
@@ -250,6 +268,33 @@ class KVTransfer:
             '/paceline.v1.KVTransfer/Adopt',
             paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.SerializeToString,
             paceline_dot_proto_dot_kvtransfer__pb2.Hold.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reusable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/Reusable',
+            paceline_dot_proto_dot_kvtransfer__pb2.ReusableRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.ReusableReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,10 @@ class KVTransferStub:
     generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
     reservation ends it in either case.
     """
+    Reusable: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ReusableRequest, _kvtransfer_pb2.ReusableReply]
+    """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
+    cluster's stream of block events. Ends when all is told.
+    """
     Ledger: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.LedgerRequest, _kvtransfer_pb2.LedgerReply]
     """The block ledger, with the owner of every hold."""
     Fetch: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]
@@ -75,6 +79,10 @@ class KVTransferAsyncStub(KVTransferStub):
     """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
     generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
     reservation ends it in either case.
+    """
+    Reusable: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ReusableRequest, _kvtransfer_pb2.ReusableReply]  # type: ignore[assignment]
+    """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
+    cluster's stream of block events. Ends when all is told.
     """
     Ledger: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.LedgerRequest, _kvtransfer_pb2.LedgerReply]  # type: ignore[assignment]
     """The block ledger, with the owner of every hold."""
@@ -120,6 +128,16 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
         generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
         reservation ends it in either case.
+        """
+
+    @_abc_1.abstractmethod
+    def Reusable(
+        self,
+        request: _kvtransfer_pb2.ReusableRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.ReusableReply], _abc.AsyncIterator[_kvtransfer_pb2.ReusableReply]]:
+        """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
+        cluster's stream of block events. Ends when all is told.
         """
 
     @_abc_1.abstractmethod

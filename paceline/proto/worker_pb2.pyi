@@ -229,8 +229,11 @@ class Opened(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """Address of the kvtransfer service that owns them."""
+    cached_tokens: _builtins.int
+    """Tokens of the context whose KV is in the blocks already."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     def __init__(
@@ -238,10 +241,11 @@ class Opened(_message.Message):
         *,
         key: _common_pb2.Key | None = ...,
         source: _builtins.str = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "key", b"key", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,6 +92,8 @@ class Worker:
         self._grammars = loaded.grammars
         self._vocab_size = loaded.model.config.vocab_size
         self._streams: dict[Key, EventStream] = {}
+        self._left_tokens: dict[Key, int] = {}
+        """Of contexts that are being computed, or wait for it."""
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
@@ -232,13 +234,19 @@ class Worker:
         self.kv.use(request.key)
         events = EventStream()
         self._streams[request.key] = events
+        self._left_tokens[request.key] = len(request.token_ids) - request.computed_len
         self.engine.add(request)
         return events
 
     def retire(self, key: Key) -> None:
         """Stops a request, wherever it is, and gives back its blocks as soon as no step can write to them any more."""
-        self._streams.pop(key, None)
+        self.forget(key)
         self.engine.remove(key)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of contexts that are not computed yet."""
+        return sum(self._left_tokens.values())
 
     @property
     def requests(self) -> int:
@@ -248,6 +256,7 @@ class Worker:
     def forget(self, key: Key) -> None:
         """A request that has left the engine, and whose blocks are in other hands."""
         self._streams.pop(key, None)
+        self._left_tokens.pop(key, None)
 
     def _dispatch(self, events: list[Event]) -> None:
         """Carries out what concerns blocks, in the engine's order; hands the rest to the requests' handlers."""
@@ -266,7 +275,11 @@ class Worker:
                     self.kv.release(key)
                     self._tell(key, event)
                     self.forget(key)
-                case Sampled(key) | Computed(key) | Scored(key):
+                case Computed(key, _, length):
+                    if key in self._left_tokens:
+                        self._left_tokens[key] = max(0, self._left_tokens[key] - length)
+                    self._tell(key, event)
+                case Sampled(key) | Scored(key):
                     self._tell(key, event)
                 case Failed(key, message):
                     self._tell(key, ConstraintError(message))

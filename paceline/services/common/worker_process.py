@@ -173,7 +173,7 @@ class WorkerProcess:
             max_seqs=worker.limits.max_seqs,
             running=worker.active - worker.waiting,
             waiting=worker.waiting,
-            stats=worker.engine.report(),
+            stats={**worker.engine.report(), "queued_tokens": worker.queued_tokens},
         )
 
 
