@@ -29,6 +29,8 @@ GIB = 1 << 30
 
 Quantization = Literal["none", "int8", "gguf"]
 """How a model's matrices lie in memory."""
+RouterMode = Literal["kv", "round-robin"]
+"""How requests find their workers."""
 TransportChoice = Literal["auto", "ucx", "grpc"]
 """How KV blocks come from other hosts."""
 
@@ -98,6 +100,12 @@ class GatewayConfig(ServiceConfig):
         "so no step may take this long",
         "limits",
         at_least=0.1,
+    )
+    router_mode: RouterMode = option(
+        "kv",
+        "how requests find their workers: kv weighs cached prefixes, queues, load and transfers; round-robin takes one "
+        "after the other",
+        "cluster",
     )
     max_attempts: int = option(
         5, "tries in a row at one request when workers fail, each before it has decoded a token", "limits", at_least=1

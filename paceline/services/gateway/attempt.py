@@ -100,11 +100,22 @@ class WorkerBusyError(BusyError):
         self.worker = worker
 
 
+class NotCachedError(PacelineError):
+    """A decode worker was to compute the little that is not cached, and it is more: this is not the place."""
+
+    def __init__(self, worker: Worker, cached_tokens: int) -> None:
+        super().__init__(f"{worker} has only {cached_tokens} tokens cached")
+        self.worker = worker
+        self.cached_tokens = cached_tokens
+
+
 class Attempt:
     """One attempt, from `admit` to `close`, which must always be called.
 
     Args:
         work: what to admit.
+        cached_tokens: that whoever computes the prompt will probably find.
+        least_cached_tokens: see NotCachedError.
         seconds: longest life of the calls.
         stall_seconds: longest silence before a worker counts as failed.
         record: takes what workers report.
@@ -120,6 +131,8 @@ class Attempt:
         seconds: float,
         stall_seconds: float,
         record: AttemptRecord | None = None,
+        cached_tokens: int = 0,
+        least_cached_tokens: int = 0,
     ) -> None:
         self.decode = decode
         self.prefill = prefill
@@ -130,6 +143,7 @@ class Attempt:
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
+        self._least_cached_tokens = least_cached_tokens
         self._resources = contextlib.ExitStack()
         self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
         """Open until the prefill worker is done with the request, which leaves its place to another one then."""
@@ -138,9 +152,10 @@ class Attempt:
         """Set until the handoff."""
         self._first: worker_pb2.FirstToken | None = None
         self._finished = False
-        self._resources.enter_context(fleet.call(decode))
+        left = len(work.token_ids) - cached_tokens
+        self._resources.enter_context(fleet.call(decode, left if prefill is None else 0))
         if prefill is not None:
-            self._prefill_work.enter_context(fleet.call(prefill))
+            self._prefill_work.enter_context(fleet.call(prefill, left))
 
     async def admit(self) -> None:
         """Reserves room on the decode worker and starts the prefill.
@@ -149,6 +164,7 @@ class Attempt:
             WorkerBusyError: there is no room.
             WorkerFailedError: the worker failed.
             InvalidRequestError: the worker can never serve this.
+            NotCachedError: there is room, but this is not the place.
         """
         self._decode_call = worker_pb2_grpc.DecodeStub(self.decode.channel).Generate(  # type: ignore[call-arg]  # a wrong stub
             timeout=self._seconds, metadata=trace_headers()
@@ -157,6 +173,8 @@ class Attempt:
         event = await self._answer(self._ask_decode(), self.decode)
         if not event.HasField("admitted"):
             raise self._out_of_turn(self.decode)
+        if event.admitted.cached_tokens < self._least_cached_tokens:
+            raise NotCachedError(self.decode, event.admitted.cached_tokens)
         self.record.reserve(event.admitted)
         if self.prefill is None:
             await self._command(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
@@ -205,6 +223,7 @@ class Attempt:
         event = await self._answer(self._read_prefill(ADMIT_SECONDS), self.prefill)
         if not event.HasField("opened"):
             raise self._out_of_turn(self.prefill)
+        self.record.cached_tokens = event.opened.cached_tokens
         if self._link is not None:
             fetch = worker_pb2.Fetch(key=event.opened.key, source=event.opened.source)
             await self._command(worker_pb2.DecodeCommand(fetch=fetch))

@@ -44,7 +44,9 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         matcher = await worker.matcher(work)
         hold = await self._open(request)
         try:
-            opened = worker_pb2.Opened(key=key_to_pb(hold.key), source=worker.kv.source)
+            opened = worker_pb2.Opened(
+                key=key_to_pb(hold.key), source=worker.kv.source, cached_tokens=hold.filled_tokens
+            )
             await context.write(worker_pb2.PrefillEvent(opened=opened))
             computed = worker.make_request(
                 work,
