@@ -5,8 +5,8 @@ on with it, or on another one; and how much of each turn of a conversation is co
 
 Two hosts with a prefill and a decode worker each, on this machine: they share no memory. Prompts are random token ids,
 sent one after the other. "warm" is what each takes when it comes again with other 32 tokens at its end. Before
-"elsewhere" the decode worker of host 0, where all have been computed, ends: the answer comes from host 1, and the
-router may have all computed there, or the end on host 0 and the rest moved.
+"elsewhere" the workers of host 0, where all have been computed, end: those of host 1 go on, and its kvtransfer brings
+the prefix over from that of host 0 first.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ async def measure(services: Services, prompt_tokens: int, prompts: int, turns: i
         services.start_again("prefill-1")
         services.wait_ready("decode-1", "prefill-1")
         services.processes["decode-0"].stop()
-        await until_complete(http, 3)
+        services.processes["prefill-0"].stop()
+        await until_complete(http, 2)
         for _ in range(2):  # wakes the workers, and tells how fast blocks come
             await ask(http, random_tokens(prompt_tokens), 4)
         for prompt in known:

@@ -81,7 +81,6 @@ async def run_round(http: httpx.AsyncClient, salt: str, seed: int, options: argp
 async def measure(services: Services, options: argparse.Namespace) -> dict[str, list[Figures]]:
     """The rounds of each way."""
     names = {way: services.start_gateway(f"--router-mode={way}") for way in WAYS}
-    services.wait_ready(*names.values())
     found: dict[str, list[Figures]] = {way: [] for way in WAYS}
     for number in range(options.rounds):
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:

@@ -755,6 +755,72 @@ class ExportRequest(_message.Message):
 Global___ExportRequest: _TypeAlias = ExportRequest  # noqa: Y015
 
 @_typing.final
+class FetchPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    source: _builtins.str
+    """Address of the other host's service."""
+    @_builtins.property
+    def key(self) -> _common_pb2.Key:
+        """Of the request that is about to be reserved."""
+
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Those of the context, as for Reserve, no more than may be reused."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+        key: _common_pb2.Key | None = ...,
+        source: _builtins.str = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "key", b"key", "session", b"session", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchPrefixRequest: _TypeAlias = FetchPrefixRequest  # noqa: Y015
+
+@_typing.final
+class ExportPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """As in ExportRequest."""
+    cached_tokens: _builtins.int
+    @_builtins.property
+    def key(self) -> _common_pb2.Key: ...
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        key: _common_pb2.Key | None = ...,
+        cached_tokens: _builtins.int = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "fingerprint", b"fingerprint", "hashes", b"hashes", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportPrefixRequest: _TypeAlias = ExportPrefixRequest  # noqa: Y015
+
+@_typing.final
 class ExportEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

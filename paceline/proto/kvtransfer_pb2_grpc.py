@@ -69,6 +69,16 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
                 _registered_method=True)
+        self.FetchPrefix = channel.unary_unary(
+                '/paceline.v1.KVTransfer/FetchPrefix',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchPrefixRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchReply.FromString,
+                _registered_method=True)
+        self.ExportPrefix = channel.unary_stream(
+                '/paceline.v1.KVTransfer/ExportPrefix',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportPrefixRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
+                _registered_method=True)
         self.Read = channel.unary_stream(
                 '/paceline.v1.KVTransfer/Read',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ReadRequest.SerializeToString,
@@ -136,8 +146,23 @@ class KVTransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchPrefix(self, request, context):
+        """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportPrefix(self, request, context):
+        """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
+        evicted until the call ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Read(self, request, context):
-        """Asked by another host's service: the bytes of blocks that Export has named, in the order of the request.
+        """Asked by another host's service: the bytes of blocks that an export has named, in the order of the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,6 +204,16 @@ def add_KVTransferServicer_to_server(servicer, server):
             'Export': grpc.unary_stream_rpc_method_handler(
                     servicer.Export,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.SerializeToString,
+            ),
+            'FetchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchPrefix,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchPrefixRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchReply.SerializeToString,
+            ),
+            'ExportPrefix': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportPrefix,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportPrefixRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.SerializeToString,
             ),
             'Read': grpc.unary_stream_rpc_method_handler(
@@ -375,6 +410,60 @@ class KVTransfer:
             target,
             '/paceline.v1.KVTransfer/Export',
             paceline_dot_proto_dot_kvtransfer__pb2.ExportRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/FetchPrefix',
+            paceline_dot_proto_dot_kvtransfer__pb2.FetchPrefixRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.FetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/ExportPrefix',
+            paceline_dot_proto_dot_kvtransfer__pb2.ExportPrefixRequest.SerializeToString,
             paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
             options,
             channel_credentials,

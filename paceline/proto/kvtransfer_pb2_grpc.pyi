@@ -61,8 +61,14 @@ class KVTransferStub:
     """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
     the hold is filled. Ending the call says that they have been read.
     """
+    FetchPrefix: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchPrefixRequest, _kvtransfer_pb2.FetchReply]
+    """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came."""
+    ExportPrefix: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ExportPrefixRequest, _kvtransfer_pb2.ExportEvent]
+    """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
+    evicted until the call ends.
+    """
     Read: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ReadRequest, _kvtransfer_pb2.ReadReply]
-    """Asked by another host's service: the bytes of blocks that Export has named, in the order of the request."""
+    """Asked by another host's service: the bytes of blocks that an export has named, in the order of the request."""
 
 @_typing.type_check_only
 class KVTransferAsyncStub(KVTransferStub):
@@ -95,8 +101,14 @@ class KVTransferAsyncStub(KVTransferStub):
     """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
     the hold is filled. Ending the call says that they have been read.
     """
+    FetchPrefix: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchPrefixRequest, _kvtransfer_pb2.FetchReply]  # type: ignore[assignment]
+    """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came."""
+    ExportPrefix: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ExportPrefixRequest, _kvtransfer_pb2.ExportEvent]  # type: ignore[assignment]
+    """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
+    evicted until the call ends.
+    """
     Read: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ReadRequest, _kvtransfer_pb2.ReadReply]  # type: ignore[assignment]
-    """Asked by another host's service: the bytes of blocks that Export has named, in the order of the request."""
+    """Asked by another host's service: the bytes of blocks that an export has named, in the order of the request."""
 
 class KVTransferServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -170,11 +182,29 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def FetchPrefix(
+        self,
+        request: _kvtransfer_pb2.FetchPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvtransfer_pb2.FetchReply, _abc.Awaitable[_kvtransfer_pb2.FetchReply]]:
+        """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came."""
+
+    @_abc_1.abstractmethod
+    def ExportPrefix(
+        self,
+        request: _kvtransfer_pb2.ExportPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.ExportEvent], _abc.AsyncIterator[_kvtransfer_pb2.ExportEvent]]:
+        """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
+        evicted until the call ends.
+        """
+
+    @_abc_1.abstractmethod
     def Read(
         self,
         request: _kvtransfer_pb2.ReadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.ReadReply], _abc.AsyncIterator[_kvtransfer_pb2.ReadReply]]:
-        """Asked by another host's service: the bytes of blocks that Export has named, in the order of the request."""
+        """Asked by another host's service: the bytes of blocks that an export has named, in the order of the request."""
 
 def add_KVTransferServicer_to_server(servicer: KVTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -96,12 +96,27 @@ async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: r
             cluster.processes["gateway"].stop()
             await hints.flushall()
             cluster.start_again("gateway")
-            cluster.wait_ready("gateway")
             await cluster.wait_workers(4)
             await asyncio.sleep(2)
     hosts = (await cluster.fleet())["hosts"]
     assert all(host["cached"] > 0 for host in hosts)  # they have spread
     await same_as_cold(cluster, last, answer)
+    await cluster.settled()
+
+
+async def test_a_prefix_comes_from_a_host_that_computes_no_more(cluster: Cluster) -> None:
+    conversation = tokens(7)
+    answer = await ask(cluster, conversation)
+    hosts = (await cluster.fleet())["hosts"]
+    holder = next(int(host["host_id"].removeprefix("host-")) for host in hosts if host["cached"])
+    for role in ("decode", "prefill"):
+        assert cluster.processes.pop(f"{role}-{holder}").stop() == 0
+    await cluster.wait_workers(2)
+    before = len(conversation) + len(answer.token_ids) - 1
+    conversation += answer.token_ids + tokens(8, 40)
+    answer = await ask(cluster, conversation)
+    assert answer.cached == before // 16 * 16
+    await same_as_cold(cluster, conversation, answer)
     await cluster.settled()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,9 +17,11 @@ from paceline.core.errors import (
     InvalidRequestError,
     PacelineError,
     StaleError,
+    TransferError,
     UnavailableError,
 )
 from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.constraint import Matcher
@@ -47,6 +50,8 @@ from paceline.services.common.wire import sampling_from_pb
 from paceline.services.common.work_check import check_token, check_work
 
 Argument = TypeVar("Argument")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +187,19 @@ class Worker:
 
     def hash_chain(self, work: pb.Work) -> HashChain:
         return HashChain(self.layout.fingerprint, work.cache_salt)
+
+    async def fetch_prefix(self, work: pb.Work, key: Key, chain: HashChain, token_ids: Sequence[int]) -> bool:
+        """Brings over what the gateway believes to be cached elsewhere, before blocks are reserved. Where it does not
+        come, more is computed. Returns False where its source could not be read."""
+        if not work.prefix_source:
+            return True
+        chain.extend(token_ids)
+        try:
+            await self.kv.fetch_prefix(key, work.prefix_source, chain.hashes[: (len(token_ids) - 1) // BASE_TOKENS])
+        except PacelineError as error:
+            log.warning("%s", error, extra={"request_id": key.request_id})
+            return not isinstance(error, TransferError)
+        return True
 
     async def reserve(
         self, work: pb.Work, key: Key, chain: HashChain, token_ids: Sequence[int], token_count: int

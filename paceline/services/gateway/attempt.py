@@ -114,7 +114,8 @@ class Attempt:
 
     Args:
         work: what to admit.
-        cached_tokens: that whoever computes the prompt will probably find.
+        source: kvtransfer from which whoever computes the prompt brings over a prefix first.
+        cached_tokens: that this worker will probably find then.
         least_cached_tokens: see NotCachedError.
         seconds: longest life of the calls.
         stall_seconds: longest silence before a worker counts as failed.
@@ -131,6 +132,7 @@ class Attempt:
         seconds: float,
         stall_seconds: float,
         record: AttemptRecord | None = None,
+        source: Worker | None = None,
         cached_tokens: int = 0,
         least_cached_tokens: int = 0,
     ) -> None:
@@ -143,6 +145,8 @@ class Attempt:
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
+        self._links = fleet.links
+        self._source = source
         self._least_cached_tokens = least_cached_tokens
         self._resources = contextlib.ExitStack()
         self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
@@ -176,13 +180,14 @@ class Attempt:
         if event.admitted.cached_tokens < self._least_cached_tokens:
             raise NotCachedError(self.decode, event.admitted.cached_tokens)
         self.record.reserve(event.admitted)
+        self._note_prefix(self.decode, event.admitted.prefix_failed)
         if self.prefill is None:
             await self._command(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
         else:
             await self._start_prefill(event.admitted.key)
 
     async def _ask_decode(self) -> worker_pb2.DecodeEvent:
-        await self._command(worker_pb2.DecodeCommand(admit=self._work))
+        await self._command(worker_pb2.DecodeCommand(admit=self._work_with_source(self._link is None)))
         event: worker_pb2.DecodeEvent = await self._read(
             self._decode_call, self.decode, min(ADMIT_SECONDS, self._stall_seconds)
         )
@@ -209,8 +214,7 @@ class Attempt:
 
     async def _start_prefill(self, key: common_pb2.Key) -> None:
         assert self.prefill is not None
-        work = common_pb2.Work()
-        work.CopyFrom(self._work)
+        work = self._work_with_source(self._link is not None)
         work.key.CopyFrom(key)
         self._prefill_call = worker_pb2_grpc.PrefillStub(self.prefill.channel).Run(
             worker_pb2.PrefillRequest(work=work, host_id=self.decode.member.host_id),
@@ -224,9 +228,22 @@ class Attempt:
         if not event.HasField("opened"):
             raise self._out_of_turn(self.prefill)
         self.record.cached_tokens = event.opened.cached_tokens
+        self._note_prefix(self.prefill, event.opened.prefix_failed)
         if self._link is not None:
             fetch = worker_pb2.Fetch(key=event.opened.key, source=event.opened.source)
             await self._command(worker_pb2.DecodeCommand(fetch=fetch))
+
+    def _work_with_source(self, computes: bool) -> common_pb2.Work:
+        """What to admit; tells from where to fetch a prefix to the worker on whose host it is needed."""
+        work = common_pb2.Work()
+        work.CopyFrom(self._work)
+        if computes and self._source is not None:
+            work.prefix_source = self._source.member.address
+        return work
+
+    def _note_prefix(self, worker: Worker, failed: bool) -> None:
+        if failed and self._source is not None:
+            self._links.avoid((self._source.member.host_id, worker.member.host_id))
 
     async def next(self) -> Event:
         """What happens next. Raises what `admit` does. Behind Ended comes nothing."""

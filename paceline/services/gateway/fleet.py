@@ -190,6 +190,10 @@ class Fleet:
         """The kvtransfer services."""
         return [worker for worker in self.workers() if worker.member.role == "kvtransfer"]
 
+    def host(self, host_id: str) -> Worker | None:
+        """The kvtransfer service of a host."""
+        return next((host for host in self.hosts() if host.member.host_id == host_id), None)
+
     def worker(self, worker_id: str) -> Worker:
         return self._workers[worker_id]
 

@@ -269,6 +269,7 @@ class RequestRunner:
                 seconds=max(deadline - time.monotonic(), 0.1),
                 stall_seconds=self._config.stall_seconds,
                 record=record,
+                source=self._fleet.host(placement.source),
                 cached_tokens=placement.cached_tokens,
                 least_cached_tokens=placement.least_cached_tokens,
             )

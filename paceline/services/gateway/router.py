@@ -4,8 +4,9 @@ Each way to run it has a cost in seconds: the time to its first token, as far as
 others. The cheapest is taken.
 
     queue            tokens that the computing worker has before it / its tokens a second
-    compute          tokens of the context that are not cached on its host / its tokens a second
-    move             tokens that decode's host lacks / what it gets from other hosts; hidden behind computing
+    fetch            tokens of a prefix that its host gets from another one first / what it gets a second
+    compute          tokens of the context that are cached on neither / its tokens a second
+    move             tokens that decode's host lacks / what it gets a second; hidden behind computing
     for others       load of the decode worker; the delay of those it decodes, where it computes the prompt
     given lately     so that of equal places not always the same one is taken, and a prefix that many share spreads
 """
@@ -100,8 +101,10 @@ class Placement:
 
     decode: Member
     prefill: Member | None
+    source: str = ""
+    """Host from which whoever computes the prompt brings over a prefix first."""
     cached_tokens: int = 0
-    """Of the prompt, that whoever computes it will find on its host; a hint."""
+    """Of the prompt, that whoever computes it will find then; a hint."""
     least_cached_tokens: int = 0
     """Where it finds fewer, this is not the place."""
 
@@ -122,7 +125,7 @@ def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     def rank(way: _Way) -> tuple[object, ...]:
         # Names break ties, so that equal snapshots give equal placements.
         prefill_load = 0.0 if way.prefill is None else way.prefill.load
-        return *way.trouble(need), way.seconds(need, usual), way.local, way.far, prefill_load, way.names
+        return *way.trouble(need), way.seconds(need, usual), way.local, way.far, prefill_load, way.names, way.source
 
     way = min(_ways(need, fleet), key=rank, default=None)
     return None if way is None else way.placement(need)
@@ -149,6 +152,8 @@ class _Way:
     prefill: Candidate | None
     alone: bool = False
     """Whether there is no prefill worker that could hand over to this decode worker."""
+    source: str = ""
+    """Host from which a prefix comes first."""
 
     @property
     def computing(self) -> Candidate:
@@ -166,6 +171,10 @@ class _Way:
     def names(self) -> tuple[str, str]:
         return self.decode.member.worker_id, "" if self.prefill is None else self.prefill.member.worker_id
 
+    def cached(self, need: Need) -> int:
+        """Tokens that need not be computed."""
+        return need.cached.get(self.source or self.computing.member.host_id, 0)
+
     def trouble(self, need: Need) -> tuple[bool, ...]:
         """What is worse than any cost, the worst first."""
         return self.alone, *(name in need.failed for name in self.names)
@@ -178,21 +187,24 @@ class _Way:
         """
         computing, decode = self.computing, self.decode
         speed = computing.tokens_per_second or usual
-        compute = (need.prompt_tokens - need.cached.get(computing.member.host_id, 0)) / speed
+        compute = (need.prompt_tokens - self.cached(need)) / speed
+        fetch = 0.0
+        if self.source:
+            lacking = self.cached(need) - need.cached.get(computing.member.host_id, 0)
+            fetch = LINK_SECONDS + lacking / _fetch_speed(computing)
         if self.local:
             compute *= 1 + decode.member.running  # each of those waits as long
         if self.far:
             lacking = need.prompt_tokens - need.cached.get(decode.member.host_id, 0)
-            move = lacking / (decode.fetch_tokens_per_second or FETCH_TOKENS_PER_SECOND)
+            move = lacking / _fetch_speed(decode)
             compute = max(compute, move) + LINK_SECONDS
         queue = (computing.queued_tokens + LATELY * computing.recent_tokens) / speed
-        return queue + compute + LOAD_SECONDS * decode.load
+        return queue + fetch + compute + LOAD_SECONDS * decode.load
 
     def placement(self, need: Need) -> Placement:
         prefill = None if self.prefill is None else self.prefill.member
-        cached = need.cached.get(self.computing.member.host_id, 0)
         least = need.prompt_tokens - LOCAL_TOKENS if self.local and not self.alone else 0
-        return Placement(self.decode.member, prefill, cached, max(0, least))
+        return Placement(self.decode.member, prefill, self.source, self.cached(need), max(0, least))
 
 
 def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
@@ -208,13 +220,26 @@ def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
         ways += [_Way(decode, prefill) for prefill in open_ones]
         if not partners or _little_is_left(need, decode):
             ways.append(_Way(decode, None, alone=not partners))
-    return ways
+    fetching = [dataclasses.replace(way, source=source) for way in ways if (source := _source(need, way))]
+    return ways + fetching
+
+
+def _source(need: Need, way: _Way) -> str:
+    """The host that has the most of the context cached, and more than the computing worker's; "" where none has."""
+    here = way.computing.member.host_id
+    reachable = [(tokens, host) for host, tokens in need.cached.items() if (host, here) not in need.cut]
+    tokens, host = max(reachable, default=(0, ""))
+    return host if tokens > need.cached.get(here, 0) else ""
 
 
 def _little_is_left(need: Need, decode: Candidate) -> bool:
     """Whether the decode worker may compute what is not cached without being felt by those that it serves."""
     cached = need.cached.get(decode.member.host_id, 0)
     return cached > 0 and need.prompt_tokens - cached + decode.queued_tokens <= LOCAL_TOKENS
+
+
+def _fetch_speed(candidate: Candidate) -> float:
+    return candidate.fetch_tokens_per_second or FETCH_TOKENS_PER_SECOND
 
 
 def _can_hand_over(prefill: Member, decode: Member, cut: frozenset[Link]) -> bool:

@@ -24,7 +24,7 @@ from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.kvtransfer.hold import TRANSFER
-from paceline.services.kvtransfer.host_memory import HostOptions
+from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.keeper import Keeper
 from paceline.services.kvtransfer.operations import apply, changed_holds, hold_to_pb, key_of
 from paceline.services.kvtransfer.owners import describe_holds
@@ -185,18 +185,39 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 return reply
         raise AssertionError("mapped_errors ended the call")
 
+    async def FetchPrefix(self, request: pb.FetchPrefixRequest, context: Context) -> pb.FetchReply:
+        async with mapped_errors(context):
+            memory = self.sessions.check(request.session)
+            key = key_of(request.key)
+            with request_span("fetch prefix", key.request_id, carrier_of(context.invocation_metadata())) as span:
+                reply = await memory.fetches.run_prefix(key, request.source, request.hashes)
+                span.set_attributes({"paceline.path": reply.path, "paceline.bytes": reply.bytes})
+                log.info("%d blocks of a prefix came from %s over %s", reply.blocks, request.source, reply.path)
+                return reply
+        raise AssertionError("mapped_errors ended the call")
+
+    async def ExportPrefix(self, request: pb.ExportPrefixRequest, context: Context) -> None:  # type: ignore[override]
+        async with mapped_errors(context):
+            memory, key = self._exporting(request.fingerprint), key_of(request.key)
+            with request_span("export prefix", key.request_id, carrier_of(context.invocation_metadata())):
+                await memory.exports.run_prefix(key, request.hashes, request.cached_tokens, context.write)
+
     async def Export(self, request: pb.ExportRequest, context: Context) -> None:  # type: ignore[override]
         # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
         async with mapped_errors(context):
-            memory = self.sessions.need_memory()
-            if request.fingerprint != memory.layout.fingerprint:
-                raise PacelineError(
-                    "the KV blocks of these hosts differ; all workers of a cluster must serve the same model with the "
-                    "same dtype and version"
-                )
-            key = key_of(request.key)
+            memory, key = self._exporting(request.fingerprint), key_of(request.key)
             with request_span("export", key.request_id, carrier_of(context.invocation_metadata())):
                 await memory.exports.run(key, request.cached_tokens, context.write)
+
+    def _exporting(self, fingerprint: str) -> HostMemory:
+        """Raises PacelineError where a reader with this layout can read nothing here."""
+        memory = self.sessions.need_memory()
+        if fingerprint != memory.layout.fingerprint:
+            raise PacelineError(
+                "the KV blocks of these hosts differ; all workers of a cluster must serve the same model with the same "
+                "dtype and version"
+            )
+        return memory
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> None:  # type: ignore[override]
         async with mapped_errors(context):

@@ -81,6 +81,8 @@ def test_events_are_followed_and_gaps_are_noticed() -> None:
     assert index.cached_tokens(Context(TOKENS), 199) == {"a": 48}
     assert index.apply(BlockBatch("a", "p", 3, (BlockEvent("removed", 0, chain[0]),)))
     assert index.cached_tokens(Context(TOKENS), 199) == {}
+    assert index.apply(stored(chain[0], first=1))  # from before it was removed
+    assert index.cached_tokens(Context(TOKENS), 199) == {}
     index.replace("a", blocks(FULL, TOKENS))
     index.forget("a")
     assert index.cached_tokens(Context(TOKENS), 199) == {}

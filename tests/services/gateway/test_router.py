@@ -127,24 +127,55 @@ def test_the_host_with_the_longest_prefix_is_taken() -> None:
     assert placed(prompt(2000, h1=1024, h2=512), *two_hosts()) == ("d1", "p1")
 
 
+def slow(candidate: Member) -> Candidate:
+    """Its host gets no more from others than it computes."""
+    return Candidate(candidate, fetch_tokens_per_second=1000)
+
+
 def test_a_prefix_is_not_worth_a_longer_queue() -> None:
-    busy = two_hosts(stats={"queued_tokens": 600})
-    assert placed(prompt(2000, h1=512), *busy) == ("d2", "p2")
-    assert placed(prompt(2000, h1=1024), *busy) == ("d1", "p1")
+    d1, p1, d2, p2 = two_hosts(stats={"queued_tokens": 600})
+    assert placed(prompt(2000, h1=512), d1, p1, slow(d2), slow(p2)) == ("d2", "p2")
+    assert placed(prompt(2000, h1=1024), d1, p1, slow(d2), slow(p2)) == ("d1", "p1")
+
+
+def test_a_prefix_is_brought_where_its_host_is_busy() -> None:
+    fleet = [Candidate(m) for m in two_hosts(stats={"queued_tokens": 600})]
+    found = place(prompt(2000, h1=1024, h2=16), fleet)
+    assert found is not None
+    assert found.prefill is not None
+    assert (found.decode.worker_id, found.prefill.worker_id) == ("d2", "p2")
+    assert (found.source, found.cached_tokens) == ("h1", 1024)
+    # Not over a cut link, and not for less than it costs.
+    for need in (
+        dataclasses.replace(prompt(2000, h1=1600), cut=frozenset({("h1", "h2")})),
+        prompt(2000, h1=512, h2=504),
+    ):
+        found = place(need, fleet)
+        assert found is not None
+        assert found.source == ""
+
+
+def test_a_prefix_is_brought_from_a_host_without_workers() -> None:
+    found = place(prompt(2000, gone=1600, other=1024), [Candidate(m) for m in two_hosts()])
+    assert found is not None
+    assert (found.source, found.cached_tokens) == ("gone", 1600)
+    alone = place(prompt(2000, gone=1600), [Candidate(member("d"))])
+    assert alone is not None
+    assert (alone.prefill, alone.source, alone.cached_tokens) == (None, "gone", 1600)
 
 
 def test_a_full_decode_worker_is_spared_unless_moving_takes_longer() -> None:
     d1, p1, d2, p2 = two_hosts()
     full = dataclasses.replace(d1, running=8)
     assert placed(prompt(2000, h1=1600), full, p1, d2, p2) == ("d2", "p1")
-    assert placed(prompt(2000, h1=1600), full, p1, Candidate(d2, fetch_tokens_per_second=1000), p2) == ("d1", "p1")
-    assert placed(prompt(2000, h1=512), full, p1, Candidate(d2, fetch_tokens_per_second=1000), p2) == ("d2", "p2")
+    assert placed(prompt(2000, h1=1600), full, p1, slow(d2), slow(p2)) == ("d1", "p1")
+    assert placed(prompt(2000, h1=512), full, p1, slow(d2), slow(p2)) == ("d2", "p2")
 
 
 def test_own_calls_queue_before_they_are_reported() -> None:
     d1, p1, d2, p2 = two_hosts()
     busy = Candidate(p1, in_flight=1, unreported=1, unreported_tokens=600)
-    assert placed(prompt(2000, h1=512), d1, busy, d2, p2) == ("d2", "p2")
+    assert placed(prompt(2000, h1=512), d1, busy, slow(d2), slow(p2)) == ("d2", "p2")
 
 
 def test_misses_do_not_all_go_to_one_worker() -> None:
@@ -251,7 +282,7 @@ needs = st.builds(
     Need,
     st.just(100),
     prompt_tokens=st.integers(1, 2000),
-    cached=st.dictionaries(st.sampled_from(["h1", "h2"]), st.integers(0, 1999)),
+    cached=st.dictionaries(st.sampled_from(["h1", "h2", "h3"]), st.integers(0, 1999)),
     failed=st.frozensets(st.sampled_from("abc")),
     refused=st.frozensets(st.sampled_from("def")),
 )

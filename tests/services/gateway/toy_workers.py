@@ -163,13 +163,13 @@ class ToyWorker(
         async with mapped_errors(context), _Tracked(self, request.work, context) as call:
             work = request.work
             await self._progress(call, ADMISSION, context)
-            await context.write(
-                worker_pb2.PrefillEvent(
-                    opened=worker_pb2.Opened(
-                        key=work.key, source=f"kv of {self.host_id}", cached_tokens=_cached_tokens(work)
-                    )
-                )
+            opened = worker_pb2.Opened(
+                key=work.key,
+                source=f"kv of {self.host_id}",
+                cached_tokens=_cached_tokens(work),
+                prefix_failed=self.loses_transfers and bool(work.prefix_source),
             )
+            await context.write(worker_pb2.PrefillEvent(opened=opened))
             await self._progress(call, 0, context)
             chunks = self._chunks(len(work.token_ids))
             for chunk in chunks[:-1]:
@@ -194,7 +194,13 @@ class ToyWorker(
         work = (await anext(commands)).admit
         async with mapped_errors(context), _Tracked(self, work, context) as call:
             await self._progress(call, ADMISSION, context)
-            admitted = worker_pb2.Admitted(key=work.key, cached_tokens=_cached_tokens(work), blocks=5, cached_blocks=1)
+            admitted = worker_pb2.Admitted(
+                key=work.key,
+                cached_tokens=_cached_tokens(work),
+                blocks=5,
+                cached_blocks=1,
+                prefix_failed=self.loses_transfers and bool(work.prefix_source),
+            )
             await context.write(worker_pb2.DecodeEvent(admitted=admitted))
             command = await anext(commands, None)
             if command is None:
