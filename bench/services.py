@@ -124,6 +124,7 @@ class Services:
         self._starts: Counter[str] = Counter()
         self._kv_ports, self._http_port = [free_port() for _ in hosts], free_port()
         home, port = hosts[0], free_port()
+        self._http_ports: dict[str, int] = {}
         self.url = f"http://{home.ip}:{self._http_port}"
         self.redis_url = f"redis://{home.ip}:{port}/0"
         listen = ("--port", str(port), "--bind", home.ip, "--protected-mode", "no")
@@ -139,8 +140,15 @@ class Services:
         options = (f"--kvtransfer-address={kvtransfer}", f"--worker-id={name}")
         return self._start(role, name, host, self._model, *options)
 
-    def start_gateway(self) -> str:
-        return self._start("gateway", "gateway", 0, self._model, f"--port={self._http_port}")
+    def start_gateway(self, *options: str) -> str:
+        """The first one is at `url`, others are at `url_of` their names."""
+        number = sum(role_of(name) == "gateway" for name in self.processes)
+        name, port = (f"gateway-{number}", free_port()) if number else ("gateway", self._http_port)
+        self._http_ports[name] = port
+        return self._start("gateway", name, 0, self._model, f"--port={port}", *options)
+
+    def url_of(self, gateway: str) -> str:
+        return f"http://{self.hosts[0].ip}:{self._http_ports[gateway]}"
 
     def start_again(self, name: str) -> None:
         """One that has ended, as it was."""

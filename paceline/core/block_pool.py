@@ -40,6 +40,8 @@ class BlockPool:
     def __init__(self, slots: int, groups: int) -> None:
         self.evicted = 0
         """Blocks evicted so far."""
+        self.event_count = 0
+        """Events so far: the number of the next one."""
         # Descending, so that blocks taken one after the other are neighbours in memory.
         self._free = list(range(slots - 1, -1, -1))
         self._references = [0] * slots
@@ -142,13 +144,21 @@ class BlockPool:
         self._names[slot] = (group, digest)
         if digest not in self._index[group]:
             self._index[group][digest] = slot
-            self._events.append(BlockEvent("stored", group, digest))
+            self._note(BlockEvent("stored", group, digest))
 
     def take_events(self) -> list[BlockEvent]:
         """What happened since the last call, oldest first; the oldest are lost when nobody asks for long."""
         events = list(self._events)
         self._events.clear()
         return events
+
+    def reusable(self) -> list[list[bytes]]:
+        """For each group the names of all blocks that `find` finds: what all events together have made of it."""
+        return [list(index) for index in self._index]
+
+    def _note(self, event: BlockEvent) -> None:
+        self._events.append(event)
+        self.event_count += 1
 
     def _retire(self, slot: int, group: int, digest: bytes) -> None:
         first = self._index[group].get(digest)
@@ -172,7 +182,7 @@ class BlockPool:
         self._names[slot] = None
         self._free.append(slot)
         self.evicted += 1
-        self._events.append(BlockEvent("removed", group, digest))
+        self._note(BlockEvent("removed", group, digest))
 
     def check(self, references: Sequence[int], flights: Sequence[int]) -> list[str]:
         """Proves the pool; returns a sentence for everything that is wrong.

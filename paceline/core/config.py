@@ -34,6 +34,8 @@ Quantization = Literal["none", "int8", "gguf"]
 """How a model's matrices lie in memory."""
 KVPool = Literal["auto", "arena", "device"]
 """What workers compute in."""
+RouterMode = Literal["kv", "round-robin"]
+"""How requests find their workers."""
 TransportChoice = Literal["auto", "ucx", "grpc"]
 """How KV blocks come from other hosts."""
 
@@ -103,6 +105,12 @@ class GatewayConfig(ServiceConfig):
         "so no step may take this long",
         "limits",
         at_least=0.1,
+    )
+    router_mode: RouterMode = option(
+        "kv",
+        "how requests find their workers: kv weighs cached prefixes, queues, load and transfers; round-robin takes one "
+        "after the other",
+        "cluster",
     )
     max_attempts: int = option(
         5, "tries in a row at one request when workers fail, each before it has decoded a token", "limits", at_least=1

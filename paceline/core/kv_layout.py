@@ -81,6 +81,11 @@ class KVLayout:
         """A reused prefix is a multiple of this many tokens, so that it ends on a block of every group."""
         return max(group.block_tokens for group in self.groups)
 
+    @property
+    def token_bytes(self) -> float:
+        """Of slots that one token more takes, while nothing is trimmed."""
+        return sum(self.slot_bytes / group.block_tokens for group in self.groups)
+
     def slots_for(self, tokens: int) -> int:
         """Slots that a context of `tokens` tokens takes while nothing was trimmed."""
         return sum(group.blocks_for(tokens) for group in self.groups)

@@ -46,8 +46,12 @@ class Copies:
 class Residency(Protocol):
     """Owns `pool_tables`, `loading` and `copies` of all requests."""
 
-    def enter(self, request: Request) -> bool:
-        """Gives a request its blocks in the pool; False where there are not enough. It cannot run while `loading`."""
+    def enter(self, request: Request, tokens_per_second: float) -> bool:
+        """Gives a request its blocks in the pool; False where there are not enough. It cannot run while `loading`.
+
+        Args:
+            tokens_per_second: at which prompts are computed; 0 where nobody knows.
+        """
 
     def cover(self, request: Request) -> bool:
         """Gives it blocks for what its tables have grown by; False where there are not enough."""
@@ -65,9 +69,6 @@ class Residency(Protocol):
     def leave(self, request: Request) -> None:
         """Takes back a request's blocks. No step includes it and none of its copies is under way."""
 
-    def observe_prompt(self, tokens: int, seconds: float) -> None:
-        """So many tokens of prompts were computed in this time."""
-
     def take_copies(self) -> list[Copies]:
         """What is to be copied since the last call, in order."""
 
@@ -78,7 +79,7 @@ class Residency(Protocol):
 class InArena:
     """The device computes in the arena: nothing is ever copied."""
 
-    def enter(self, request: Request) -> bool:
+    def enter(self, request: Request, tokens_per_second: float) -> bool:
         request.pool_tables = request.tables
         return True
 
@@ -96,9 +97,6 @@ class InArena:
 
     def leave(self, request: Request) -> None:
         request.pool_tables = None
-
-    def observe_prompt(self, tokens: int, seconds: float) -> None:
-        pass
 
     def take_copies(self) -> list[Copies]:
         return []
@@ -121,23 +119,21 @@ class OnDevice:
         """Of what was sealed since the last `tell`."""
         self._block_seconds = 0.0
         """To load a block; 0 as long as nobody knows."""
-        self._token_seconds = 0.0
-        """To compute a token of a prompt; likewise."""
 
     def counts(self) -> Counts:
         """Slots of the pool by what is done with them."""
         return self._pool.counts()
 
-    def enter(self, request: Request) -> bool:
+    def enter(self, request: Request, tokens_per_second: float) -> bool:
         blocks = list(self._needed(request))
         found = [self._pool.find(block.group, block.digest) if block.digest else None for block in blocks]
         reused = [slot for slot in found if slot is not None]
         if len(blocks) - len(reused) > self._pool.available(reused):
             return False
         loads = sum(block.filled and slot is None for block, slot in zip(blocks, found))
-        if self._is_cheaper_computed(request, loads):
+        if self._is_cheaper_computed(request, loads, tokens_per_second):
             request.start_over()
-            return self.enter(request)
+            return self.enter(request, tokens_per_second)
         self._pool.reuse(reused)
         fresh = iter(self._pool.take(len(blocks) - len(reused)))
         request.pool_tables = [[NO_SLOT] * len(table) for table in request.tables]
@@ -192,9 +188,6 @@ class OnDevice:
             self._pool.give_back(slots_tail_first(self._groups, request.pool_tables))
             request.pool_tables = None
 
-    def observe_prompt(self, tokens: int, seconds: float) -> None:
-        self._token_seconds = _average(self._token_seconds, seconds / tokens)
-
     def take_copies(self) -> list[Copies]:
         copies, self._copies = self._copies, []
         return copies
@@ -219,11 +212,11 @@ class OnDevice:
                     digest = request.hash_of(number, index) if is_full else None
                     yield _Block(number, index, index * group.block_tokens < filled, digest)
 
-    def _is_cheaper_computed(self, request: Request, loads: int) -> bool:
+    def _is_cheaper_computed(self, request: Request, loads: int, tokens_per_second: float) -> bool:
         """Whether to compute the context again takes less time than to load so many blocks."""
         if any(NO_SLOT in table for table in request.tables) or request.sampling.prompt_logprobs is not None:
             return False  # the beginning has no blocks any more, or was reported already
-        return 0 < request.computed_len * self._token_seconds < loads * self._block_seconds
+        return request.computed_len < loads * self._block_seconds * tokens_per_second
 
     def _store_partial(self, request: Request) -> None:
         assert request.pool_tables is not None

@@ -161,7 +161,7 @@ class Scheduler:
                 self._updates.append(Grown(request.row, _copied(request.pool_tables), request.pool_capacity))
             del self._grown[key]
         for request in self._requests.values():
-            if request.pool_tables is None and not self._residency.enter(request):
+            if request.pool_tables is None and not self._residency.enter(request, self.stats.prefill_tokens_per_second):
                 return
 
     def _make_room(self) -> bool:
@@ -274,8 +274,6 @@ class Scheduler:
 
     def _observe(self, step: Step, result: StepResult) -> None:
         """Tells what a step took, if it tells anything about decoding: one with prompts does not."""
-        if not any(chunk.follows for chunk in step.chunks):
-            self._residency.observe_prompt(sum(chunk.length for chunk in step.chunks), result.seconds)
         if all(chunk.follows for chunk in step.chunks):
             tokens = sum(1 + chunk.drafted for chunk in result.chunks if chunk.tokens)
             given = sum(len(chunk.tokens) for chunk in result.chunks)

@@ -9,6 +9,9 @@ from paceline.engine.step import Step, StepResult
 SWAP_IN_MS = (1, 2, 5, 10, 20, 50, 100)
 """Bounds of a histogram."""
 
+MEASURED_TOKENS = 128
+"""Of prompts, at least, in a step that tells how fast they are computed."""
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -36,6 +39,8 @@ class SchedulerStats:
     """From when it had its place in the pool until they were there."""
     swap_ins_within: dict[str, int] = field(default_factory=lambda: {f"{ms}ms": 0 for ms in SWAP_IN_MS})
     """How many took no longer."""
+    prefill_tokens_per_second: float = 0.0
+    """At which large chunks of prompts were computed lately; 0 before the first one."""
     prefill_model_seconds: float = 0.0
     """Time that requests spent in steps, each step counted once for each of them: here with prompts, in the model."""
     prefill_other_seconds: float = 0.0
@@ -49,11 +54,21 @@ class SchedulerStats:
         # What goes on from a context that has ended computes nothing.
         alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
         prompts = sum(chunk.end <= chunk.request.prompt_len for chunk in alive)
+        self._measure_prefill(step, result.seconds)
         other_seconds = result.seconds - result.model_seconds
         self.prefill_model_seconds += prompts * result.model_seconds
         self.prefill_other_seconds += prompts * other_seconds
         self.decode_model_seconds += (len(alive) - prompts) * result.model_seconds
         self.decode_other_seconds += (len(alive) - prompts) * other_seconds
+
+    def _measure_prefill(self, step: Step, seconds: float) -> None:
+        """A step counts by its share of prompt tokens; a small one, which says little about large ones, does not."""
+        computed = sum(chunk.length for chunk in step.chunks)
+        prompts = sum(chunk.length for chunk in step.chunks if chunk.prefills)
+        if prompts < MEASURED_TOKENS or seconds <= 0:
+            return
+        speed, known = computed / seconds, self.prefill_tokens_per_second
+        self.prefill_tokens_per_second = speed if known == 0 else known + (speed - known) / 8
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Drafts of one request in one step were verified; the first `accepted` came true."""

@@ -247,11 +247,16 @@ class Work(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer; a worker of another model refuses."""
     prompt_tokens: _builtins.int
     cache_salt: _builtins.str
     """Isolates cached blocks between tenants."""
+    prefix_source: _builtins.str
+    """Address of a kvtransfer service that probably has more of the context cached than that of the worker which computes
+    it: only that worker is told, and brings it over first.
+    """
     @_builtins.property
     def key(self) -> Global___Key: ...
     @_builtins.property
@@ -269,10 +274,11 @@ class Work(_message.Message):
         prompt_tokens: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,
         cache_salt: _builtins.str = ...,
+        prefix_source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "model", b"model", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "model", b"model", "prefix_source", b"prefix_source", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -755,6 +755,72 @@ class ExportRequest(_message.Message):
 Global___ExportRequest: _TypeAlias = ExportRequest  # noqa: Y015
 
 @_typing.final
+class FetchPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    source: _builtins.str
+    """Address of the other host's service."""
+    @_builtins.property
+    def key(self) -> _common_pb2.Key:
+        """Of the request that is about to be reserved."""
+
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Those of the context, as for Reserve, no more than may be reused."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+        key: _common_pb2.Key | None = ...,
+        source: _builtins.str = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "key", b"key", "session", b"session", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchPrefixRequest: _TypeAlias = FetchPrefixRequest  # noqa: Y015
+
+@_typing.final
+class ExportPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """As in ExportRequest."""
+    cached_tokens: _builtins.int
+    @_builtins.property
+    def key(self) -> _common_pb2.Key: ...
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        key: _common_pb2.Key | None = ...,
+        cached_tokens: _builtins.int = ...,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "fingerprint", b"fingerprint", "hashes", b"hashes", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportPrefixRequest: _TypeAlias = ExportPrefixRequest  # noqa: Y015
+
+@_typing.final
 class ExportEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -930,6 +996,102 @@ class ReadReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadReply: _TypeAlias = ReadReply  # noqa: Y015
+
+@_typing.final
+class ReusableRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReusableRequest: _TypeAlias = ReusableRequest  # noqa: Y015
+
+@_typing.final
+class ReusableReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pool(self) -> Global___Pool:
+        """The first one."""
+
+    @_builtins.property
+    def names(self) -> Global___BlockNames: ...
+    def __init__(
+        self,
+        *,
+        pool: Global___Pool | None = ...,
+        names: Global___BlockNames | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "part", b"part", "pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "part", b"part", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["pool", "names"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___ReusableReply: _TypeAlias = ReusableReply  # noqa: Y015
+
+@_typing.final
+class Pool(_message.Message):
+    """A memory for blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NEXT_EVENT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Empty where there is none yet."""
+    next_event: _builtins.int
+    """Number of the first event that is not contained here."""
+    @_builtins.property
+    def layout(self) -> Global___KVLayout: ...
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        next_event: _builtins.int = ...,
+        layout: Global___KVLayout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "layout", b"layout", "next_event", b"next_event"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pool: _TypeAlias = Pool  # noqa: Y015
+
+@_typing.final
+class BlockNames(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    hashes: _builtins.bytes
+    """One behind the other, 16 bytes each."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "hashes", b"hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockNames: _TypeAlias = BlockNames  # noqa: Y015
 
 @_typing.final
 class LedgerRequest(_message.Message):

@@ -49,6 +49,11 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.Hold.FromString,
                 _registered_method=True)
+        self.Reusable = channel.unary_stream(
+                '/paceline.v1.KVTransfer/Reusable',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ReusableRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ReusableReply.FromString,
+                _registered_method=True)
         self.Ledger = channel.unary_unary(
                 '/paceline.v1.KVTransfer/Ledger',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerRequest.SerializeToString,
@@ -62,6 +67,16 @@ class KVTransferStub:
         self.Export = channel.unary_stream(
                 '/paceline.v1.KVTransfer/Export',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
+                _registered_method=True)
+        self.FetchPrefix = channel.unary_unary(
+                '/paceline.v1.KVTransfer/FetchPrefix',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchPrefixRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchReply.FromString,
+                _registered_method=True)
+        self.ExportPrefix = channel.unary_stream(
+                '/paceline.v1.KVTransfer/ExportPrefix',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportPrefixRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
                 _registered_method=True)
         self.Read = channel.unary_stream(
@@ -99,6 +114,14 @@ class KVTransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reusable(self, request, context):
+        """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
+        cluster's stream of block events. Ends when all is told.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Ledger(self, request, context):
         """The block ledger, with the owner of every hold.
         """
@@ -123,8 +146,23 @@ class KVTransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchPrefix(self, request, context):
+        """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportPrefix(self, request, context):
+        """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
+        evicted until the call ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Read(self, request, context):
-        """Asked by another host's service: the bytes of blocks that Export has named, in the order of the request.
+        """Asked by another host's service: the bytes of blocks that an export has named, in the order of the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,6 +186,11 @@ def add_KVTransferServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.Hold.SerializeToString,
             ),
+            'Reusable': grpc.unary_stream_rpc_method_handler(
+                    servicer.Reusable,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ReusableRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ReusableReply.SerializeToString,
+            ),
             'Ledger': grpc.unary_unary_rpc_method_handler(
                     servicer.Ledger,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerRequest.FromString,
@@ -161,6 +204,16 @@ def add_KVTransferServicer_to_server(servicer, server):
             'Export': grpc.unary_stream_rpc_method_handler(
                     servicer.Export,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.SerializeToString,
+            ),
+            'FetchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchPrefix,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchPrefixRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchReply.SerializeToString,
+            ),
+            'ExportPrefix': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportPrefix,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportPrefixRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.SerializeToString,
             ),
             'Read': grpc.unary_stream_rpc_method_handler(
@@ -261,6 +314,33 @@ class KVTransfer:
             _registered_method=True)
 
     @staticmethod
+    def Reusable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/Reusable',
+            paceline_dot_proto_dot_kvtransfer__pb2.ReusableRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.ReusableReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Ledger(request,
             target,
             options=(),
@@ -330,6 +410,60 @@ class KVTransfer:
             target,
             '/paceline.v1.KVTransfer/Export',
             paceline_dot_proto_dot_kvtransfer__pb2.ExportRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/FetchPrefix',
+            paceline_dot_proto_dot_kvtransfer__pb2.FetchPrefixRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.FetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/ExportPrefix',
+            paceline_dot_proto_dot_kvtransfer__pb2.ExportPrefixRequest.SerializeToString,
             paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
             options,
             channel_credentials,

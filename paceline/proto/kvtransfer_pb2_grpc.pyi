@@ -46,6 +46,10 @@ class KVTransferStub:
     generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
     reservation ends it in either case.
     """
+    Reusable: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ReusableRequest, _kvtransfer_pb2.ReusableReply]
+    """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
+    cluster's stream of block events. Ends when all is told.
+    """
     Ledger: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.LedgerRequest, _kvtransfer_pb2.LedgerReply]
     """The block ledger, with the owner of every hold."""
     Fetch: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]
@@ -57,8 +61,14 @@ class KVTransferStub:
     """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
     the hold is filled. Ending the call says that they have been read.
     """
+    FetchPrefix: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchPrefixRequest, _kvtransfer_pb2.FetchReply]
+    """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came."""
+    ExportPrefix: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ExportPrefixRequest, _kvtransfer_pb2.ExportEvent]
+    """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
+    evicted until the call ends.
+    """
     Read: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ReadRequest, _kvtransfer_pb2.ReadReply]
-    """Asked by another host's service: the bytes of blocks that Export has named, in the order of the request."""
+    """Asked by another host's service: the bytes of blocks that an export has named, in the order of the request."""
 
 @_typing.type_check_only
 class KVTransferAsyncStub(KVTransferStub):
@@ -76,6 +86,10 @@ class KVTransferAsyncStub(KVTransferStub):
     generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
     reservation ends it in either case.
     """
+    Reusable: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ReusableRequest, _kvtransfer_pb2.ReusableReply]  # type: ignore[assignment]
+    """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
+    cluster's stream of block events. Ends when all is told.
+    """
     Ledger: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.LedgerRequest, _kvtransfer_pb2.LedgerReply]  # type: ignore[assignment]
     """The block ledger, with the owner of every hold."""
     Fetch: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]  # type: ignore[assignment]
@@ -87,8 +101,14 @@ class KVTransferAsyncStub(KVTransferStub):
     """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
     the hold is filled. Ending the call says that they have been read.
     """
+    FetchPrefix: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchPrefixRequest, _kvtransfer_pb2.FetchReply]  # type: ignore[assignment]
+    """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came."""
+    ExportPrefix: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ExportPrefixRequest, _kvtransfer_pb2.ExportEvent]  # type: ignore[assignment]
+    """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
+    evicted until the call ends.
+    """
     Read: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ReadRequest, _kvtransfer_pb2.ReadReply]  # type: ignore[assignment]
-    """Asked by another host's service: the bytes of blocks that Export has named, in the order of the request."""
+    """Asked by another host's service: the bytes of blocks that an export has named, in the order of the request."""
 
 class KVTransferServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -123,6 +143,16 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def Reusable(
+        self,
+        request: _kvtransfer_pb2.ReusableRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.ReusableReply], _abc.AsyncIterator[_kvtransfer_pb2.ReusableReply]]:
+        """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
+        cluster's stream of block events. Ends when all is told.
+        """
+
+    @_abc_1.abstractmethod
     def Ledger(
         self,
         request: _kvtransfer_pb2.LedgerRequest,
@@ -152,11 +182,29 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def FetchPrefix(
+        self,
+        request: _kvtransfer_pb2.FetchPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvtransfer_pb2.FetchReply, _abc.Awaitable[_kvtransfer_pb2.FetchReply]]:
+        """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came."""
+
+    @_abc_1.abstractmethod
+    def ExportPrefix(
+        self,
+        request: _kvtransfer_pb2.ExportPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.ExportEvent], _abc.AsyncIterator[_kvtransfer_pb2.ExportEvent]]:
+        """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
+        evicted until the call ends.
+        """
+
+    @_abc_1.abstractmethod
     def Read(
         self,
         request: _kvtransfer_pb2.ReadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.ReadReply], _abc.AsyncIterator[_kvtransfer_pb2.ReadReply]]:
-        """Asked by another host's service: the bytes of blocks that Export has named, in the order of the request."""
+        """Asked by another host's service: the bytes of blocks that an export has named, in the order of the request."""
 
 def add_KVTransferServicer_to_server(servicer: KVTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

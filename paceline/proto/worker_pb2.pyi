@@ -229,8 +229,14 @@ class Opened(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_FAILED_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """Address of the kvtransfer service that owns them."""
+    cached_tokens: _builtins.int
+    """Tokens of the context whose KV is in the blocks already."""
+    prefix_failed: _builtins.bool
+    """Whether Work.prefix_source could not be read."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     def __init__(
@@ -238,10 +244,12 @@ class Opened(_message.Message):
         *,
         key: _common_pb2.Key | None = ...,
         source: _builtins.str = ...,
+        cached_tokens: _builtins.int = ...,
+        prefix_failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "key", b"key", "prefix_failed", b"prefix_failed", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,11 +459,14 @@ class Admitted(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_FAILED_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was found in the cache."""
     blocks: _builtins.int
     """Blocks that are reserved, and those of them that were found in the cache."""
     cached_blocks: _builtins.int
+    prefix_failed: _builtins.bool
+    """Whether Work.prefix_source could not be read."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     def __init__(
@@ -465,10 +476,11 @@ class Admitted(_message.Message):
         cached_tokens: _builtins.int = ...,
         blocks: _builtins.int = ...,
         cached_blocks: _builtins.int = ...,
+        prefix_failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "key", b"key", "prefix_failed", b"prefix_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

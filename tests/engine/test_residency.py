@@ -314,3 +314,56 @@ def test_nothing_is_mixed_up_on_a_small_pool(
         assert host.outputs[str(index)] == context[len(wish.prompt) :]
     counts = host.residency.counts()
     assert counts.free + counts.cached == counts.total
+
+
+def filled_request(name: str, computed: int, **sampling: int) -> Request:
+    params = SamplingParams(max_tokens=8, **sampling)  # type: ignore[arg-type]
+    tables = [[*range(group.blocks_for(computed + 1))] for group in FULL.groups]
+    tokens = [hash(name) % 1000] * (computed + 1)
+    return Request(Key(name, 1, 1), tokens, computed + 1, params, FULL, HashChain("x"), tables, computed)
+
+
+@pytest.mark.parametrize(
+    ("load_seconds", "tokens_per_second", "sampling", "computes"),
+    [
+        (10.0, 1000.0, {}, True),
+        (0.001, 1000.0, {}, False),
+        (10.0, 0.0, {}, False),  # how long computing takes is not known
+        (10.0, 1000.0, {"prompt_logprobs": 1}, False),  # what it told of its prompt would be told twice
+    ],
+)
+def test_what_is_loaded_more_slowly_than_computed_is_computed(
+    load_seconds: float, tokens_per_second: float, sampling: dict[str, int], computes: bool
+) -> None:
+    residency = OnDevice(FULL, 64)
+    assert residency.enter(filled_request("first", 40), tokens_per_second)
+    (copies,) = residency.take_copies()
+    residency.copied(copies, load_seconds)
+    request = filled_request("second", 40, **sampling)
+    assert residency.enter(request, tokens_per_second)
+    assert (request.computed_len == 0) == computes
+    assert bool(residency.take_copies()) == request.loading == (not computes)
+
+
+def test_blocks_that_are_in_the_pool_are_not_loaded_again() -> None:
+    residency = OnDevice(FULL, 64)
+    request = filled_request("same", 40)
+    residency.enter(request, 0.0)
+    (copies,) = residency.take_copies()
+    assert len(copies.loads) == 3
+    residency.copied(copies, 0.001)
+    residency.leave(request)
+    again = filled_request("same", 40)
+    residency.enter(again, 0.0)
+    (copies,) = residency.take_copies()
+    assert len(copies.loads) == 1  # the last one is not full, and so has no name
+    assert again.pool_tables is not None
+    assert len(set(again.pool_tables[0])) == 3
+
+
+def test_in_the_arena_nothing_is_copied() -> None:
+    residency, request = InArena(), filled_request("r", 40)
+    assert residency.enter(request, 0.0)
+    assert request.pool_tables is request.tables
+    assert residency.tell(request, [Filled(request.key)], whole=True) == [Filled(request.key)]
+    assert residency.take_copies() == []

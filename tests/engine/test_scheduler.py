@@ -195,6 +195,18 @@ def test_the_time_of_a_step_counts_for_each_request_in_it() -> None:
     assert (stats.decode_model_seconds, stats.decode_other_seconds) == (22, 18)
 
 
+def test_how_fast_prompts_are_computed_is_learned_of_large_steps() -> None:
+    scheduler = Scheduler(Limits(max_batched_tokens=256, max_model_len=4096, max_seqs=16))
+    scheduler.add(make_request("prompt", list(range(700)), 3))
+    speeds = []
+    for seconds in (2.0, 1.0, 0.1, 5.0):  # of 256, 256 and 188 tokens, and of one that was sampled
+        step = scheduler.plan()
+        assert step is not None
+        scheduler.apply(step, replace(compute(step), seconds=seconds))
+        speeds.append(scheduler.stats.prefill_tokens_per_second)
+    assert speeds == [128, 144, 144 + (1880 - 144) / 8, 361]
+
+
 def test_a_step_behind_the_end_of_a_request_is_no_time_of_it() -> None:
     scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
     scheduler.add(make_request("a", list(range(20)), 5))

@@ -57,6 +57,15 @@ class Valid:
         if kind is kvtransfer_pb2.ExportRequest:
             fingerprint, cached = self.layout.fingerprint, rng.choice((0, 0, 16, 1 << 31))
             return kvtransfer_pb2.ExportRequest(fingerprint=fingerprint, key=_key(rng), cached_tokens=cached)
+        hashes = [rng.randbytes(16) for _ in range(rng.choice((0, 1, 3, 200)))]
+        if kind is kvtransfer_pb2.FetchPrefixRequest:
+            source = rng.choice((self.address, "127.0.0.1:1", "no.such.host.invalid:1"))
+            return kvtransfer_pb2.FetchPrefixRequest(session=self.session, key=_key(rng), source=source, hashes=hashes)
+        if kind is kvtransfer_pb2.ExportPrefixRequest:
+            fingerprint, cached = self.layout.fingerprint, rng.choice((0, 0, 16, 1 << 31))
+            return kvtransfer_pb2.ExportPrefixRequest(
+                fingerprint=fingerprint, key=_key(rng), cached_tokens=cached, hashes=hashes
+            )
         if kind is kvtransfer_pb2.ReadRequest:
             return kvtransfer_pb2.ReadRequest(token=rng.randbytes(16), slots=[rng.randrange(1 << 20) for _ in range(3)])
         if kind is worker_pb2.PrefillRequest:

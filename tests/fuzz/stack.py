@@ -20,7 +20,7 @@ from bench.services import Process, free_port
 from paceline.core.model_folder import model_digest
 from paceline.engine.loading import load
 from paceline.kernels import select_kernels
-from paceline.services.common.kv_session import layout_to_pb
+from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret, make_secret, read_secret
 from tests.fuzz.calls import Valid

@@ -146,6 +146,22 @@ class KVClient:
         log.info("%d blocks came over %s", reply.blocks, reply.path, extra={"request_id": key.request_id})
         return Fetched(reply.bytes, reply.path)
 
+    async def fetch_prefix(self, key: Key, source: str, hashes: Sequence[bytes]) -> None:
+        """Brings into this host's cache what another one has cached of a context; `reserve` finds it then.
+
+        Args:
+            key: of the request that will be reserved.
+            source: address of that host's kvtransfer service.
+            hashes: chain of the context, no more of it than can be reused.
+
+        Raises:
+            BusyError: there is no room for it.
+            TransferError: it could not be brought over.
+        """
+        request = pb.FetchPrefixRequest(session=self.session, key=key_to_pb(key), source=source, hashes=hashes)
+        reply = await self._answer(self._session.stub.FetchPrefix(request, metadata=trace_headers()))
+        log.info("%d blocks of a prefix came over %s", reply.blocks, reply.path, extra={"request_id": key.request_id})
+
     def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | PacelineError], None]) -> None:
         """Grows a hold; the answer is BusyError where there are no blocks now."""
         operation = pb.Operation(extend=pb.Extend(key=key_to_pb(key), token_count=token_count))

@@ -14,11 +14,12 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from paceline.core.errors import PacelineError, UnavailableError
-from paceline.core.kv_layout import BASE_TOKENS, KVLayout
+from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.batch_sender import BatchSender
 from paceline.services.common.kv_holds import KVHolds
+from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import heeding_cancellation, is_cancelled, open_channel, unmapped_error
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
@@ -229,14 +230,3 @@ class KVSession:
 
 def _exists(path: str) -> bool:
     return Path(path).exists()
-
-
-def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
-    """What kvtransfer has to know of a layout."""
-    groups = [
-        pb.KVGroup(name=group.shape.name, block_tokens=group.block_tokens, window=group.shape.window)
-        for group in layout.groups
-    ]
-    return pb.KVLayout(
-        fingerprint=layout.fingerprint, slot_bytes=layout.slot_bytes, base_tokens=BASE_TOKENS, groups=groups
-    )

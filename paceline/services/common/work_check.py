@@ -9,6 +9,7 @@ from paceline.proto import common_pb2 as pb
 
 MAX_ID_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 1024
+MAX_ADDRESS_CHARACTERS = 512
 MAX_GENERATION = 1 << 30
 """Each change of hands adds one: what begins here never comes near the end of 32 bits."""
 MAX_LOGPROBS = 128
@@ -35,6 +36,8 @@ def check_work(work: pb.Work, max_model_len: int, vocab_size: int) -> None:
         raise InvalidRequestError(
             f"the context has {length} tokens; this worker takes at most {max_model_len - 1}", "prompt"
         )
+    if len(work.prefix_source) > MAX_ADDRESS_CHARACTERS:
+        raise InvalidRequestError(f"prefix_source may have {MAX_ADDRESS_CHARACTERS} characters")
     _check_sampling(work.sampling)
     _check_tokens(work, vocab_size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,9 +15,11 @@ from paceline.core.errors import (
     InvalidRequestError,
     PacelineError,
     StaleError,
+    TransferError,
     UnavailableError,
 )
 from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.constraint import Matcher
@@ -47,6 +50,8 @@ from paceline.services.common.wire import sampling_from_pb
 from paceline.services.common.work_check import check_token, check_work
 
 Argument = TypeVar("Argument")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,8 @@ class Worker:
         self._grammars = loaded.grammars
         self._vocab_size = loaded.model.config.vocab_size
         self._streams: dict[Key, EventStream] = {}
+        self._left_tokens: dict[Key, int] = {}
+        """Of contexts that are being computed, or wait for it."""
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
@@ -156,7 +163,7 @@ class Worker:
         """Counters by name, for load reports and metrics."""
         stats, slot_bytes = self.engine.report(), self.layout.slot_bytes
         moved = {f"{name}_bytes": stats[f"{name}_blocks"] * slot_bytes for name in ("loaded", "stored")}
-        return stats | moved
+        return stats | moved | {"queued_tokens": self.queued_tokens}
 
     @property
     def goes_on(self) -> bool:
@@ -188,6 +195,19 @@ class Worker:
 
     def hash_chain(self, work: pb.Work) -> HashChain:
         return HashChain(self.layout.fingerprint, work.cache_salt)
+
+    async def fetch_prefix(self, work: pb.Work, key: Key, chain: HashChain, token_ids: Sequence[int]) -> bool:
+        """Brings over what the gateway believes to be cached elsewhere, before blocks are reserved. Where it does not
+        come, more is computed. Returns False where its source could not be read."""
+        if not work.prefix_source:
+            return True
+        chain.extend(token_ids)
+        try:
+            await self.kv.fetch_prefix(key, work.prefix_source, chain.hashes[: (len(token_ids) - 1) // BASE_TOKENS])
+        except PacelineError as error:
+            log.warning("%s", error, extra={"request_id": key.request_id})
+            return not isinstance(error, TransferError)
+        return True
 
     async def reserve(
         self, work: pb.Work, key: Key, chain: HashChain, token_ids: Sequence[int], token_count: int
@@ -240,13 +260,19 @@ class Worker:
         self.kv.use(request.key)
         events = EventStream()
         self._streams[request.key] = events
+        self._left_tokens[request.key] = len(request.token_ids) - request.computed_len
         self.engine.add(request)
         return events
 
     def retire(self, key: Key) -> None:
         """Stops a request, wherever it is, and gives back its blocks as soon as no step can write to them any more."""
-        self._streams.pop(key, None)
+        self.forget(key)
         self.engine.remove(key)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of contexts that are not computed yet."""
+        return sum(self._left_tokens.values())
 
     @property
     def requests(self) -> int:
@@ -256,6 +282,7 @@ class Worker:
     def forget(self, key: Key) -> None:
         """A request that has left the engine, and whose blocks are in other hands."""
         self._streams.pop(key, None)
+        self._left_tokens.pop(key, None)
 
     def _dispatch(self, events: list[Event]) -> None:
         """Carries out what concerns blocks, in the engine's order; hands the rest to the requests' handlers."""
@@ -274,7 +301,11 @@ class Worker:
                     self.kv.release(key)
                     self._tell(key, event)
                     self.forget(key)
-                case Sampled(key) | Computed(key) | Filled(key) | Scored(key):
+                case Computed(key, _, length):
+                    if key in self._left_tokens:
+                        self._left_tokens[key] = max(0, self._left_tokens[key] - length)
+                    self._tell(key, event)
+                case Sampled(key) | Filled(key) | Scored(key):
                     self._tell(key, event)
                 case Failed(key, message):
                     self._tell(key, ConstraintError(message))

@@ -74,6 +74,7 @@ class _Attempt:
         self._reporter = Reporter()
 
     async def run(self, commands: Commands) -> None:
+        prefix_came = await self._worker.fetch_prefix(self._work, self._key, self._chain, self._token_ids)
         hold = await self._reserve()
         try:
             self._matcher = await self._worker.matcher(self._work)
@@ -82,6 +83,7 @@ class _Attempt:
                 cached_tokens=hold.filled_tokens,
                 blocks=sum(map(len, hold.tables)),
                 cached_blocks=count_blocks(self._worker.layout, hold, hold.filled_tokens),
+                prefix_failed=not prefix_came,
             )
             await self._write(worker_pb2.DecodeEvent(admitted=admitted))
             adopting = asyncio.create_task(self._adopt(hold.key), name="adoption")

@@ -100,11 +100,23 @@ class WorkerBusyError(BusyError):
         self.worker = worker
 
 
+class NotCachedError(PacelineError):
+    """A decode worker was to compute the little that is not cached, and it is more: this is not the place."""
+
+    def __init__(self, worker: Worker, cached_tokens: int) -> None:
+        super().__init__(f"{worker} has only {cached_tokens} tokens cached")
+        self.worker = worker
+        self.cached_tokens = cached_tokens
+
+
 class Attempt:
     """One attempt, from `admit` to `close`, which must always be called.
 
     Args:
         work: what to admit.
+        source: kvtransfer from which whoever computes the prompt brings over a prefix first.
+        cached_tokens: that this worker will probably find then.
+        least_cached_tokens: see NotCachedError.
         seconds: longest life of the calls.
         stall_seconds: longest silence before a worker counts as failed.
         record: takes what workers report.
@@ -120,6 +132,9 @@ class Attempt:
         seconds: float,
         stall_seconds: float,
         record: AttemptRecord | None = None,
+        source: Worker | None = None,
+        cached_tokens: int = 0,
+        least_cached_tokens: int = 0,
     ) -> None:
         self.decode = decode
         self.prefill = prefill
@@ -130,6 +145,9 @@ class Attempt:
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
+        self._links = fleet.links
+        self._source = source
+        self._least_cached_tokens = least_cached_tokens
         self._resources = contextlib.ExitStack()
         self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
         """Open until the prefill worker is done with the request, which leaves its place to another one then."""
@@ -138,9 +156,10 @@ class Attempt:
         """Set until the handoff."""
         self._first: worker_pb2.FirstToken | None = None
         self._finished = False
-        self._resources.enter_context(fleet.call(decode))
+        left = len(work.token_ids) - cached_tokens
+        self._resources.enter_context(fleet.call(decode, left if prefill is None else 0))
         if prefill is not None:
-            self._prefill_work.enter_context(fleet.call(prefill))
+            self._prefill_work.enter_context(fleet.call(prefill, left))
 
     async def admit(self) -> None:
         """Reserves room on the decode worker and starts the prefill.
@@ -149,6 +168,7 @@ class Attempt:
             WorkerBusyError: there is no room.
             WorkerFailedError: the worker failed.
             InvalidRequestError: the worker can never serve this.
+            NotCachedError: there is room, but this is not the place.
         """
         self._decode_call = worker_pb2_grpc.DecodeStub(self.decode.channel).Generate(  # type: ignore[call-arg]  # a wrong stub
             timeout=self._seconds, metadata=trace_headers()
@@ -157,14 +177,17 @@ class Attempt:
         event = await self._answer(self._ask_decode(), self.decode)
         if not event.HasField("admitted"):
             raise self._out_of_turn(self.decode)
+        if event.admitted.cached_tokens < self._least_cached_tokens:
+            raise NotCachedError(self.decode, event.admitted.cached_tokens)
         self.record.reserve(event.admitted)
+        self._note_prefix(self.decode, event.admitted.prefix_failed)
         if self.prefill is None:
             await self._command(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
         else:
             await self._start_prefill(event.admitted.key)
 
     async def _ask_decode(self) -> worker_pb2.DecodeEvent:
-        await self._command(worker_pb2.DecodeCommand(admit=self._work))
+        await self._command(worker_pb2.DecodeCommand(admit=self._work_with_source(self._link is None)))
         event: worker_pb2.DecodeEvent = await self._read(
             self._decode_call, self.decode, min(ADMIT_SECONDS, self._stall_seconds)
         )
@@ -191,8 +214,7 @@ class Attempt:
 
     async def _start_prefill(self, key: common_pb2.Key) -> None:
         assert self.prefill is not None
-        work = common_pb2.Work()
-        work.CopyFrom(self._work)
+        work = self._work_with_source(self._link is not None)
         work.key.CopyFrom(key)
         self._prefill_call = worker_pb2_grpc.PrefillStub(self.prefill.channel).Run(
             worker_pb2.PrefillRequest(work=work, host_id=self.decode.member.host_id),
@@ -205,9 +227,23 @@ class Attempt:
         event = await self._answer(self._read_prefill(ADMIT_SECONDS), self.prefill)
         if not event.HasField("opened"):
             raise self._out_of_turn(self.prefill)
+        self.record.cached_tokens = event.opened.cached_tokens
+        self._note_prefix(self.prefill, event.opened.prefix_failed)
         if self._link is not None:
             fetch = worker_pb2.Fetch(key=event.opened.key, source=event.opened.source)
             await self._command(worker_pb2.DecodeCommand(fetch=fetch))
+
+    def _work_with_source(self, computes: bool) -> common_pb2.Work:
+        """What to admit; tells from where to fetch a prefix to the worker on whose host it is needed."""
+        work = common_pb2.Work()
+        work.CopyFrom(self._work)
+        if computes and self._source is not None:
+            work.prefix_source = self._source.member.address
+        return work
+
+    def _note_prefix(self, worker: Worker, failed: bool) -> None:
+        if failed and self._source is not None:
+            self._links.avoid((self._source.member.host_id, worker.member.host_id))
 
     async def next(self) -> Event:
         """What happens next. Raises what `admit` does. Behind Ended comes nothing."""

@@ -11,8 +11,8 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Coroutine, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import grpc.aio
 from redis.asyncio import Redis
@@ -29,8 +29,34 @@ REFRESH_SECONDS = 0.5
 ASIDE_SECONDS = (0.25, 0.75)
 FAILED_PROBES = 2
 CUT_SECONDS = (10.0, 20.0)
+RECENT_SECONDS = 10.0
+"""In which what a worker was given lately counts half."""
+MEASURED_BYTES = 16 << 20
 
 log = logging.getLogger(__name__)
+
+
+class Begun(NamedTuple):
+    """What a worker was given."""
+
+    calls: int
+    tokens: int
+    """Of prompts, to compute."""
+
+
+class Fading:
+    """A sum whose parts are forgotten: each is halved every `half_life` seconds. Instants are of one clock."""
+
+    def __init__(self, half_life: float) -> None:
+        self._half_life = half_life
+        self._value = 0.0
+        self._at = 0.0
+
+    def value(self, now: float) -> float:
+        return float(self._value * 0.5 ** ((now - self._at) / self._half_life))
+
+    def add(self, part: float, now: float) -> None:
+        self._value, self._at = self.value(now) + part, now
 
 
 class Worker:
@@ -40,10 +66,13 @@ class Worker:
         self.member = member
         self.channel: grpc.aio.Channel = open_channel(member.address, secret)
         self.in_flight = 0
-        self._begun = 0
-        """Calls since the start."""
-        self._begun_by_look = (0, 0)
-        """As many as at the last look at the member's figures but one, and at the last one."""
+        self._tokens_in_flight = 0
+        """That it is to compute for these calls."""
+        self._begun = Begun(0, 0)
+        """Since the start."""
+        self._begun_by_look = (self._begun, self._begun)
+        """As much as at the last look at the member's figures but one, and at the last one."""
+        self._recent = Fading(RECENT_SECONDS)
         self.listed = True
         """Whether Redis names it."""
         self.aside_until: float | None = None
@@ -64,16 +93,34 @@ class Worker:
     @property
     def unreported(self) -> int:
         """Calls under way that the member's figures may not contain: those since the last look but one."""
-        return min(self.in_flight, self._begun - self._begun_by_look[0])
+        return min(self.in_flight, self._begun.calls - self._begun_by_look[0].calls)
+
+    def candidate(self, fetch_tokens_per_second: float) -> Candidate:
+        """What the router has to know of it."""
+        begun = self._begun.tokens - self._begun_by_look[0].tokens
+        return Candidate(
+            self.member,
+            self.in_flight,
+            self.unreported,
+            unreported_tokens=min(self._tokens_in_flight, begun),
+            recent_tokens=self._recent.value(time.monotonic()),
+            fetch_tokens_per_second=fetch_tokens_per_second,
+        )
 
     def look(self, member: Member) -> None:
         """Takes over new figures, which were written at some time since the last look."""
         self.member = member
         self._begun_by_look = (self._begun_by_look[1], self._begun)
 
-    def begin_call(self) -> None:
+    def begin_call(self, tokens: int) -> None:
         self.in_flight += 1
-        self._begun += 1
+        self._tokens_in_flight += tokens
+        self._begun = Begun(self._begun.calls + 1, self._begun.tokens + tokens)
+        self._recent.add(tokens, time.monotonic())
+
+    def end_call(self, tokens: int) -> None:
+        self.in_flight -= 1
+        self._tokens_in_flight -= tokens
 
     def set_aside(self) -> None:
         """No new work until a health check succeeds, which is tried after a short, jittered time."""
@@ -132,11 +179,20 @@ class Fleet:
 
     def snapshot(self) -> list[Candidate]:
         """What may get new work."""
+        speeds = {host.member.host_id: _fetch_speed(host.member.stats) for host in self.hosts()}
         return [
-            Candidate(worker.member, worker.in_flight, worker.unreported)
+            worker.candidate(speeds.get(worker.member.host_id, 0.0))
             for worker in self.workers()
             if worker.available and worker.member.model == self.model
         ]
+
+    def hosts(self) -> list[Worker]:
+        """The kvtransfer services."""
+        return [worker for worker in self.workers() if worker.member.role == "kvtransfer"]
+
+    def host(self, host_id: str) -> Worker | None:
+        """The kvtransfer service of a host."""
+        return next((host for host in self.hosts() if host.member.host_id == host_id), None)
 
     def worker(self, worker_id: str) -> Worker:
         return self._workers[worker_id]
@@ -151,13 +207,17 @@ class Fleet:
         return max((m.max_model_len for m in members if m.role == "decode" and m.state == "ready"), default=0)
 
     @contextlib.contextmanager
-    def call(self, worker: Worker) -> Iterator[None]:
-        """Counts a call, and keeps the channel open for it even when the member goes meanwhile."""
-        worker.begin_call()
+    def call(self, worker: Worker, tokens: int = 0) -> Iterator[None]:
+        """Counts a call, and keeps the channel open for it even when the member goes meanwhile.
+
+        Args:
+            tokens: of a prompt, that the worker is to compute.
+        """
+        worker.begin_call(tokens)
         try:
             yield
         finally:
-            worker.in_flight -= 1
+            worker.end_call(tokens)
             self._close_when_idle(worker)
 
     async def _run(self) -> None:
@@ -239,6 +299,12 @@ class Fleet:
     def _close_when_idle(self, worker: Worker) -> None:
         if worker.gone and worker.in_flight == 0:
             _spawn(worker.channel.close(None), self._closing)
+
+
+def _fetch_speed(stats: Mapping[str, float]) -> float:
+    """Tokens a second that a host's kvtransfer has got from others; 0 where it has got too little to tell."""
+    moved, seconds, token = (stats.get(name, 0) for name in ("transfer_bytes", "transfer_read_seconds", "token_bytes"))
+    return moved / token / seconds if moved >= MEASURED_BYTES and seconds > 0 and token > 0 else 0.0
 
 
 def _spawn(coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:

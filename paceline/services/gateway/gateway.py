@@ -13,10 +13,12 @@ from paceline.core.model_folder import model_digest
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.secret import read_secret
+from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
+from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.request import RequestRunner
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.traces import TraceBook
@@ -42,7 +44,9 @@ class Gateway:
             self._redis, config.cluster, model_digest(Path(config.model)), read_secret(config.auth_token_file)
         )
         self._placements = PlacementLog(self._redis, config.cluster)
-        self.runner = RequestRunner(config, self.fleet, self._placements)
+        self._prefixes = PrefixIndex()
+        self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
+        self.runner = RequestRunner(config, self.fleet, self._placements, self._prefixes)
         self.traces = TraceBook()
         self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
         self._worker_id = unique_name("gateway")
@@ -53,6 +57,8 @@ class Gateway:
     async def start(self) -> None:
         """Reads the fleet and joins it."""
         await self.fleet.start()
+        if self.config.router_mode == "kv":
+            self._block_feed.start()
         self._placements.start()
         await self._registrar.start()
 
@@ -61,6 +67,7 @@ class Gateway:
         self.runner.abort()
         await self._registrar.stop()
         await self._placements.close()
+        await self._block_feed.close()
         await self.fleet.close()
         await self._redis.aclose()
 

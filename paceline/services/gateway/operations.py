@@ -59,8 +59,7 @@ def make_operations(gateway: Gateway) -> APIRouter:
 
     @router.get("/fleet")
     async def fleet(holds: Annotated[int, Query(ge=1, le=MOST_HOLDS)] = HOLDS) -> dict[str, Any]:
-        workers = gateway.fleet.workers()
-        hosts = [worker for worker in workers if worker.member.role == "kvtransfer"]
+        workers, hosts = gateway.fleet.workers(), gateway.fleet.hosts()
         ledgers = await asyncio.gather(*(_ledger(host, holds) for host in hosts))
         return {
             "workers": [_describe(worker) for worker in workers],

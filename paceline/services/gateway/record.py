@@ -93,6 +93,7 @@ class AttemptRecord:
     context_tokens: int = 0
     """Prompt, and what earlier attempts have generated."""
     cached_tokens: int = 0
+    """That the worker which computes it found on its host."""
     blocks: int = 0
     cached_blocks: int = 0
     chunks: ChunkTotals = field(default_factory=ChunkTotals)

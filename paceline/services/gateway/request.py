@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opentelemetry import trace
@@ -27,6 +28,7 @@ from paceline.services.gateway.attempt import (
     Event,
     Generated,
     HandedOver,
+    NotCachedError,
     PromptScores,
     WorkerBusyError,
     WorkerFailedError,
@@ -34,8 +36,9 @@ from paceline.services.gateway.attempt import (
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.placements import PlacementLog
+from paceline.services.gateway.prefix_index import Context, PrefixIndex
 from paceline.services.gateway.record import AttemptRecord, RequestRecord
-from paceline.services.gateway.router import Need, place
+from paceline.services.gateway.router import Candidate, Need, Placement, place, place_in_turn
 from paceline.services.gateway.waiting import WaitingLine
 
 log = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class _Progress:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self.context = Context(request.token_ids, request.cache_salt)
         self.generated: list[int] = []
         self.tries = 0
         self.failures = 0
@@ -76,17 +80,23 @@ class _Progress:
         """Prompt tokens whose logprobs have come."""
         self.failed: frozenset[str] = frozenset()
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether all of the prompt has to be computed, for its logprobs."""
+        asked = self.request.sampling.prompt_logprobs is not None
+        return asked and self.scored < len(self.request.token_ids)
+
     def work(self, model: str) -> common_pb2.Work:
         """What the next try asks of workers."""
         self.tries += 1
         self.known = len(self.generated)
         request, sampling = self.request, self.request.sampling
-        if self.scored >= len(request.token_ids):
+        if not self.needs_scores:
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)
         return common_pb2.Work(
             key=key_to_pb(Key(request.request_id, self.tries, 1)),
             model=model,
-            token_ids=[*request.token_ids, *self.generated],
+            token_ids=self.context.token_ids,
             prompt_tokens=len(request.token_ids),
             sampling=sampling_to_pb(sampling),
             cache_salt=request.cache_salt,
@@ -110,6 +120,7 @@ class _Progress:
                 if not self.generated:
                     trace.get_current_span().add_event("first token")
                 self.generated += [token.id for token in tokens]
+                self.context.token_ids += [token.id for token in tokens]
                 record.token_times.append(time.monotonic())
                 record.tokens += len(tokens)
             case HandedOver():
@@ -132,11 +143,13 @@ class _Progress:
 class RequestRunner:
     """Runs requests on a fleet."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, placements: PlacementLog) -> None:
+    def __init__(self, config: GatewayConfig, fleet: Fleet, placements: PlacementLog, prefixes: PrefixIndex) -> None:
         self.line = WaitingLine(config.max_waiting, config.queue_seconds)
         self._config = config
         self._fleet = fleet
         self._placements = placements
+        self._prefixes = prefixes
+        self._turns = itertools.count()
         self._running: set[Attempt] = set()
         self._aborted = False
         self.active = 0
@@ -226,13 +239,21 @@ class RequestRunner:
     ) -> Attempt | None:
         """Asks the workers in the router's order, until one admits; None where all are full or none is there now."""
         context_tokens = progress.request.context_tokens
+        cached = self._cached_tokens(progress)
         refused: frozenset[str] = frozenset()
         busy = False
         while True:
             self._check_can_go_on(progress, deadline)
             snapshot = self._fleet.snapshot()
-            need = Need(context_tokens, refused, progress.failed, self._fleet.links.cut())
-            placement = place(need, snapshot)
+            need = Need(
+                context_tokens,
+                prompt_tokens=len(progress.context.token_ids),
+                cached=cached,
+                refused=refused,
+                failed=progress.failed,
+                cut=self._fleet.links.cut(),
+            )
+            placement = self._place(need, snapshot)
             if placement is None:
                 if not again and self._fleet.max_model_len() < context_tokens:
                     raise NoWorkerError
@@ -248,11 +269,17 @@ class RequestRunner:
                 seconds=max(deadline - time.monotonic(), 0.1),
                 stall_seconds=self._config.stall_seconds,
                 record=record,
+                source=self._fleet.host(placement.source),
+                cached_tokens=placement.cached_tokens,
+                least_cached_tokens=placement.least_cached_tokens,
             )
             self._running.add(attempt)
             try:
                 await attempt.admit()
                 return attempt
+            except NotCachedError as error:
+                self._discard(attempt)
+                cached = {**cached, error.worker.member.host_id: error.cached_tokens}
             except WorkerBusyError as error:
                 self._discard(attempt)
                 record.wait_for(str(error))
@@ -267,6 +294,17 @@ class RequestRunner:
             except BaseException:
                 self._discard(attempt)
                 raise
+
+    def _cached_tokens(self, progress: _Progress) -> Mapping[str, int]:
+        """By host, how many tokens of the context it has, as far as this gateway knows."""
+        if self._config.router_mode != "kv" or progress.needs_scores:
+            return {}
+        return self._prefixes.cached_tokens(progress.context, len(progress.context.token_ids) - 1)
+
+    def _place(self, need: Need, snapshot: Sequence[Candidate]) -> Placement | None:
+        if self._config.router_mode == "round-robin":
+            return place_in_turn(need, snapshot, next(self._turns))
+        return place(need, snapshot)
 
     def _discard(self, attempt: Attempt) -> None:
         self._running.discard(attempt)

@@ -1,14 +1,43 @@
-"""Where a request runs: a pure function of the request and of what is known about the fleet."""
+"""Where a request runs: a pure function of the request and of what is known about the fleet.
+
+Each way to run it has a cost in seconds: the time to its first token, as far as it can be told, and what it takes from
+others. The cheapest is taken.
+
+    queue            tokens that the computing worker has before it / its tokens a second
+    fetch            tokens of a prefix that its host gets from another one first / what it gets a second
+    compute          tokens of the context that are cached on neither / its tokens a second
+    move             tokens that decode's host lacks / what it gets a second; hidden behind computing
+    for others       load of the decode worker; the delay of those it decodes, where it computes the prompt
+    given lately     so that of equal places not always the same one is taken, and a prefix that many share spreads
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from paceline.services.common.registry import Member
 
+T = TypeVar("T")
+
 Link = tuple[str, str]
 """Hosts, from where to where KV blocks are moved."""
+
+PREFILL_TOKENS_PER_SECOND = 1000.0
+"""Of a fleet where nobody has measured it yet."""
+FETCH_TOKENS_PER_SECOND = 20_000.0
+"""Likewise."""
+LINK_SECONDS = 0.01
+"""What a prompt that comes from another host takes besides its bytes."""
+LOAD_SECONDS = 1.0
+"""To be spared a decode worker that is full, a request waits this much longer for its first token."""
+LATELY = 0.1
+"""Of the seconds that a worker was given to compute lately."""
+LOCAL_TOKENS = 64
+"""A decode worker computes at most so many prompt tokens at a time beside its tokens, where there is another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +46,10 @@ class Need:
 
     context_tokens: int
     """Prompt and longest answer together."""
+    prompt_tokens: int = 0
+    """Those that are there already: their KV has to come from somewhere."""
+    cached: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """By host, how many of these it has; a hint."""
     refused: frozenset[str] = frozenset()
     """Workers that have just said that they are full: not asked again."""
     failed: frozenset[str] = frozenset()
@@ -33,6 +66,12 @@ class Candidate:
     in_flight: int = 0
     unreported: int = 0
     """Those of them that the member's figures may not contain yet."""
+    unreported_tokens: int = 0
+    """That it has to compute for these."""
+    recent_tokens: float = 0.0
+    """That this gateway has lately given it to compute."""
+    fetch_tokens_per_second: float = 0.0
+    """That its host gets from other hosts; 0 is not known."""
 
     @property
     def load(self) -> float:
@@ -45,6 +84,16 @@ class Candidate:
         """As far as this gateway's own calls tell; the worker has the last word."""
         return self.in_flight < self.member.max_seqs
 
+    @property
+    def queued_tokens(self) -> float:
+        """Prompt tokens that it has not computed yet."""
+        return self.member.stats.get("queued_tokens", 0) + self.unreported_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """At which it computes prompts; 0 is not known."""
+        return self.member.stats.get("prefill_tokens_per_second", 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -52,38 +101,150 @@ class Placement:
 
     decode: Member
     prefill: Member | None
+    source: str = ""
+    """Host from which whoever computes the prompt brings over a prefix first."""
+    cached_tokens: int = 0
+    """Of the prompt, that whoever computes it will find then; a hint."""
+    least_cached_tokens: int = 0
+    """Where it finds fewer, this is not the place."""
 
 
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
-    """The least loaded decode worker, and the least loaded prefill worker that can hand over to it: without moving
-    bytes, where one on its host has room.
+    """The cheapest way to run a request.
 
-    A decode worker computes prompts itself only where there is no prefill worker for it at all. Where there are some,
-    all full, the request waits for them, so that a burst of prompts does not slow down everybody's tokens.
+    A decode worker computes prompts itself only where there is no prefill worker for it at all, or where all but a few
+    tokens of it are cached there. Where there are prefill workers, all full, the request waits for them, so that a
+    burst of prompts does not slow down everybody's tokens.
 
     Returns None where nothing can take the request now.
     """
+    fleet = list(snapshot)
+    measured = [speed for candidate in fleet if (speed := candidate.tokens_per_second)]
+    usual = statistics.fmean(measured) if measured else PREFILL_TOKENS_PER_SECOND
+
+    def rank(way: _Way) -> tuple[object, ...]:
+        # Names break ties, so that equal snapshots give equal placements.
+        prefill_load = 0.0 if way.prefill is None else way.prefill.load
+        return *way.trouble(need), way.seconds(need, usual), way.local, way.far, prefill_load, way.names, way.source
+
+    way = min(_ways(need, fleet), key=rank, default=None)
+    return None if way is None else way.placement(need)
+
+
+def place_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Placement | None:
+    """As `place`, but one decode worker after the other, and its prefill workers likewise, those of its host first;
+    without regard to load, to what is cached, and to what it costs."""
+    ways = _ways(dataclasses.replace(need, cached={}), snapshot)
+    least = min((way.trouble(need) for way in ways), default=None)
+    ways = [way for way in ways if way.trouble(need) == least]
+    if not ways:
+        return None
+    decode = _in_turn(sorted({way.names[0] for way in ways}), turn)
+    ways = sorted((way for way in ways if way.names[0] == decode), key=lambda way: way.names)
+    return _in_turn([way for way in ways if not way.far] or ways, turn).placement(need)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way to run a request."""
+
+    decode: Candidate
+    prefill: Candidate | None
+    alone: bool = False
+    """Whether there is no prefill worker that could hand over to this decode worker."""
+    source: str = ""
+    """Host from which a prefix comes first."""
+
+    @property
+    def computing(self) -> Candidate:
+        return self.prefill or self.decode
+
+    @property
+    def local(self) -> bool:
+        return self.prefill is None
+
+    @property
+    def far(self) -> bool:
+        return self.computing.member.host_id != self.decode.member.host_id
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.decode.member.worker_id, "" if self.prefill is None else self.prefill.member.worker_id
+
+    def cached(self, need: Need) -> int:
+        """Tokens that need not be computed."""
+        return need.cached.get(self.source or self.computing.member.host_id, 0)
+
+    def trouble(self, need: Need) -> tuple[bool, ...]:
+        """What is worse than any cost, the worst first."""
+        return self.alone, *(name in need.failed for name in self.names)
+
+    def seconds(self, need: Need, usual: float) -> float:
+        """What it costs.
+
+        Args:
+            usual: tokens a second of workers that have not measured it.
+        """
+        computing, decode = self.computing, self.decode
+        speed = computing.tokens_per_second or usual
+        compute = (need.prompt_tokens - self.cached(need)) / speed
+        fetch = 0.0
+        if self.source:
+            lacking = self.cached(need) - need.cached.get(computing.member.host_id, 0)
+            fetch = LINK_SECONDS + lacking / _fetch_speed(computing)
+        if self.local:
+            compute *= 1 + decode.member.running  # each of those waits as long
+        if self.far:
+            lacking = need.prompt_tokens - need.cached.get(decode.member.host_id, 0)
+            move = lacking / _fetch_speed(decode)
+            compute = max(compute, move) + LINK_SECONDS
+        queue = (computing.queued_tokens + LATELY * computing.recent_tokens) / speed
+        return queue + fetch + compute + LOAD_SECONDS * decode.load
+
+    def placement(self, need: Need) -> Placement:
+        prefill = None if self.prefill is None else self.prefill.member
+        least = need.prompt_tokens - LOCAL_TOKENS if self.local and not self.alone else 0
+        return Placement(self.decode.member, prefill, self.source, self.cached(need), max(0, least))
+
+
+def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
+    """All that are allowed now."""
     fitting = [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
     prefills = [c for c in fitting if c.member.role == "prefill"]
-
-    def rank(candidate: Candidate) -> tuple[bool, float, str]:
-        # The id breaks ties, so that equal snapshots give equal placements.
-        return candidate.member.worker_id in need.failed, candidate.load, candidate.member.worker_id
-
-    choices: list[tuple[bool, Candidate, Candidate | None]] = []
+    ways: list[_Way] = []
     for decode in fitting:
         if decode.member.role != "decode" or decode.member.worker_id in need.refused:
             continue
         partners = [c for c in prefills if _can_hand_over(c.member, decode.member, need.cut)]
         open_ones = [c for c in partners if c.member.worker_id not in need.refused and c.has_room]
-        near_ones = [c for c in open_ones if c.member.host_id == decode.member.host_id]
-        if open_ones or not partners:
-            choices.append((not partners, decode, min(near_ones or open_ones, key=rank, default=None)))
-    if not choices:
-        return None
-    _, decode, prefill = min(choices, key=lambda choice: (choice[0], rank(choice[1])))
-    return Placement(decode.member, prefill.member if prefill is not None else None)
+        ways += [_Way(decode, prefill) for prefill in open_ones]
+        if not partners or _little_is_left(need, decode):
+            ways.append(_Way(decode, None, alone=not partners))
+    fetching = [dataclasses.replace(way, source=source) for way in ways if (source := _source(need, way))]
+    return ways + fetching
+
+
+def _source(need: Need, way: _Way) -> str:
+    """The host that has the most of the context cached, and more than the computing worker's; "" where none has."""
+    here = way.computing.member.host_id
+    reachable = [(tokens, host) for host, tokens in need.cached.items() if (host, here) not in need.cut]
+    tokens, host = max(reachable, default=(0, ""))
+    return host if tokens > need.cached.get(here, 0) else ""
+
+
+def _little_is_left(need: Need, decode: Candidate) -> bool:
+    """Whether the decode worker may compute what is not cached without being felt by those that it serves."""
+    cached = need.cached.get(decode.member.host_id, 0)
+    return cached > 0 and need.prompt_tokens - cached + decode.queued_tokens <= LOCAL_TOKENS
+
+
+def _fetch_speed(candidate: Candidate) -> float:
+    return candidate.fetch_tokens_per_second or FETCH_TOKENS_PER_SECOND
 
 
 def _can_hand_over(prefill: Member, decode: Member, cut: frozenset[Link]) -> bool:
     return prefill.layout == decode.layout and (prefill.host_id, decode.host_id) not in cut
+
+
+def _in_turn(choices: Sequence[T], turn: int) -> T:
+    return choices[turn % len(choices)]

@@ -1,22 +1,24 @@
-"""Tells Redis which blocks this host holds: a stream that will be read by routing by cached prefix.
+"""Tells Redis which blocks this host holds, so that gateways can route by cached prefix.
 
-It is a hint: it may be lost, and nobody waits for it. The stream is bounded (Redis trims it to about the newest
-_STREAM_LENGTH entries as it is written), and so is what waits here for a Redis that does not answer. A block costs one
-entry when it becomes reusable and one when it is evicted; a host where neither happens sends nothing.
+The stream is bounded (Redis trims it to about the newest _STREAM_LENGTH entries as it is written), and so is what waits
+here for a Redis that does not answer. Events of a tenth of a second share an entry; a host where no block becomes or
+ceases to be reusable sends nothing. A gateway that missed something asks the service for all (`KVTransfer.Reusable`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from paceline.core.block_pool import BlockEvent
+from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
 
@@ -25,14 +27,9 @@ _DEADLINE_SECONDS = 2.0
 _MAX_PAUSE_SECONDS = 5.0
 _BATCH = 1000
 _BUFFERED = 100_000
-_STREAM_LENGTH = 100_000
+_STREAM_LENGTH = 10_000
 
 log = logging.getLogger(__name__)
-
-
-def blocks_stream(cluster: str) -> str:
-    """Key of the Redis stream; its entries are {host, op: stored or removed, group, hash in hexadecimal}."""
-    return f"paceline:{cluster}:blocks"
 
 
 class BlockEventPublisher:
@@ -41,23 +38,18 @@ class BlockEventPublisher:
     While Redis does not answer, events wait in a bounded buffer that drops its oldest.
 
     Args:
-        take_events: gives the events since it was last called.
+        take_events: gives the events since it was last called; None where there are none.
         buffered: events that may wait.
     """
 
     def __init__(
-        self,
-        url: str,
-        cluster: str,
-        host_id: str,
-        take_events: Callable[[], list[BlockEvent]],
-        buffered: int = _BUFFERED,
+        self, url: str, cluster: str, take_events: Callable[[], BlockBatch | None], buffered: int = _BUFFERED
     ) -> None:
         self._client: redis.Redis = connect(url)
         self._stream = blocks_stream(cluster)
-        self._host_id = host_id
         self._take_events = take_events
-        self._waiting: deque[BlockEvent] = deque(maxlen=buffered)
+        self._waiting: deque[tuple[BlockBatch, int, BlockEvent]] = deque(maxlen=buffered)
+        """Each event with its number and the batch that it came with."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -73,7 +65,8 @@ class BlockEventPublisher:
         while True:
             pause = min(_MAX_PAUSE_SECONDS, _PERIOD_SECONDS * 2**failures) * random.uniform(0.8, 1.2)
             await asyncio.sleep(pause)
-            self._waiting.extend(self._take_events())
+            if (taken := self._take_events()) is not None:
+                self._waiting.extend((taken, number, event) for number, event in enumerate(taken.events, taken.first))
             try:
                 await self._publish()
                 if failures:
@@ -86,16 +79,19 @@ class BlockEventPublisher:
 
     async def _publish(self) -> None:
         while self._waiting:
-            # Copied, not popped: what fails is sent again, and an event twice does no harm.
-            batch = [self._waiting[index] for index in range(min(_BATCH, len(self._waiting)))]
+            # Copied, not popped: what fails is sent again, and a reader knows an event that comes twice.
+            batch = self._next_batch()
             async with asyncio.timeout(_DEADLINE_SECONDS):
-                await self._send(batch)
-            for _ in batch:
+                entry = batch.to_entry()
+                await self._client.xadd(self._stream, entry, maxlen=_STREAM_LENGTH, approximate=True)  # type: ignore[arg-type]
+            for _ in batch.events:
                 self._waiting.popleft()
 
-    async def _send(self, batch: Sequence[BlockEvent]) -> None:
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for event in batch:
-                entry = {"host": self._host_id, "op": event.op, "group": event.group, "hash": event.hash.hex()}
-                pipeline.xadd(self._stream, entry, maxlen=_STREAM_LENGTH, approximate=True)  # type: ignore[arg-type]
-            await pipeline.execute()
+    def _next_batch(self) -> BlockBatch:
+        """The oldest events that wait and follow each other."""
+        taken, first, _ = self._waiting[0]
+        run = itertools.takewhile(
+            lambda entry: entry[1][0].pool == taken.pool and entry[1][1] == first + entry[0],
+            enumerate(itertools.islice(self._waiting, _BATCH)),
+        )
+        return BlockBatch(taken.host_id, taken.pool, first, tuple(event for _, (_, _, event) in run))

@@ -18,7 +18,7 @@ from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.kv_layout import NO_SLOT, KVGroup, KVLayout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
+from paceline.services.kvtransfer.hold import TRANSFER, Hold, State, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.transport import ArenaMemory
 
@@ -80,8 +80,7 @@ class Exports:
             InvalidRequestError: this cannot be exported, or is being exported.
             StaleError: the hold has ended.
         """
-        if cached_tokens % self._layout.alignment:
-            raise InvalidRequestError(f"cached_tokens must be a multiple of {self._layout.alignment}")
+        self._check_aligned(cached_tokens)
         if key[:2] in self._readings:
             raise InvalidRequestError(f"hold {key} is being exported already")
         cursor = Cursor(self._layout.groups, cached_tokens)
@@ -108,6 +107,36 @@ class Exports:
             if reading.adopted is not None:
                 with contextlib.suppress(PacelineError):
                     self._ledger.release(TRANSFER, reading.adopted.key, self._clock())
+
+    async def run_prefix(self, key: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write) -> None:
+        """Names the cached blocks of the longest known prefix of a context, which may be none, until the reader ends
+        the call, which cancels this. They are held meanwhile, so that none is evicted.
+
+        Args:
+            key: of the request for which it is brought over.
+            cached_tokens: see `run`.
+
+        Raises:
+            InvalidRequestError: this cannot be exported, or is being exported.
+            StaleError: it has been exported.
+        """
+        self._check_aligned(cached_tokens)
+        hold = self._ledger.pin(TRANSFER, prefix_key(key), hashes, self._clock())
+        try:
+            await write(pb.ExportEvent(offer=self._offer))
+            cursor = Cursor(self._layout.groups, min(cached_tokens, hold.filled_tokens))
+            await self._name(hold, cursor.rest(hold, self._ledger.hash_of), write, last=True)
+            while True:
+                await asyncio.sleep(ALIVE_SECONDS)
+                self._ledger.renew(TRANSFER, hold.key, self._clock())
+                await write(pb.ExportEvent(exported=pb.Exported()))
+        finally:
+            with contextlib.suppress(PacelineError):
+                self._ledger.release(TRANSFER, hold.key, self._clock())
+
+    def _check_aligned(self, cached_tokens: int) -> None:
+        if cached_tokens % self._layout.alignment:
+            raise InvalidRequestError(f"cached_tokens must be a multiple of {self._layout.alignment}")
 
     def _take_over(self, reading: _Reading) -> Hold | None:
         """Adopts the hold once it is filled, and renews its lease from then on. Raises what `run` does."""

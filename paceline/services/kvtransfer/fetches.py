@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from paceline.core.errors import PacelineError, TransferError, UnavailableError
-from paceline.core.kv_layout import NO_SLOT, KVGroup, KVLayout
+from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVGroup, KVLayout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
@@ -25,15 +25,20 @@ from paceline.services.common.rpc import heeding_cancellation, unmapped_error
 from paceline.services.common.wire import key_to_pb
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.exports import digest_of
-from paceline.services.kvtransfer.hold import TRANSFER, Hold
+from paceline.services.kvtransfer.hold import TRANSFER, Hold, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.paths import Paths
 from paceline.services.kvtransfer.transport import ArenaMemory
 
+PREFIX_SECONDS = 5.0
+"""For all of a prefix; its request waits, and could have been computed instead."""
 SILENCE_SECONDS = 5.0
 """The source says something every second."""
 
-Call = grpc.aio.UnaryStreamCall[pb.ExportRequest, pb.ExportEvent]
+Call = (
+    grpc.aio.UnaryStreamCall[pb.ExportRequest, pb.ExportEvent]
+    | grpc.aio.UnaryStreamCall[pb.ExportPrefixRequest, pb.ExportEvent]
+)
 
 
 @dataclass(slots=True)
@@ -98,9 +103,14 @@ class Fetches:
         """
         self._ledger.renew(session, key, self._clock())
         hold = self._ledger.open(TRANSFER, key, self._clock())
+        request = pb.ExportRequest(
+            fingerprint=self._layout.fingerprint, key=key_to_pb(source_key), cached_tokens=hold.filled_tokens
+        )
         try:
             with self._channels.to(source) as channel:
-                reply = await self._bring(hold, pb_grpc.KVTransferStub(channel), source, source_key)
+                call = pb_grpc.KVTransferStub(channel).Export(request)
+                reply, filled_tokens = await self._bring(hold, call, source)
+            self._ledger.fill(TRANSFER, hold.key, filled_tokens, self._clock())
         except BaseException as error:
             with contextlib.suppress(PacelineError):
                 self._ledger.release(TRANSFER, hold.key, self._clock())
@@ -113,6 +123,40 @@ class Fetches:
         self._count(reply)
         return reply
 
+    async def run_prefix(self, key: Key, source: str, hashes: Sequence[bytes]) -> pb.FetchReply:
+        """Brings into this host's cache what another one has cached of a context, as far as it lacks here.
+
+        It comes into a hold of this service's own, which ends with this: what was sealed is cached then.
+
+        Args:
+            key: of the request for which it is brought over.
+            source: address of the service that has it.
+            hashes: chain of the context, no more of it than can be reused.
+
+        Raises:
+            BusyError: there are no blocks to bring it into.
+            TransferError: the blocks could not be brought over.
+        """
+        tokens = len(hashes) * BASE_TOKENS
+        hold = self._ledger.reserve(TRANSFER, prefix_key(key), hashes, tokens, tokens, self._clock())
+        request = pb.ExportPrefixRequest(
+            fingerprint=self._layout.fingerprint, key=key_to_pb(key), cached_tokens=hold.filled_tokens, hashes=hashes
+        )
+        try:
+            async with asyncio.timeout(PREFIX_SECONDS):
+                with self._channels.to(source) as channel:
+                    call = pb_grpc.KVTransferStub(channel).ExportPrefix(request)
+                    reply, _ = await self._bring(hold, call, source, hashes)
+        except (PacelineError, TimeoutError) as error:
+            self.totals.failures += 1
+            why = f"it took longer than {PREFIX_SECONDS:g} s" if isinstance(error, TimeoutError) else error
+            raise TransferError(f"the prefix of {key} could not be brought over from {source}: {why}") from error
+        finally:
+            with contextlib.suppress(PacelineError):
+                self._ledger.release(TRANSFER, hold.key, self._clock())
+        self._count(reply)
+        return reply
+
     def _count(self, reply: pb.FetchReply) -> None:
         totals = self.totals
         totals.transfers[reply.path] += 1
@@ -120,13 +164,13 @@ class Fetches:
         totals.read_seconds += reply.read_ms / 1000
 
     async def _bring(
-        self, hold: Hold, stub: pb_grpc.KVTransferAsyncStub, source: str, source_key: Key
-    ) -> pb.FetchReply:
-        """Pulls all blocks that the source names, and fills the hold."""
-        request = pb.ExportRequest(
-            fingerprint=self._layout.fingerprint, key=key_to_pb(source_key), cached_tokens=hold.filled_tokens
-        )
-        call = stub.Export(request)
+        self, hold: Hold, call: Call, source: str, hashes: Sequence[bytes] | None = None
+    ) -> tuple[pb.FetchReply, int]:
+        """Pulls all blocks that the source names; returns the tokens that the hold contains then, too.
+
+        Args:
+            hashes: what the blocks have to be called, where that is known.
+        """
         arrivals = Arrivals(self._layout.groups, hold)
         reply = pb.FetchReply()
         read_seconds = 0.0
@@ -136,20 +180,29 @@ class Fetches:
                 exported = (await _next(call, "exported")).exported
                 named = time.monotonic()
                 if exported.blocks:
+                    if hashes is not None:
+                        self._check_names(exported.blocks, hashes)
                     reply.path = await self._read(offer, source, exported.blocks, arrivals)
                     self._seal(hold.key, exported.blocks)
                 read_seconds += time.monotonic() - named
                 reply.blocks += len(exported.blocks)
                 if exported.HasField("filled_tokens"):
                     arrivals.check_all(exported.filled_tokens)
-                    self._ledger.fill(TRANSFER, hold.key, exported.filled_tokens, self._clock())
                     reply.bytes = reply.blocks * self._layout.slot_bytes
                     reply.read_ms = round(read_seconds * 1000)
-                    return reply
+                    return reply, exported.filled_tokens
         except grpc.aio.AioRpcError as error:
             raise unmapped_error(error, f"kvtransfer at {source}") from error
         finally:
             call.cancel()
+
+    def _check_names(self, blocks: Sequence[pb.ExportedBlock], hashes: Sequence[bytes]) -> None:
+        """Raises TransferError where the source names blocks of another context."""
+        strides = [group.block_tokens // BASE_TOKENS for group in self._layout.groups]
+        for block in blocks:
+            end = (block.index + 1) * strides[block.group] if block.group < len(strides) else 0
+            if not 0 < end <= len(hashes) or block.hash != hashes[end - 1]:
+                raise TransferError(f"block {block.index} of group {block.group} is of another context")
 
     async def _read(self, offer: pb.Offer, source: str, blocks: Sequence[pb.ExportedBlock], arrivals: Arrivals) -> str:
         """Pulls and verifies blocks; returns the name of the path."""

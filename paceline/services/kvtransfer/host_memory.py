@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,8 @@ class HostMemory:
     def __init__(self, options: HostOptions, layout: KVLayout, arena: Arena) -> None:
         self.layout = layout
         self.arena = arena
+        self.pool_id = secrets.token_hex(8)
+        """Names this memory among all that this host ever has."""
         slots = arena.size // layout.slot_bytes
         self.ledger = Ledger(layout, slots, options.lease_seconds)
         # Stays mapped after `close`, for what still moves some of them.

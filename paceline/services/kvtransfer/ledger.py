@@ -23,11 +23,11 @@ from paceline.core.block_pool import BlockEvent, BlockPool, Counts
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.hashing import HASH_BYTES
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
+from paceline.core.prefix import match_prefix
 from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim, claimed_slots
-from paceline.services.kvtransfer.hold import NOBODY, Hold, State, UnknownHoldError, held_slots
+from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State, UnknownHoldError, held_slots
 from paceline.services.kvtransfer.hold_book import HoldBook
-from paceline.services.kvtransfer.prefix import match_prefix
 
 
 class Ledger:
@@ -75,8 +75,9 @@ class Ledger:
             raise
         self._pool.reuse(reused)
         self._grow(tables, missing)
-        self.queried_tokens += len(hashes) * BASE_TOKENS
-        self.cached_tokens += cached
+        if session != TRANSFER:
+            self.queried_tokens += len(hashes) * BASE_TOKENS
+            self.cached_tokens += cached
         hold = Hold(
             key=key,
             first_generation=key.generation,
@@ -91,6 +92,12 @@ class Ledger:
         )
         self._book.add(hold)
         return hold
+
+    def pin(self, session: int, key: Key, hashes: Sequence[bytes], now: float) -> Hold:
+        """Makes a hold of the cached blocks of the longest known prefix of a context, and of no others: to be read."""
+        _check_hashes(hashes)
+        cached, _ = match_prefix(self._layout, self._pool.find, hashes, len(hashes) * BASE_TOKENS)
+        return self.reserve(session, key, hashes[: cached // BASE_TOKENS], cached, cached, now)
 
     def open(self, session: int, key: Key, now: float) -> Hold:
         """Makes the caller the writer of a reserved hold, under the next generation."""
@@ -264,9 +271,18 @@ class Ledger:
     def evicted_blocks(self) -> int:
         return self._pool.evicted
 
+    @property
+    def event_count(self) -> int:
+        """Events so far: the number of the next one."""
+        return self._pool.event_count
+
     def take_events(self) -> list[BlockEvent]:
-        """Blocks that became or ceased to be reusable since the last call."""
+        """Blocks that became or ceased to be reusable since the last call; the last has number `event_count` - 1."""
         return self._pool.take_events()
+
+    def reusable(self) -> list[list[bytes]]:
+        """For each group the names of all blocks that a reservation could reuse now."""
+        return self._pool.reusable()
 
     def check(self) -> list[str]:
         """Proves counts, owners, references and index; returns a sentence for everything that is wrong."""

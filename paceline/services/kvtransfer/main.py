@@ -50,7 +50,7 @@ async def run(config: KVTransferConfig) -> None:
     await server.start()
     epoch = time.time_ns()
     registrar = Registrar(config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address))
-    publisher = BlockEventPublisher(config.redis, config.cluster, host_id, service.take_events)
+    publisher = BlockEventPublisher(config.redis, config.cluster, service.take_events)
     await registrar.start()
     await publisher.start()
     await server.set_ready(True)
@@ -104,6 +104,8 @@ def _describe(service: KVTransferService, host_id: str, epoch: int, address: str
             "holds": snapshot.holds,
             "expired_holds": snapshot.expired_holds,
             "evicted_blocks": snapshot.evicted_blocks,
+            "block_events": snapshot.block_events,
+            "token_bytes": snapshot.token_bytes,
             "prefix_queries_tokens": snapshot.prefix_queries_tokens,
             "prefix_hits_tokens": snapshot.prefix_hits_tokens,
             **snapshot.transfers,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
+from paceline.services.common.layout import difference
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.claim import Claim
-from paceline.services.kvtransfer.layout import difference
 
 RECONCILE_SECONDS = 3.0
 """Workers come back within about a second of our start. Who has not done so by then, and lives, has noticed that its

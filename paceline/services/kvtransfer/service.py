@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 
-from paceline.core.block_pool import BlockEvent, Counts
+from paceline.core.block_pool import Counts
 from paceline.core.errors import (
     InvalidRequestError,
     PacelineError,
@@ -20,9 +20,11 @@ from paceline.core.errors import (
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.block_stream import BlockBatch
+from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.kvtransfer.hold import TRANSFER
-from paceline.services.kvtransfer.host_memory import HostOptions
+from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.keeper import Keeper
 from paceline.services.kvtransfer.operations import apply, changed_holds, hold_to_pb, key_of
 from paceline.services.kvtransfer.owners import describe_holds
@@ -30,6 +32,9 @@ from paceline.services.kvtransfer.sessions import Sessions
 
 _MAX_OPERATIONS = 4096
 """In one batch: it is applied in one go, and nobody else is served meanwhile."""
+
+_MAX_NAMES = 1 << 15
+"""Of blocks in one message."""
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +54,10 @@ class Snapshot:
     holds: int = 0
     expired_holds: int = 0
     evicted_blocks: int = 0
+    block_events: int = 0
+    """Told to gateways so far, or about to be."""
+    token_bytes: float = 0.0
+    """That a token of a context takes in all groups."""
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     transfers: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -96,15 +105,20 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             holds=len(memory.ledger.holds()),
             expired_holds=memory.ledger.expired_holds,
             evicted_blocks=memory.ledger.evicted_blocks,
+            block_events=memory.ledger.event_count,
+            token_bytes=memory.layout.token_bytes,
             prefix_queries_tokens=memory.ledger.queried_tokens,
             prefix_hits_tokens=memory.ledger.cached_tokens,
             transfers=memory.fetches.totals.stats(),
         )
 
-    def take_events(self) -> list[BlockEvent]:
+    def take_events(self) -> BlockBatch | None:
         """Blocks that became or ceased to be reusable since the last call."""
         memory = self.sessions.memory
-        return [] if memory is None else memory.ledger.take_events()
+        if memory is None or not (events := memory.ledger.take_events()):
+            return None
+        first = memory.ledger.event_count - len(events)
+        return BlockBatch(self._options.host_id, memory.pool_id, first, tuple(events))
 
     # ---- the wire
 
@@ -171,22 +185,56 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 return reply
         raise AssertionError("mapped_errors ended the call")
 
+    async def FetchPrefix(self, request: pb.FetchPrefixRequest, context: Context) -> pb.FetchReply:
+        async with mapped_errors(context):
+            memory = self.sessions.check(request.session)
+            key = key_of(request.key)
+            with request_span("fetch prefix", key.request_id, carrier_of(context.invocation_metadata())) as span:
+                reply = await memory.fetches.run_prefix(key, request.source, request.hashes)
+                span.set_attributes({"paceline.path": reply.path, "paceline.bytes": reply.bytes})
+                log.info("%d blocks of a prefix came from %s over %s", reply.blocks, request.source, reply.path)
+                return reply
+        raise AssertionError("mapped_errors ended the call")
+
+    async def ExportPrefix(self, request: pb.ExportPrefixRequest, context: Context) -> None:  # type: ignore[override]
+        async with mapped_errors(context):
+            memory, key = self._exporting(request.fingerprint), key_of(request.key)
+            with request_span("export prefix", key.request_id, carrier_of(context.invocation_metadata())):
+                await memory.exports.run_prefix(key, request.hashes, request.cached_tokens, context.write)
+
     async def Export(self, request: pb.ExportRequest, context: Context) -> None:  # type: ignore[override]
         # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
         async with mapped_errors(context):
-            memory = self.sessions.need_memory()
-            if request.fingerprint != memory.layout.fingerprint:
-                raise PacelineError(
-                    "the KV blocks of these hosts differ; all workers of a cluster must serve the same model with the "
-                    "same dtype and version"
-                )
-            key = key_of(request.key)
+            memory, key = self._exporting(request.fingerprint), key_of(request.key)
             with request_span("export", key.request_id, carrier_of(context.invocation_metadata())):
                 await memory.exports.run(key, request.cached_tokens, context.write)
+
+    def _exporting(self, fingerprint: str) -> HostMemory:
+        """Raises PacelineError where a reader with this layout can read nothing here."""
+        memory = self.sessions.need_memory()
+        if fingerprint != memory.layout.fingerprint:
+            raise PacelineError(
+                "the KV blocks of these hosts differ; all workers of a cluster must serve the same model with the same "
+                "dtype and version"
+            )
+        return memory
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> None:  # type: ignore[override]
         async with mapped_errors(context):
             await self.sessions.need_memory().grpc.send(request, context.write)
+
+    async def Reusable(self, request: pb.ReusableRequest, context: Context) -> AsyncIterator[pb.ReusableReply]:
+        # All of it as of one moment, before anything is awaited.
+        pool, names = pb.Pool(), list[list[bytes]]()
+        if (memory := self.sessions.memory) is not None:
+            layout, ledger = layout_to_pb(memory.layout), memory.ledger
+            pool = pb.Pool(id=memory.pool_id, next_event=ledger.event_count, layout=layout)
+            names = ledger.reusable()
+        yield pb.ReusableReply(pool=pool)
+        for group, hashes in enumerate(names):
+            for start in range(0, len(hashes), _MAX_NAMES):
+                part = b"".join(hashes[start : start + _MAX_NAMES])
+                yield pb.ReusableReply(names=pb.BlockNames(group=group, hashes=part))
 
     async def Ledger(self, request: pb.LedgerRequest, context: Context) -> pb.LedgerReply:
         snapshot = self.snapshot()

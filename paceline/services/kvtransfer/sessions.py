@@ -15,9 +15,9 @@ from paceline.core.errors import (
 )
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.layout import difference, layout_from_pb
 from paceline.services.kvtransfer.arena import Arena, check_room, remove_stale_arenas
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
-from paceline.services.kvtransfer.layout import difference, layout_from_pb
 from paceline.services.kvtransfer.operations import claim_from_pb
 from paceline.services.kvtransfer.reconciliation import Claimant, Reconciliation
 

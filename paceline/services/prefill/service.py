@@ -43,9 +43,14 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         """Computes the context, reports on the way, and ends with the key under which the blocks can be adopted."""
         worker, work = self._worker, request.work
         matcher = await worker.matcher(work)
-        hold = await self._open(request)
+        hold, prefix_came = await self._open(request)
         try:
-            opened = worker_pb2.Opened(key=key_to_pb(hold.key), source=worker.kv.source)
+            opened = worker_pb2.Opened(
+                key=key_to_pb(hold.key),
+                source=worker.kv.source,
+                cached_tokens=hold.filled_tokens,
+                prefix_failed=not prefix_came,
+            )
             await context.write(worker_pb2.PrefillEvent(opened=opened))
             computed = worker.make_request(
                 work,
@@ -87,15 +92,17 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             batch = await events.batch()
         return await self._worker.kv.fill(hold.key, len(work.token_ids))
 
-    async def _open(self, request: worker_pb2.PrefillRequest) -> Hold:
+    async def _open(self, request: worker_pb2.PrefillRequest) -> tuple[Hold, bool]:
         """Becomes the writer of what decode has reserved; where that is on another host, of blocks of this one, which
-        are brought over from here."""
+        are brought over from here. Also says whether a prefix from elsewhere came where one was to come."""
         worker, work, key = self._worker, request.work, key_from_pb(request.work.key)
         if request.host_id == worker.kv.host_id:
-            return await worker.kv.open(key)
-        hold = await worker.reserve(work, key, worker.hash_chain(work), list(work.token_ids), len(work.token_ids))
+            return await worker.kv.open(key), True
+        chain, token_ids = worker.hash_chain(work), list(work.token_ids)
+        prefix_came = await worker.fetch_prefix(work, key, chain, token_ids)
+        hold = await worker.reserve(work, key, chain, token_ids, len(token_ids))
         try:
-            return await worker.kv.open(hold.key)
+            return await worker.kv.open(hold.key), prefix_came
         except BaseException:
             worker.kv.release(hold.key)
             raise

@@ -46,6 +46,23 @@ async def test_handoff_and_aggregation_give_the_reference_tokens(
         assert await host.all_blocks_back()
 
 
+async def test_a_worker_tells_how_many_tokens_of_prompts_it_has_not_computed(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path, max_batched_tokens=16, max_seqs=8) as host:
+        worker = host.prefill.worker
+        most = 0
+        running = asyncio.gather(*(host.generate(prompt, 4) for prompt in prompts(6, 100, 110)))
+        while not running.done():
+            most = max(most, worker.queued_tokens)
+            await asyncio.sleep(0)
+        assert 16 < most <= 6 * 110
+        await host.generate(prompts(1, 150, 160)[0], 50, aggregated=True, cancel_after=1)
+        assert await host.all_blocks_back()
+        assert (worker.queued_tokens, host.decode.worker.queued_tokens) == (0, 0)
+
+
 async def test_a_second_turn_reuses_prompt_and_output(
     start_host: StartHost, save_gemma3: SaveTiny, tmp_path: Path
 ) -> None:

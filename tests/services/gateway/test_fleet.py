@@ -9,7 +9,7 @@ import pytest
 
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
-from paceline.services.gateway.fleet import REFRESH_SECONDS
+from paceline.services.gateway.fleet import REFRESH_SECONDS, Fading
 from tests.services.gateway.conftest import Cluster, eventually
 
 
@@ -123,3 +123,35 @@ async def test_a_fleet_that_refuses_us_is_none(cluster: Cluster) -> None:
     await cluster.add(secret=Secret("another cluster's secret"))
     await eventually(lambda: cluster.usable() == [])
     assert cluster.fleet.max_model_len() == 0
+
+
+async def test_what_a_worker_was_given_to_compute_counts_while_it_runs_and_a_while_longer(cluster: Cluster) -> None:
+    await cluster.add()
+    worker = cluster.fleet.worker("d")
+    with cluster.fleet.call(worker, 1000):
+        with cluster.fleet.call(worker, 24):
+            (candidate,) = cluster.fleet.snapshot()
+            assert (candidate.in_flight, candidate.unreported_tokens) == (2, 1024)
+        (candidate,) = cluster.fleet.snapshot()
+        assert (candidate.in_flight, candidate.unreported_tokens) == (1, 1000)
+    (candidate,) = cluster.fleet.snapshot()
+    assert (candidate.in_flight, candidate.unreported_tokens) == (0, 0)
+    assert 0 < candidate.recent_tokens <= 1024
+
+
+def test_a_part_is_halved_again_and_again() -> None:
+    recent = Fading(half_life=10)
+    recent.add(80, now=100)
+    assert [recent.value(now) for now in (100, 110, 130)] == [80, 40, 10]
+    recent.add(10, now=130)
+    assert recent.value(140) == 10
+
+
+async def test_how_fast_blocks_come_to_a_host_is_what_it_has_measured(cluster: Cluster) -> None:
+    await cluster.add()
+    host = await cluster.add("host", "kvtransfer")
+    assert cluster.fleet.snapshot()[0].fetch_tokens_per_second == 0
+    host.stats = {"transfer_bytes": 64e6, "transfer_read_seconds": 0.5, "token_bytes": 16_000.0}
+    await eventually(lambda: cluster.fleet.snapshot()[0].fetch_tokens_per_second == 8000)
+    host.stats = {"transfer_bytes": 64.0, "transfer_read_seconds": 0.5, "token_bytes": 16_000.0}
+    await eventually(lambda: cluster.fleet.snapshot()[0].fetch_tokens_per_second == 0)

@@ -12,6 +12,7 @@ from paceline.core.types import FinishReason, SamplingParams
 from paceline.services.gateway import waiting
 from paceline.services.gateway.attempt import Ended, Event, Generated
 from paceline.services.gateway.placements import PlacementLog
+from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.record import RequestRecord
 from paceline.services.gateway.request import GenerateRequest, RequestRunner
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
@@ -21,7 +22,7 @@ BROKEN = UnavailableError("kvtransfer does not answer")
 
 def runner_of(cluster: Cluster, queue_seconds: float = 0.3) -> RequestRunner:
     config = GatewayConfig(queue_seconds=queue_seconds, stall_seconds=PATIENCE)
-    return RequestRunner(config, cluster.fleet, PlacementLog(cluster.redis, cluster.name))
+    return RequestRunner(config, cluster.fleet, PlacementLog(cluster.redis, cluster.name), PrefixIndex())
 
 
 class Request:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.common.registry import Member
-from paceline.services.gateway.router import Candidate, Need, place
+from paceline.services.gateway.router import LOCAL_TOKENS, Candidate, Need, place, place_in_turn
 
 NEED = Need(context_tokens=100)
 
@@ -105,6 +105,166 @@ def test_who_failed_is_taken_only_where_there_is_no_other() -> None:
     assert placed(need, member("d1")) == ("d1", None)
 
 
+# ---- what it costs
+
+
+def two_hosts(**fields: object) -> list[Member]:
+    """A prefill and a decode worker on each of h1 and h2; `fields` are those of p1."""
+    return [
+        member("d1", host_id="h1"),
+        member("p1", "prefill", host_id="h1", **fields),
+        member("d2", host_id="h2"),
+        member("p2", "prefill", host_id="h2"),
+    ]
+
+
+def prompt(tokens: int, **cached: int) -> Need:
+    return Need(context_tokens=100, prompt_tokens=tokens, cached=cached)
+
+
+def test_the_host_with_the_longest_prefix_is_taken() -> None:
+    assert placed(prompt(2000, h1=512, h2=1024), *two_hosts()) == ("d2", "p2")
+    assert placed(prompt(2000, h1=1024, h2=512), *two_hosts()) == ("d1", "p1")
+
+
+def slow(candidate: Member) -> Candidate:
+    """Its host gets no more from others than it computes."""
+    return Candidate(candidate, fetch_tokens_per_second=1000)
+
+
+def test_a_prefix_is_not_worth_a_longer_queue() -> None:
+    d1, p1, d2, p2 = two_hosts(stats={"queued_tokens": 600})
+    assert placed(prompt(2000, h1=512), d1, p1, slow(d2), slow(p2)) == ("d2", "p2")
+    assert placed(prompt(2000, h1=1024), d1, p1, slow(d2), slow(p2)) == ("d1", "p1")
+
+
+def test_a_prefix_is_brought_where_its_host_is_busy() -> None:
+    fleet = [Candidate(m) for m in two_hosts(stats={"queued_tokens": 600})]
+    found = place(prompt(2000, h1=1024, h2=16), fleet)
+    assert found is not None
+    assert found.prefill is not None
+    assert (found.decode.worker_id, found.prefill.worker_id) == ("d2", "p2")
+    assert (found.source, found.cached_tokens) == ("h1", 1024)
+    # Not over a cut link, and not for less than it costs.
+    for need in (
+        dataclasses.replace(prompt(2000, h1=1600), cut=frozenset({("h1", "h2")})),
+        prompt(2000, h1=512, h2=504),
+    ):
+        found = place(need, fleet)
+        assert found is not None
+        assert found.source == ""
+
+
+def test_a_prefix_is_brought_from_a_host_without_workers() -> None:
+    found = place(prompt(2000, gone=1600, other=1024), [Candidate(m) for m in two_hosts()])
+    assert found is not None
+    assert (found.source, found.cached_tokens) == ("gone", 1600)
+    alone = place(prompt(2000, gone=1600), [Candidate(member("d"))])
+    assert alone is not None
+    assert (alone.prefill, alone.source, alone.cached_tokens) == (None, "gone", 1600)
+
+
+def test_a_full_decode_worker_is_spared_unless_moving_takes_longer() -> None:
+    d1, p1, d2, p2 = two_hosts()
+    full = dataclasses.replace(d1, running=8)
+    assert placed(prompt(2000, h1=1600), full, p1, d2, p2) == ("d2", "p1")
+    assert placed(prompt(2000, h1=1600), full, p1, slow(d2), slow(p2)) == ("d1", "p1")
+    assert placed(prompt(2000, h1=512), full, p1, slow(d2), slow(p2)) == ("d2", "p2")
+
+
+def test_own_calls_queue_before_they_are_reported() -> None:
+    d1, p1, d2, p2 = two_hosts()
+    busy = Candidate(p1, in_flight=1, unreported=1, unreported_tokens=600)
+    assert placed(prompt(2000, h1=512), d1, busy, slow(d2), slow(p2)) == ("d2", "p2")
+
+
+def test_misses_do_not_all_go_to_one_worker() -> None:
+    """One after the other, so that nobody has a queue; one worker is a little faster."""
+    d1, p1, d2, p2 = two_hosts(stats={"prefill_tokens_per_second": 1030})
+    recent, taken = {"p1": 0.0, "p2": 0.0}, []
+    for _ in range(20):
+        snapshot = [Candidate(d1), Candidate(d2)]
+        snapshot += [Candidate(p, recent_tokens=recent[p.worker_id]) for p in (p1, p2)]
+        found = place(prompt(2000), snapshot)
+        assert found is not None
+        assert found.prefill is not None
+        taken.append(found.prefill.worker_id)
+        recent[taken[-1]] += 2000
+    assert 8 <= taken.count("p2") <= 12
+
+
+def test_a_faster_worker_is_preferred() -> None:
+    assert placed(prompt(2000), *two_hosts(stats={"prefill_tokens_per_second": 500})) == ("d1", "p1")  # all as slow
+    d1, p1, d2, p2 = two_hosts(stats={"prefill_tokens_per_second": 500})
+    faster = dataclasses.replace(p2, stats={"prefill_tokens_per_second": 1000})
+    assert placed(prompt(2000), d1, p1, d2, faster) == ("d2", "p2")
+
+
+def test_a_queue_is_worth_moving_the_blocks() -> None:
+    near, far = member("p1", "prefill", stats={"queued_tokens": 4000}), member("p2", "prefill", host_id="other")
+    assert placed(prompt(2000), member("d"), near, far) == ("d", "p2")
+    slow_link = Candidate(member("d"), fetch_tokens_per_second=200)
+    assert placed(prompt(2000), slow_link, near, far) == ("d", "p1")
+
+
+def test_of_a_far_prefix_all_has_to_be_moved() -> None:
+    d, p = member("d", host_id="h1"), member("p", "prefill", host_id="h1")
+    far = member("q", "prefill", host_id="h2")
+    assert placed(prompt(2000, h2=1984), d, p, far) == ("d", "q")
+    assert placed(prompt(2000, h2=1984), Candidate(d, fetch_tokens_per_second=500), p, far) == ("d", "p")
+
+
+def test_the_little_behind_a_prefix_is_computed_where_it_is() -> None:
+    far = member("p", "prefill", host_id="other")
+    assert placed(prompt(1000, host=960), member("d"), far) == ("d", None)
+    assert placed(prompt(1000, host=960), member("d"), member("p", "prefill", max_seqs=0)) == ("d", None)
+    # A prefill worker of the same host does as well, and disturbs nobody.
+    assert placed(prompt(1000, host=960), member("d"), member("p", "prefill")) == ("d", "p")
+    busy = member("p", "prefill", stats={"queued_tokens": 500})
+    assert placed(prompt(1000, host=960), member("d"), busy) == ("d", None)
+
+
+def test_no_long_prompt_is_computed_beside_others_tokens() -> None:
+    full = Candidate(member("p", "prefill", max_seqs=3), in_flight=3)
+    assert placed(prompt(1000, host=960 - LOCAL_TOKENS), member("d"), full) is None
+    assert placed(prompt(LOCAL_TOKENS), member("d"), full) is None  # nothing of it is cached
+    # Nor many short ones at a time.
+    queue = member("d", stats={"queued_tokens": LOCAL_TOKENS - 39})
+    assert placed(prompt(1000, host=960), queue, full) is None
+    # Where they are many that would wait for it, a prefill worker elsewhere is better.
+    crowd = member("d", running=60, max_seqs=64)
+    assert placed(prompt(1000, host=960), crowd, member("p", "prefill", host_id="other")) == ("d", "p")
+
+
+def test_a_placement_says_what_it_counts_on() -> None:
+    local = place(prompt(1000, host=960), [Candidate(member("d")), Candidate(member("p", "prefill", host_id="other"))])
+    assert local is not None
+    assert (local.cached_tokens, local.least_cached_tokens) == (960, 1000 - LOCAL_TOKENS)
+    alone = place(prompt(1000, host=960), [Candidate(member("d"))])
+    assert alone is not None
+    assert (alone.cached_tokens, alone.least_cached_tokens) == (960, 0)  # there is no other place
+
+
+def test_in_turn_nothing_is_weighed() -> None:
+    fleet = [Candidate(m) for m in two_hosts(stats={"queued_tokens": 10_000})]
+    found = [place_in_turn(prompt(2000, h1=1984), fleet, turn) for turn in range(4)]
+    names = [(f.decode.worker_id, f.prefill.worker_id) for f in found if f is not None and f.prefill is not None]
+    assert names == [("d1", "p1"), ("d2", "p2")] * 2
+
+
+def test_in_turn_who_cannot_is_left_out() -> None:
+    fleet = [Candidate(m) for m in two_hosts()]
+
+    def taken(need: Need) -> set[tuple[str, str]]:
+        found = [place_in_turn(need, fleet, turn) for turn in range(4)]
+        return {(f.decode.worker_id, f.prefill.worker_id) for f in found if f is not None and f.prefill is not None}
+
+    assert taken(dataclasses.replace(prompt(2000), refused=frozenset({"d1"}))) == {("d2", "p2")}
+    assert taken(dataclasses.replace(prompt(2000), failed=frozenset({"p1"}))) == {("d1", "p2"), ("d2", "p2")}
+    assert place_in_turn(prompt(2000), [*fleet[:1], Candidate(member("p", "prefill", max_seqs=0))], 0) is None
+    assert place_in_turn(prompt(2000), [], 0) is None
+
+
 members = st.builds(
     member,
     st.text("abcdef", min_size=1, max_size=3),
@@ -118,6 +278,35 @@ members = st.builds(
     max_model_len=st.sampled_from([0, 50, 100, 1000]),
 )
 fleets = st.lists(st.builds(Candidate, members, st.integers(0, 5)), max_size=12, unique_by=lambda c: c.member.worker_id)
+needs = st.builds(
+    Need,
+    st.just(100),
+    prompt_tokens=st.integers(1, 2000),
+    cached=st.dictionaries(st.sampled_from(["h1", "h2", "h3"]), st.integers(0, 1999)),
+    failed=st.frozensets(st.sampled_from("abc")),
+    refused=st.frozensets(st.sampled_from("def")),
+)
+
+
+@given(needs, fleets, st.integers(0, 9))
+def test_whatever_it_costs_full_prefill_workers_are_waited_for(need: Need, fleet: list[Candidate], turn: int) -> None:
+    need = dataclasses.replace(need, cached={h: min(t, need.prompt_tokens - 1) for h, t in need.cached.items()})
+    by_name = {candidate.member.worker_id: candidate for candidate in fleet}
+    for found in (place(need, fleet), place_in_turn(need, fleet, turn)):
+        if found is None:
+            continue
+        assert {found.decode.worker_id, found.prefill and found.prefill.worker_id}.isdisjoint(need.refused)
+        if found.prefill is not None:
+            assert by_name[found.prefill.worker_id].has_room
+            assert found.prefill.layout == found.decode.layout
+        elif any(
+            (c.member.role, c.member.state, c.member.layout) == ("prefill", "ready", found.decode.layout)
+            and c.member.max_model_len >= 100
+            for c in fleet
+        ):
+            left = need.prompt_tokens - need.cached.get(found.decode.host_id, 0)
+            assert left <= LOCAL_TOKENS
+            assert found.least_cached_tokens >= need.prompt_tokens - LOCAL_TOKENS
 
 
 links = st.frozensets(st.sampled_from([("h1", "h2"), ("h2", "h1")]))

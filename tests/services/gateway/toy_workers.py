@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError
+from paceline.core.hashing import HashChain
 from paceline.core.telemetry import carrier_of
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, Registrar, Role, State
@@ -28,6 +29,22 @@ ADMISSION = -1
 """As a number of tokens: before a call is admitted."""
 
 _NO_SECRET = Secret()
+
+_WORKER_STATS = {
+    "preemptions": 2.0,
+    "drafts": 4.0,
+    "draft_tokens": 9.0,
+    "accepted_tokens": 5.0,
+    "accepted_at_0": 3.0,
+    "accepted_at_1": 2.0,
+    "bubble_seconds": 0.5,
+    "loaded_bytes": 4096,
+    "swap_ins": 3,
+    "swap_in_seconds": 0.03,
+    "swap_ins_within_10ms": 2,
+    "decode_model_seconds": 0.25,
+}
+_HOST_STATS = {"blocks_total": 10.0, "blocks_held": 2.0, "blocks_in_flight": 3.0}
 
 _epochs = itertools.count(1)
 
@@ -84,7 +101,10 @@ class ToyWorker(
         """What it says instead of admitting."""
         self.stop_at: int | None = None
         """Position of the output at which the end token comes."""
+        self.pretends_to_cache: list[int] = []
+        """A context that gateways are told a kvtransfer has. Workers find 16 tokens of any, whatever they are told."""
         self.calls: list[Call] = []
+        self.stats = dict(_WORKER_STATS if role != "kvtransfer" else _HOST_STATS)
         self.active = 0
         self.token_delay = 0.0
         self._rpc = RpcServer("127.0.0.1", port, secret, worker_id)
@@ -135,22 +155,7 @@ class ToyWorker(
             max_model_len=self.max_model_len,
             max_seqs=self.max_seqs,
             running=self.active,
-            stats={
-                "preemptions": 2.0,
-                "drafts": 4.0,
-                "draft_tokens": 9.0,
-                "accepted_tokens": 5.0,
-                "accepted_at_0": 3.0,
-                "accepted_at_1": 2.0,
-                "bubble_seconds": 0.5,
-                "loaded_bytes": 4096,
-                "swap_ins": 3,
-                "swap_in_seconds": 0.03,
-                "swap_ins_within_10ms": 2,
-                "decode_model_seconds": 0.25,
-            }
-            if self.role != "kvtransfer"
-            else {"blocks_total": 10.0, "blocks_held": 2.0, "blocks_in_flight": 3.0},
+            stats=self.stats | {"block_events": float(bool(self.pretends_to_cache))},
         )
 
     def outcomes(self) -> list[str]:
@@ -162,9 +167,13 @@ class ToyWorker(
         async with mapped_errors(context), _Tracked(self, request.work, context) as call:
             work = request.work
             await self._progress(call, ADMISSION, context)
-            await context.write(
-                worker_pb2.PrefillEvent(opened=worker_pb2.Opened(key=work.key, source=f"kv of {self.host_id}"))
+            opened = worker_pb2.Opened(
+                key=work.key,
+                source=f"kv of {self.host_id}",
+                cached_tokens=_cached_tokens(work),
+                prefix_failed=self.loses_transfers and bool(work.prefix_source),
             )
+            await context.write(worker_pb2.PrefillEvent(opened=opened))
             await self._progress(call, 0, context)
             chunks = self._chunks(len(work.token_ids))
             for chunk in chunks[:-1]:
@@ -190,7 +199,11 @@ class ToyWorker(
         async with mapped_errors(context), _Tracked(self, work, context) as call:
             await self._progress(call, ADMISSION, context)
             admitted = worker_pb2.Admitted(
-                key=work.key, cached_tokens=min(16, work.prompt_tokens - 1), blocks=5, cached_blocks=1
+                key=work.key,
+                cached_tokens=_cached_tokens(work),
+                blocks=5,
+                cached_blocks=1,
+                prefix_failed=self.loses_transfers and bool(work.prefix_source),
             )
             await context.write(worker_pb2.DecodeEvent(admitted=admitted))
             command = await anext(commands, None)
@@ -272,6 +285,22 @@ class ToyWorker(
             for start in range(0, len(tokens), 4)
         ]
 
+    async def Reusable(  # type: ignore[override]
+        self, request: kvtransfer_pb2.ReusableRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        chain = HashChain(self.layout)
+        chain.extend(self.pretends_to_cache)
+        layout = kvtransfer_pb2.KVLayout(
+            fingerprint=self.layout,
+            slot_bytes=4096,
+            base_tokens=16,
+            groups=[kvtransfer_pb2.KVGroup(name="full", block_tokens=16)],
+        )
+        pool = kvtransfer_pb2.Pool(id="toy", next_event=1, layout=layout)
+        await context.write(kvtransfer_pb2.ReusableReply(pool=pool))
+        names = kvtransfer_pb2.BlockNames(group=0, hashes=b"".join(chain.hashes))
+        await context.write(kvtransfer_pb2.ReusableReply(names=names))
+
     async def Ledger(  # type: ignore[override]
         self, request: kvtransfer_pb2.LedgerRequest, context: grpc.aio.ServicerContext
     ) -> kvtransfer_pb2.LedgerReply:
@@ -329,6 +358,10 @@ class _Tracked:
         cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
         self._call.outcome = "finished" if kind is None else "cancelled" if cancelled else "failed"
         self._call.ended.set()
+
+
+def _cached_tokens(work: common_pb2.Work) -> int:
+    return min(16, work.prompt_tokens - 1)
 
 
 def _report(token_id: int, count: int) -> list[common_pb2.Logprob]:

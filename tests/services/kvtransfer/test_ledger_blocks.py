@@ -279,6 +279,8 @@ def test_events_tell_what_can_be_reused() -> None:
     desk.reserve("next", tokens=16)
     assert desk.ledger.take_events() == [("removed", 1, a)]
     assert desk.ledger.take_events() == []
+    assert desk.ledger.event_count == 3
+    assert desk.ledger.reusable() == [[a], []]
 
 
 def test_prefix_hits_are_counted_when_a_reservation_succeeds() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.kv_layout import NO_SLOT, KVLayout
-from paceline.services.kvtransfer.prefix import match_prefix
+from paceline.core.prefix import match_prefix
 from tests.services.kvtransfer.kv_toolkit import chain, make_layout
 
 

@@ -1,4 +1,4 @@
-"""The layout of the arena: read from the wire, and compared."""
+"""The layout of the arena: on the wire, and compared."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ _MAX_GROUPS = 64
 _MAX_NAME = 256
 
 
+def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
+    """What others than workers have to know of a layout."""
+    groups = [
+        pb.KVGroup(name=group.shape.name, block_tokens=group.block_tokens, window=group.shape.window)
+        for group in layout.groups
+    ]
+    return pb.KVLayout(
+        fingerprint=layout.fingerprint, slot_bytes=layout.slot_bytes, base_tokens=BASE_TOKENS, groups=groups
+    )
+
+
 def layout_from_pb(message: pb.KVLayout) -> KVLayout:
-    """The layout as far as this service knows it: layers and heads stay inside the blocks.
+    """The layout as far as others than workers know it: layers and heads stay inside the blocks.
 
     Raises:
         InvalidRequestError: no arena can have this layout.

@@ -1,0 +1,198 @@
+"""What a cached prefix is worth: the time to the first token of a prompt that is cached nowhere, on the host that goes
+on with it, or on another one; and how much of each turn of a conversation is computed.
+
+    python -m bench.prefix ~/.cache/paceline/smollm2-135m-instruct --prompt-tokens 2000 --prompts 6 --turns 10
+
+Two hosts with a prefill and a decode worker each, on this machine: they share no memory. Prompts are random token ids,
+sent one after the other. "warm" is what each takes when it comes again with other 32 tokens at its end. Before
+"elsewhere" the workers of host 0, where all have been computed, end: those of host 1 go on, and its kvtransfer brings
+the prefix over from that of host 0 first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.load import table
+from bench.namespaces import ONE_HOST
+from bench.services import Services
+from bench.systems import ending_on_sigterm
+
+KINDS = ("cold", "warm", "elsewhere")
+START_SECONDS = 180.0
+KNOWN_SECONDS = 1.0
+"""In which gateways learn of blocks that became full."""
+MESSAGE, ANSWER = 60, 24
+"""Tokens of each turn of the conversation."""
+NEW = 32
+"""Tokens at the end of a warm prompt that are not cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    prompt_tokens: int
+    cached_tokens: int
+    ttft: float
+    """Seconds, as the next."""
+    second: float
+    """To the second chunk; NaN where there is none."""
+    token_ids: list[int]
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+def connect(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=120, trust_env=False)
+
+
+async def ask(http: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int = 1, salt: str | None = None) -> Answer:
+    """Sends a prompt of token ids. Raises RuntimeError where it fails."""
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "cache_salt": salt,
+    }
+    token_ids: list[int] = []
+    usage: dict[str, Any] = {}
+    sent, chunks = time.perf_counter(), list[float]()
+    async with http.stream("POST", "/v1/completions", json=body) as reply:
+        async for line in reply.aiter_lines():
+            if reply.status_code != 200 or '"error"' in line:
+                raise RuntimeError(f"a request failed: {line}")
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                if tokens := [id for choice in event["choices"] for id in choice.get("token_ids") or ()]:
+                    chunks.append(time.perf_counter() - sent)
+                    token_ids += tokens
+                usage = event.get("usage") or usage
+    first, second, *_ = [*chunks, math.nan, math.nan]
+    return Answer(len(prompt), usage["prompt_tokens_details"]["cached_tokens"], first, second, token_ids)
+
+
+def random_tokens(count: int) -> list[int]:
+    return random.choices(range(1000, 20_000), k=count)
+
+
+def start_two_hosts(services: Services) -> None:
+    """A kvtransfer, a prefill and a decode worker on each."""
+    for host in (0, 1):
+        services.start_kvtransfer(host)
+    workers = [services.start_worker(role, host, host=host) for host in (0, 1) for role in ("prefill", "decode")]
+    services.wait_ready(*workers)
+
+
+async def until_complete(http: httpx.AsyncClient, workers: int) -> None:
+    """Until the gateway sees so many prefill and decode workers. Raises TimeoutError."""
+    async with asyncio.timeout(START_SECONDS):
+        while True:
+            try:
+                fleet = (await http.get("/fleet")).json()["workers"]
+                if sum(worker["role"] in ("prefill", "decode") for worker in fleet) == workers:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.2)
+
+
+async def measure(services: Services, prompt_tokens: int, prompts: int, turns: int) -> dict[str, list[Answer]]:
+    """The answers of each kind, one a prompt, and those of the conversation's turns."""
+    found: dict[str, list[Answer]] = {"turns": [], **{kind: [] for kind in KINDS}}
+    async with connect(services.url) as http:
+        await until_complete(http, 4)
+        for _ in range(8):  # connect, and warm up what is compiled late, on both hosts
+            await ask(http, random_tokens(prompt_tokens), 4)
+        context = random_tokens(MESSAGE)
+        for _ in range(turns):
+            found["turns"].append(await ask(http, context, ANSWER))
+            context += found["turns"][-1].token_ids + random_tokens(MESSAGE)
+            await asyncio.sleep(KNOWN_SECONDS)
+        services.processes["decode-1"].stop()
+        services.processes["prefill-1"].stop()
+        await until_complete(http, 2)
+        known = [random_tokens(prompt_tokens) for _ in range(prompts)]
+        for prompt in known:
+            found["cold"].append(await ask(http, prompt, 4))
+            await asyncio.sleep(KNOWN_SECONDS)
+            found["warm"].append(await ask(http, prompt[:-NEW] + random_tokens(NEW), 4))
+        services.start_again("decode-1")
+        services.start_again("prefill-1")
+        services.wait_ready("decode-1", "prefill-1")
+        services.processes["decode-0"].stop()
+        services.processes["prefill-0"].stop()
+        await until_complete(http, 2)
+        for _ in range(2):  # wakes the workers, and tells how fast blocks come
+            await ask(http, random_tokens(prompt_tokens), 4)
+        for prompt in known:
+            found["elsewhere"].append(await ask(http, prompt[:-NEW] + random_tokens(NEW), 4))
+            await asyncio.sleep(KNOWN_SECONDS)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.prefix", description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="folder of the model")
+    parser.add_argument("--prompt-tokens", type=int, default=2000)
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--kv-memory", default="1GiB", help="of each host")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    options = parser.parse_args()
+    ending_on_sigterm()
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Services(Path(folder), options.model, ONE_HOST, kvtransfer=(f"--kv-memory={options.kv_memory}",)) as stack,
+        ):
+            start_two_hosts(stack)
+            stack.start_gateway()
+            found = asyncio.run(measure(stack, options.prompt_tokens, options.prompts, options.turns))
+    except (RuntimeError, TimeoutError) as error:
+        print(f"bench.prefix: {error}", file=sys.stderr)
+        return 1
+    cold, *_ = medians = [
+        (statistics.median(each.ttft for each in found[kind]), statistics.median(each.second for each in found[kind]))
+        for kind in KINDS
+    ]
+    rows = [
+        [
+            kind,
+            f"{statistics.median(each.computed_tokens for each in found[kind]):g}",
+            *(f"{1e3 * seconds:.0f} ({cold[which] / seconds:.1f})" for which, seconds in enumerate(times)),
+        ]
+        for kind, times in zip(KINDS, medians)
+    ]
+    columns = ["computed tokens", "first token, ms (cold takes times)", "second token, ms (cold takes times)"]
+    print(table([f"{options.prompt_tokens} tokens, medians", *columns], rows))
+    print(f"\nconversation: each turn brings {MESSAGE} tokens and the {ANSWER} of the answer before")
+    sizes = [[str(turn.prompt_tokens), str(turn.computed_tokens)] for turn in found["turns"]]
+    print(table(["turn", "prompt tokens", "computed"], [[str(number), *size] for number, size in enumerate(sizes, 1)]))
+    if options.out:
+        figures = {kind: [dataclasses.asdict(answer) for answer in answers] for kind, answers in found.items()}
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Keeps the prefix index true to the hosts: it follows their block events in Redis, and asks a host itself where it
+does not know it yet or has missed something.
+
+Redis may be flushed, trimmed or gone, a host or this gateway may start again: each shows as a gap in the numbers of a
+host's events, or as a number in its heartbeat that this gateway has not come to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import grpc.aio
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.hashing import HASH_BYTES
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.block_stream import BlockBatch, blocks_stream
+from paceline.services.common.layout import layout_from_pb
+from paceline.services.common.rpc import heeding_cancellation
+from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.fleet import Worker
+from paceline.services.gateway.prefix_index import HostBlocks, PrefixIndex
+
+_WATCH_SECONDS = 0.5
+_ASK_SECONDS = 1.0
+"""A host is asked at most this often."""
+_ANSWER_SECONDS = 5.0
+_BLOCK_MS = 500
+_READ = 100
+"""Entries at a time."""
+_LATE = 100
+"""Batches of a host that may wait while it is asked."""
+
+_Entry = tuple[bytes, dict[bytes, bytes]]
+"""Of a stream: its id and its fields."""
+
+log = logging.getLogger(__name__)
+
+
+class _Following:
+    """What is known of following one host."""
+
+    def __init__(self, epoch: int, told: int) -> None:
+        self.epoch = epoch
+        self.told = told
+        """Events that it had had at the last look, as of its heartbeat."""
+        self.asked = -_ASK_SECONDS
+        """On time.monotonic()."""
+        self.asking: asyncio.Task[None] | None = None
+        self.doubtful = False
+        """Whether it has to be asked."""
+
+
+class BlockFeed:
+    """Feeds `index`, from `start` to `close`.
+
+    Args:
+        redis: a client that may wait in reads for half a second.
+        hosts: the kvtransfer services that are known now.
+    """
+
+    def __init__(self, redis: Redis, cluster: str, hosts: Callable[[], Iterable[Worker]], index: PrefixIndex) -> None:
+        self._redis = redis
+        self._stream = blocks_stream(cluster)
+        self._hosts = hosts
+        self._index = index
+        self._following: dict[str, _Following] = {}
+        self._late: defaultdict[str, deque[BlockBatch]] = defaultdict(lambda: deque(maxlen=_LATE))
+        """Of hosts that are being asked."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._read(), name="block feed"),
+            asyncio.create_task(self._watch(), name="block feed watch"),
+        ]
+
+    async def close(self) -> None:
+        asking = (following.asking for following in self._following.values())
+        await end_tasks(*self._tasks, *(task for task in asking if task is not None))
+
+    # ---- the stream
+
+    async def _read(self) -> None:
+        last = b""
+        while True:
+            try:
+                last = last or await self._newest()
+                entries = await self._behind(last)
+                for batch in (BlockBatch.from_entry(entry) for _, entry in entries):
+                    if batch is not None:
+                        self._take(batch)
+                last = entries[-1][0] if entries else last
+            except (RedisError, OSError, TimeoutError):
+                # The fleet says so in the log. What is missed meanwhile shows as a gap.
+                await asyncio.sleep(_WATCH_SECONDS * random.uniform(0.8, 1.2))
+
+    async def _newest(self) -> bytes:
+        """The id of the stream's last entry. What came before is asked of the hosts."""
+        entries = cast(list[_Entry], await self._redis.xrevrange(self._stream, count=1))
+        return entries[0][0] if entries else b"0-0"
+
+    async def _behind(self, last: bytes) -> list[_Entry]:
+        """The entries behind this one; waits a while where there are none."""
+        reply = await self._redis.xread({self._stream: last}, count=_READ, block=_BLOCK_MS)
+        streams = cast(list[tuple[bytes, list[_Entry]]], reply or [])
+        return [entry for _, entries in streams for entry in entries]
+
+    def _take(self, batch: BlockBatch) -> None:
+        following = self._following.get(batch.host_id)
+        if following is None:
+            return  # a stranger, or a newcomer who will be asked
+        if following.asking is not None:
+            self._late[batch.host_id].append(batch)
+        elif not self._index.apply(batch):
+            following.doubtful = True
+
+    # ---- the hosts
+
+    async def _watch(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(_WATCH_SECONDS * random.uniform(0.8, 1.2))
+
+    def _look(self) -> None:
+        """Forgets who has gone, and asks those that are not known, or that are ahead of what is known of them."""
+        known = {host.member.host_id: host for host in self._hosts() if not host.refuses_us}
+        for name in [name for name in self._following if name not in known]:
+            self._forget(name)
+        now = time.monotonic()
+        for name, host in known.items():
+            told = int(host.member.stats.get("block_events", 0))
+            if name in self._following and self._following[name].epoch != host.member.epoch:
+                self._forget(name)
+            following = self._following.setdefault(name, _Following(host.member.epoch, told))
+            # Its heartbeat may overtake its events, but not by a whole look.
+            blocks = self._index.host(name)
+            following.doubtful |= following.told > (0 if blocks is None else blocks.next_event)
+            following.told = told
+            if following.doubtful and following.asking is None and now >= following.asked + _ASK_SECONDS:
+                following.asked, following.doubtful = now, False
+                following.asking = asyncio.create_task(
+                    self._ask(name, following, host.channel), name=f"blocks of {name}"
+                )
+
+    def _forget(self, name: str) -> None:
+        if (task := self._following.pop(name).asking) is not None:
+            task.cancel()
+        self._index.forget(name)
+        self._late.pop(name, None)
+
+    async def _ask(self, name: str, following: _Following, channel: grpc.aio.Channel) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                blocks = await _reusable(channel)
+            if blocks is None:
+                self._index.forget(name)
+                return
+            self._index.replace(name, blocks)
+            log.debug("host %s has %d blocks that can be reused", name, len(blocks))
+            for batch in self._late.pop(name, ()):
+                following.doubtful |= not self._index.apply(batch)
+        except (grpc.aio.AioRpcError, InvalidRequestError, TimeoutError, ValueError) as error:
+            log.debug("host %s does not say which blocks it has: %s", name, error)
+            following.doubtful = True
+        finally:
+            self._late.pop(name, None)
+            following.asking = None
+
+
+async def _reusable(channel: grpc.aio.Channel) -> HostBlocks | None:
+    """What a host has; None where it has no memory yet. Raises AioRpcError, InvalidRequestError or ValueError."""
+    call = pb_grpc.KVTransferStub(channel).Reusable(pb.ReusableRequest(), timeout=_ANSWER_SECONDS)
+    pool: pb.Pool | None = None
+    names: list[list[bytes]] = []
+    while isinstance(reply := await heeding_cancellation(call.read()), pb.ReusableReply):
+        if pool is None:
+            pool = reply.pool
+            if not pool.id:
+                return None
+            names = [[] for _ in pool.layout.groups]
+            continue
+        hashes, group = reply.names.hashes, reply.names.group
+        if group >= len(names):
+            raise ValueError(f"there is no group {group}")
+        names[group] += [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
+    if pool is None:
+        raise ValueError("it said nothing")
+    return HostBlocks(pool.id, pool.next_event, layout_from_pb(pool.layout), names)

@@ -1,0 +1,135 @@
+"""The picture of the caches, against the pool whose events it follows."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.block_pool import BlockEvent
+from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import KVLayout
+from paceline.core.types import Key
+from paceline.services.common.block_stream import BlockBatch
+from paceline.services.gateway.prefix_index import Context, HostBlocks, PrefixIndex
+from tests.services.kvtransfer.kv_toolkit import DECODE, Desk, make_layout
+
+FULL = make_layout((16, 0))
+MIXED = make_layout((64, 0), (16, 40))
+
+
+def names(layout: KVLayout, tokens: list[int], salt: str = "") -> list[list[bytes]]:
+    """Of all full blocks of a context."""
+    chain = HashChain(layout.fingerprint, salt)
+    chain.extend(tokens)
+    strides = [group.block_tokens // 16 for group in layout.groups]
+    return [chain.hashes[stride - 1 :: stride] for stride in strides]
+
+
+def blocks(layout: KVLayout, tokens: list[int], salt: str = "") -> HostBlocks:
+    return HostBlocks("p", 0, layout, names(layout, tokens, salt))
+
+
+def stored(*digests: bytes, first: int = 0, pool: str = "p", host: str = "a") -> BlockBatch:
+    return BlockBatch(host, pool, first, tuple(BlockEvent("stored", 0, digest) for digest in digests))
+
+
+TOKENS = list(range(200))
+
+
+def test_each_host_tells_how_much_it_has() -> None:
+    index = PrefixIndex()
+    index.replace("a", blocks(FULL, TOKENS[:100]))
+    index.replace("b", blocks(MIXED, TOKENS[:150]))
+    index.replace("none", blocks(FULL, TOKENS[1:]))
+    assert index.cached_tokens(Context(TOKENS), 199) == {"a": 96, "b": 128}
+    assert index.cached_tokens(Context(TOKENS), 90) == {"a": 80, "b": 64}
+
+
+def test_a_salt_finds_its_own_blocks_alone() -> None:
+    index = PrefixIndex()
+    index.replace("a", blocks(FULL, TOKENS, "tenant"))
+    assert index.cached_tokens(Context(TOKENS), 199) == {}
+    assert index.cached_tokens(Context(TOKENS, "other"), 199) == {}
+    assert index.cached_tokens(Context(TOKENS, "tenant"), 199) == {"a": 192}
+
+
+def test_what_is_generated_is_found_too() -> None:
+    index, context = PrefixIndex(), Context(TOKENS[:40])
+    index.replace("a", blocks(FULL, TOKENS))
+    assert index.cached_tokens(context, 1000) == {"a": 32}
+    context.token_ids += TOKENS[40:64]
+    assert index.cached_tokens(context, 1000) == {"a": 64}
+
+
+def test_behind_a_window_only_what_can_be_seen_is_needed() -> None:
+    full, windowed = names(MIXED, TOKENS[:128])
+    seen = HostBlocks("p", 0, MIXED, [full, windowed[-3:]])
+    assert seen.cached_tokens(Context(TOKENS), 199) == 128
+    assert HostBlocks("p", 0, MIXED, [full, windowed[:-1]]).cached_tokens(Context(TOKENS), 199) == 64
+
+
+def test_events_are_followed_and_gaps_are_noticed() -> None:
+    index = PrefixIndex()
+    (chain,) = names(FULL, TOKENS)
+    assert not index.apply(stored(chain[0]))  # nobody knows this host
+    index.replace("a", HostBlocks("p", 2, FULL, [chain[:2]]))
+    assert index.apply(stored(b"0" * 16, b"1" * 16, chain[2], first=0))  # two of them are old
+    assert index.cached_tokens(Context(TOKENS), 199) == {"a": 48}
+    assert index.apply(stored(chain[2], first=2))  # the same again
+    assert not index.apply(stored(chain[4], first=4))
+    assert not index.apply(stored(chain[3], first=3, pool="another"))
+    assert index.cached_tokens(Context(TOKENS), 199) == {"a": 48}
+    assert index.apply(BlockBatch("a", "p", 3, (BlockEvent("removed", 0, chain[0]),)))
+    assert index.cached_tokens(Context(TOKENS), 199) == {}
+    assert index.apply(stored(chain[0], first=1))  # from before it was removed
+    assert index.cached_tokens(Context(TOKENS), 199) == {}
+    index.replace("a", blocks(FULL, TOKENS))
+    index.forget("a")
+    assert index.cached_tokens(Context(TOKENS), 199) == {}
+
+
+operations = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 12), st.sampled_from(["events", "again", "lost", "asked"])), max_size=30
+)
+
+
+@given(operations)
+def test_who_follows_knows_what_the_ledger_would_reuse(steps: list[tuple[int, int, str]]) -> None:
+    """Contexts are cached and evicted; what the host tells comes, comes twice or is lost."""
+    desk = Desk(12, (32, 0), (16, 40))
+    layout, index = desk.layout, PrefixIndex()
+    contexts = [[family] * 16 * 12 for family in range(4)]
+
+    def ask() -> None:
+        index.replace("a", HostBlocks("p", desk.ledger.event_count, layout, desk.ledger.reusable()))
+
+    ask()
+    for number, (family, length, fate) in enumerate(steps):
+        chain = HashChain(layout.fingerprint)
+        chain.extend(contexts[family][: 16 * min(length, 6)])
+        hold = desk.ledger.reserve(
+            DECODE, Key(f"r{number}", 1, 1), chain.hashes, len(chain.hashes) * 16, 1 << 20, desk.now
+        )
+        for group, blocks_of in enumerate(layout.groups):
+            stride = blocks_of.block_tokens // 16
+            first = hold.filled_tokens // blocks_of.block_tokens
+            digests = chain.hashes[stride - 1 :: stride][first:]
+            desk.ledger.seal(DECODE, hold.key, group, first, digests, desk.now)
+        desk.ledger.release(DECODE, hold.key, desk.now)
+        events = desk.ledger.take_events()
+        batch = BlockBatch("a", "p", desk.ledger.event_count - len(events), tuple(events))
+        if fate == "asked":
+            ask()
+        if fate != "lost" and not index.apply(batch):
+            ask()
+        if fate == "again":
+            index.apply(batch)
+        known = index.host("a")
+        assert known is not None
+        if known.next_event == desk.ledger.event_count:
+            for tokens in contexts:
+                chain = HashChain(layout.fingerprint)
+                chain.extend(tokens)
+                reusable = desk.ledger.reusable()
+                truth = HostBlocks("p", 0, layout, reusable).cached_tokens(Context(tokens), 1000)
+                assert known.cached_tokens(Context(tokens), 1000) == truth
