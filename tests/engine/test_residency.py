@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import NO_SLOT, GroupShape, KVLayout, make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.request import Request
-from paceline.engine.residency import Copies, OnDevice
+from paceline.engine.residency import Copies, InArena, OnDevice
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import (
     Chunk,
