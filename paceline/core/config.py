@@ -185,6 +185,10 @@ class KVTransferConfig(ServiceConfig):
     kv_tier_memory: str = option(
         "", "instead of --kv-memory, where that is the size of the pools that workers have", "memory"
     )
+    kv_disk_size: str = option(
+        "", "size of a file below the shared memory, for blocks that this evicts, e.g. 64GiB; empty has none", "memory"
+    )
+    kv_disk_dir: str = option("/var/tmp", "folder of that file, on a fast disk", "memory")
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     transport: TransportChoice = option(
         "auto",
@@ -219,6 +223,8 @@ class ServeConfig:
     kv_tier_memory: str = option(
         "", "with --kv-pool device, memory of the tier below the pools; empty is like --kv-memory auto", "fleet"
     )
+    kv_disk_size: str = same_option(KVTransferConfig, "kv_disk_size", group="fleet")
+    kv_disk_dir: str = same_option(KVTransferConfig, "kv_disk_dir", group="fleet")
     max_seqs: int = same_option(WorkerConfig, "max_seqs", group="fleet")
     max_batched_tokens: int = same_option(WorkerConfig, "max_batched_tokens", group="fleet")
     device: str = same_option(WorkerConfig, "device", group="fleet")

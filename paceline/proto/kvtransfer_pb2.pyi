@@ -200,6 +200,7 @@ class AttachEvent(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    HAS_DISK_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Names this stay of the worker; every BatchRequest carries it."""
     host_id: _builtins.str
@@ -209,6 +210,8 @@ class AttachEvent(_message.Message):
     lease_ms: _builtins.int
     address: _builtins.str
     """Where services of other hosts reach this one."""
+    has_disk: _builtins.bool
+    """Whether FetchPrefix without a source may find something."""
     def __init__(
         self,
         *,
@@ -219,10 +222,11 @@ class AttachEvent(_message.Message):
         slots: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         address: _builtins.str = ...,
+        has_disk: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arena_bytes", b"arena_bytes", "arena_path", b"arena_path", "host_id", b"host_id", "lease_ms", b"lease_ms", "session", b"session", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arena_bytes", b"arena_bytes", "arena_path", b"arena_path", "has_disk", b"has_disk", "host_id", b"host_id", "lease_ms", b"lease_ms", "session", b"session", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -764,7 +768,7 @@ class FetchPrefixRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     source: _builtins.str
-    """Address of the other host's service."""
+    """Address of the other host's service; empty where none is to be asked."""
     @_builtins.property
     def key(self) -> _common_pb2.Key:
         """Of the request that is about to be reserved."""

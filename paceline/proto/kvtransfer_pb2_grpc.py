@@ -147,7 +147,8 @@ class KVTransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchPrefix(self, request, context):
-        """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came.
+        """Brings into the cache of this host what its disk tier or another host has of a context. Who reserves behind it finds
+        what came.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,9 @@ class KVTransferStub:
     the hold is filled. Ending the call says that they have been read.
     """
     FetchPrefix: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchPrefixRequest, _kvtransfer_pb2.FetchReply]
-    """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came."""
+    """Brings into the cache of this host what its disk tier or another host has of a context. Who reserves behind it finds
+    what came.
+    """
     ExportPrefix: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ExportPrefixRequest, _kvtransfer_pb2.ExportEvent]
     """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
     evicted until the call ends.
@@ -102,7 +104,9 @@ class KVTransferAsyncStub(KVTransferStub):
     the hold is filled. Ending the call says that they have been read.
     """
     FetchPrefix: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchPrefixRequest, _kvtransfer_pb2.FetchReply]  # type: ignore[assignment]
-    """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came."""
+    """Brings into the cache of this host what its disk tier or another host has of a context. Who reserves behind it finds
+    what came.
+    """
     ExportPrefix: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ExportPrefixRequest, _kvtransfer_pb2.ExportEvent]  # type: ignore[assignment]
     """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
     evicted until the call ends.
@@ -187,7 +191,9 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _kvtransfer_pb2.FetchPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvtransfer_pb2.FetchReply, _abc.Awaitable[_kvtransfer_pb2.FetchReply]]:
-        """Brings into the cache of this host what another one has cached of a context. Who reserves behind it finds what came."""
+        """Brings into the cache of this host what its disk tier or another host has of a context. Who reserves behind it finds
+        what came.
+        """
 
     @_abc_1.abstractmethod
     def ExportPrefix(

@@ -89,6 +89,11 @@ class KVClient:
         """Where services of other hosts reach that of this one."""
         return self._session.source
 
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a tier below this host's arena."""
+        return self._session.has_disk
+
     def holds(self, key: Key) -> bool:
         """Whether the blocks of `key` are this worker's, as far as it knows."""
         return not self.lost.done() and key in self._holds
@@ -147,11 +152,11 @@ class KVClient:
         return Fetched(reply.bytes, reply.path)
 
     async def fetch_prefix(self, key: Key, source: str, hashes: Sequence[bytes]) -> None:
-        """Brings into this host's cache what another one has cached of a context; `reserve` finds it then.
+        """Brings into this host's cache what its disk or another host has of a context; `reserve` finds it then.
 
         Args:
             key: of the request that will be reserved.
-            source: address of that host's kvtransfer service.
+            source: address of that host's kvtransfer service; empty where only the disk is to be asked.
             hashes: chain of the context, no more of it than can be reused.
 
         Raises:
@@ -160,7 +165,9 @@ class KVClient:
         """
         request = pb.FetchPrefixRequest(session=self.session, key=key_to_pb(key), source=source, hashes=hashes)
         reply = await self._answer(self._session.stub.FetchPrefix(request, metadata=trace_headers()))
-        log.info("%d blocks of a prefix came over %s", reply.blocks, reply.path, extra={"request_id": key.request_id})
+        if source:
+            extra = {"request_id": key.request_id}
+            log.info("%d blocks of a prefix came over %s", reply.blocks, reply.path, extra=extra)
 
     def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | PacelineError], None]) -> None:
         """Grows a hold; the answer is BusyError where there are no blocks now."""

@@ -109,7 +109,7 @@ class KVSession:
 
     def _take_in(self, event: pb.AttachEvent) -> None:
         self.id, self._arena_path = event.session, Path(event.arena_path)
-        self.host_id, self.source = event.host_id, event.address
+        self.host_id, self.source, self.has_disk = event.host_id, event.address, event.has_disk
         self._lease_seconds = event.lease_ms / 1000
 
     async def _try_to_attach(self, request: pb.AttachRequest) -> tuple[Stream, object]:

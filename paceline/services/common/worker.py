@@ -197,9 +197,9 @@ class Worker:
         return HashChain(self.layout.fingerprint, work.cache_salt)
 
     async def fetch_prefix(self, work: pb.Work, key: Key, chain: HashChain, token_ids: Sequence[int]) -> bool:
-        """Brings over what the gateway believes to be cached elsewhere, before blocks are reserved. Where it does not
-        come, more is computed. Returns False where its source could not be read."""
-        if not work.prefix_source:
+        """Brings what the disk tier has, and what the gateway believes to be cached elsewhere, before blocks are
+        reserved. Where it does not come, more is computed. Returns False where its source could not be read."""
+        if not (work.prefix_source or self.kv.has_disk) or work.sampling.HasField("prompt_logprobs"):
             return True
         chain.extend(token_ids)
         try:

@@ -7,24 +7,33 @@ not written. What is read is compared with its digest, so that a disk that lies 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.core.block_pool import BlockEvent, BlockPool
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.kv_layout import BASE_TOKENS, KVLayout
+from paceline.core.prefix import match_prefix
+from paceline.core.types import Key
 from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer.exports import digest_of
+from paceline.services.kvtransfer.hold import TRANSFER, Hold, prefix_key
+from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.transport import ArenaMemory
 
 _WAITING = 4096
 """Blocks that may wait to be written; the oldest are left out."""
 _READERS = 4
+PROMOTION_SECONDS = 2.0
+"""For all of a prefix; its request waits, and could have been computed instead."""
 
 log = logging.getLogger(__name__)
 
@@ -32,23 +41,35 @@ Result = TypeVar("Result")
 Find = Callable[[int, bytes], int | None]
 
 
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    folder: Path
+    """Where the file lies; a disk, not a tmpfs."""
+    size: int
+    """Bytes, taken at once."""
+
+    def check(self) -> None:
+        """Raises ConfigError where such a file cannot be made now."""
+        os.close(_open(self.folder, self.size))
+
+
 class DiskTier:
-    """Blocks in a file without a name, from `start` to `close`.
+    """Blocks in a file without a name, until `close`. Made on a running event loop.
 
     Args:
-        folder: where the file lies; a disk, not a tmpfs.
-        size: bytes, taken at once.
         find: the slot of the arena with a block, by group and hash.
 
     Raises:
         ConfigError: there is no such folder, or no room in it.
     """
 
-    def __init__(self, folder: Path, size: int, groups: int, memory: ArenaMemory, find: Find) -> None:
-        slots = size // memory.slot_bytes
+    def __init__(self, options: DiskOptions, groups: int, memory: ArenaMemory, find: Find) -> None:
+        slots = options.size // memory.slot_bytes
         if slots == 0:
-            raise ConfigError(f"--kv-disk-size {size} has no room for a block of {memory.slot_bytes} bytes; raise it")
-        self._file = _open(folder, slots * memory.slot_bytes)
+            raise ConfigError(
+                f"--kv-disk-size {options.size} has no room for a block of {memory.slot_bytes} bytes; raise it"
+            )
+        self._file = _open(options.folder, slots * memory.slot_bytes)
         self.written_blocks = self.read_blocks = self.damaged_blocks = 0
         self._pool = BlockPool(slots, groups)
         self._digests: dict[int, bytes] = {}
@@ -57,16 +78,13 @@ class DiskTier:
         self._find = find
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=_WAITING)
         self._wake = asyncio.Event()
-        self._writer: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(1 + _READERS, thread_name_prefix="disk")
         self._buffer = mmap.mmap(-1, memory.slot_bytes)  # whole pages, as direct I/O asks for
 
-    def start(self) -> None:
         self._writer = asyncio.create_task(self._write_behind(), name="disk tier")
 
     async def close(self) -> None:
-        if self._writer is not None:
-            await end_tasks(self._writer)
+        await end_tasks(self._writer)
         await asyncio.to_thread(self._threads.shutdown)
         os.close(self._file)
 
@@ -83,6 +101,15 @@ class DiskTier:
     def blocks(self) -> int:
         """How many are in the file."""
         return self._pool.counts().cached
+
+    def stats(self) -> dict[str, float]:
+        """For the report to Redis."""
+        return {
+            "disk_blocks": self.blocks,
+            "disk_written_blocks": self.written_blocks,
+            "disk_read_blocks": self.read_blocks,
+            "disk_damaged_blocks": self.damaged_blocks,
+        }
 
     async def read(self, blocks: Sequence[tuple[int, bytes, int]]) -> list[bool]:
         """Reads blocks into slots of the arena. When it returns or is cancelled nothing touches these any more.
@@ -160,6 +187,64 @@ async def _all_done(futures: Iterable[asyncio.Future[Any]]) -> None:
     except asyncio.CancelledError:
         await waiting
         raise
+
+
+class Promotions:
+    """Brings blocks back into the arena before a request reserves them.
+
+    Args:
+        clock: that of the ledger, in seconds.
+    """
+
+    def __init__(self, layout: KVLayout, ledger: Ledger, disk: DiskTier, clock: Callable[[], float]) -> None:
+        self._layout = layout
+        self._ledger = ledger
+        self._disk = disk
+        self._clock = clock
+
+    async def run(self, key: Key, hashes: Sequence[bytes]) -> None:
+        """What the disk has of a context, behind what the arena has, is cached there then. It comes into a hold of this
+        service's own. What does not come in time is a miss.
+
+        Args:
+            key: of the request for which it is brought back.
+            hashes: chain of the context, no more of it than can be reused.
+
+        Raises:
+            BusyError: there are no blocks to bring it into.
+        """
+        tokens = len(hashes) * BASE_TOKENS
+        length, _ = match_prefix(self._layout, self._find, hashes, tokens)
+        if length <= match_prefix(self._layout, self._ledger.slot_of, hashes, tokens)[0]:
+            return
+        hashes = hashes[: length // BASE_TOKENS]
+        hold = self._ledger.reserve(TRANSFER, prefix_key(key, "disk "), hashes, length, length, self._clock())
+        try:
+            async with asyncio.timeout(PROMOTION_SECONDS):
+                await self._bring(hold, hashes, length)
+        except TimeoutError:
+            log.warning("the disk tier took longer than %g s; computing instead", PROMOTION_SECONDS)
+        finally:
+            with contextlib.suppress(PacelineError):
+                self._ledger.release(TRANSFER, hold.key, self._clock())
+
+    def _find(self, group: int, digest: bytes) -> int | None:
+        slot = self._ledger.slot_of(group, digest)
+        return self._disk.find(group, digest) if slot is None else slot
+
+    async def _bring(self, hold: Hold, hashes: Sequence[bytes], length: int) -> None:
+        places = []
+        for number, group in enumerate(self._layout.groups):
+            first = max(hold.filled_tokens // group.block_tokens, group.first_needed_block(length))
+            places += [(number, index) for index in range(first, group.blocks_for(length))]
+        strides = [group.block_tokens // BASE_TOKENS for group in self._layout.groups]
+        names = [hashes[(index + 1) * strides[number] - 1] for number, index in places]
+        came = await self._disk.read(
+            [(number, name, hold.tables[number][index]) for (number, index), name in zip(places, names)]
+        )
+        for (number, index), name, is_here in zip(places, names, came):
+            if is_here:
+                self._ledger.seal(TRANSFER, hold.key, number, index, [name], self._clock())
 
 
 def _open(folder: Path, size: int) -> int:

@@ -17,9 +17,9 @@ TRANSFER = 2
 """The session of this service itself, in which it moves blocks between hosts. Those of workers are odd."""
 
 
-def prefix_key(key: Key) -> Key:
+def prefix_key(key: Key, origin: str = "") -> Key:
     """Of the service's own hold in which a prefix for this request is moved, at either end."""
-    return key._replace(request_id=f"prefix of {key.request_id}")
+    return key._replace(request_id=f"{origin}prefix of {key.request_id}")
 
 
 class UnknownHoldError(StaleError):

@@ -15,6 +15,7 @@ from paceline.services.kvtransfer.adoptions import Adoptions
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.awake_clock import AwakeClock
 from paceline.services.kvtransfer.channels import Channels
+from paceline.services.kvtransfer.disk_tier import DiskOptions, DiskTier, Promotions
 from paceline.services.kvtransfer.exports import Exports
 from paceline.services.kvtransfer.fetches import Fetches
 from paceline.services.kvtransfer.grpc_transport import GrpcTransport
@@ -42,6 +43,8 @@ class HostOptions:
     """By which services of other hosts know this one."""
     enough_tokens: int = 0
     """Of these, or of one of the longest contexts, the arena need not hold more; 0 makes it as large as it may be."""
+    disk: DiskOptions | None = None
+    """A tier below the arena."""
     make_transports: MakeTransports = lambda memory: ()
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     """Monotonic seconds of the ledger, by default those in which this process ran."""
@@ -68,6 +71,10 @@ class HostMemory:
         self.grpc = GrpcTransport(blocks, self._channels)
         self._transports = transports = [*options.make_transports(blocks), self.grpc]
         offer = pb.Offer(host_id=options.host_id, transports={each.name: each.offer() for each in transports})
+        self.disk = self.promotions = None
+        if options.disk is not None:
+            self.disk = DiskTier(options.disk, len(layout.groups), blocks, self.ledger.slot_of)
+            self.promotions = Promotions(layout, self.ledger, self.disk, options.clock)
         self.exports = Exports(layout, self.ledger, blocks, options.clock, offer)
         self.adoptions = Adoptions(self.ledger, options.clock)
         self.fetches = Fetches(
@@ -84,6 +91,8 @@ class HostMemory:
         return self._let_go()
 
     async def _let_go(self) -> None:
+        if self.disk is not None:
+            await self.disk.close()
         for transport in self._transports:
             await transport.close()
         await self._channels.close()

@@ -250,6 +250,10 @@ class Ledger:
         """The hold, for reading, if it has not ended and `key` is not from before its time."""
         return self._book.find(key, now)
 
+    def slot_of(self, group: int, digest: bytes) -> int | None:
+        """The reusable block with this content."""
+        return self._pool.find(group, digest)
+
     def hash_of(self, slot: int) -> bytes | None:
         """The name of a sealed block's content."""
         name = self._pool.name(slot)

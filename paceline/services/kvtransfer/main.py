@@ -16,6 +16,7 @@ from paceline.services.common.lifecycle import announce_ready, reachable_address
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer, is_loopback
 from paceline.services.common.secret import read_secret
+from paceline.services.kvtransfer.disk_tier import DiskOptions
 from paceline.services.kvtransfer.events import BlockEventPublisher
 from paceline.services.kvtransfer.fast_transports import fast_transports
 from paceline.services.kvtransfer.host_memory import HostOptions
@@ -40,6 +41,7 @@ async def run(config: KVTransferConfig) -> None:
         config.lease_seconds,
         secret,
         enough_tokens=KV_TOKENS if _size(config) == "auto" else 0,
+        disk=_disk(config),
         make_transports=await fast_transports(config.transport, is_loopback(config.host)),
     )
     service = KVTransferService(options)
@@ -89,6 +91,10 @@ def _size(config: KVTransferConfig) -> str:
     return config.kv_tier_memory or config.kv_memory
 
 
+def _disk(config: KVTransferConfig) -> DiskOptions | None:
+    return DiskOptions(Path(config.kv_disk_dir), parse_bytes(config.kv_disk_size)) if config.kv_disk_size else None
+
+
 def _describe(service: KVTransferService, host_id: str, epoch: int, address: str) -> Member:
     snapshot = service.snapshot()
     return Member(
@@ -109,5 +115,6 @@ def _describe(service: KVTransferService, host_id: str, epoch: int, address: str
             "prefix_queries_tokens": snapshot.prefix_queries_tokens,
             "prefix_hits_tokens": snapshot.prefix_hits_tokens,
             **snapshot.transfers,
+            **snapshot.disk,
         },
     )

@@ -62,6 +62,8 @@ class Snapshot:
     prefix_hits_tokens: int = 0
     transfers: dict[str, float] = dataclasses.field(default_factory=dict)
     """Blocks that came from other hosts, see `fetches.Totals`."""
+    disk: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The tier below the arena, where there is one, see `DiskTier.stats`."""
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):
@@ -110,6 +112,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             prefix_queries_tokens=memory.ledger.queried_tokens,
             prefix_hits_tokens=memory.ledger.cached_tokens,
             transfers=memory.fetches.totals.stats(),
+            disk=memory.disk.stats() if memory.disk is not None else {},
         )
 
     def take_events(self) -> BlockBatch | None:
@@ -117,6 +120,8 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         memory = self.sessions.memory
         if memory is None or not (events := memory.ledger.take_events()):
             return None
+        if memory.disk is not None:
+            memory.disk.offer(events)
         first = memory.ledger.event_count - len(events)
         return BlockBatch(self._options.host_id, memory.pool_id, first, tuple(events))
 
@@ -136,6 +141,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                     slots=memory.ledger.counts().total,
                     lease_ms=round(self._options.lease_seconds * 1000),
                     address=self._address,
+                    has_disk=memory.disk is not None,
                 )
                 await self.sessions.closing.wait()
                 raise UnavailableError("the kvtransfer service is stopping")
@@ -190,6 +196,10 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             memory = self.sessions.check(request.session)
             key = key_of(request.key)
             with request_span("fetch prefix", key.request_id, carrier_of(context.invocation_metadata())) as span:
+                if memory.promotions is not None:
+                    await memory.promotions.run(key, request.hashes)
+                if not request.source:
+                    return pb.FetchReply()
                 reply = await memory.fetches.run_prefix(key, request.source, request.hashes)
                 span.set_attributes({"paceline.path": reply.path, "paceline.bytes": reply.bytes})
                 log.info("%d blocks of a prefix came from %s over %s", reply.blocks, request.source, reply.path)

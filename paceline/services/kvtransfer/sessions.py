@@ -47,6 +47,8 @@ class Sessions:
     def start(self) -> None:
         """Takes over the arena of this host's service before, if it was killed, and removes those of others. Raises
         ConfigError where an arena of this size cannot be made."""
+        if self._options.disk is not None:
+            self._options.disk.check()
         folder = self._options.arena_dir
         left = Arena.left_by(folder, self._options.host_id)
         remove_stale_arenas(folder)

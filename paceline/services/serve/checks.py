@@ -26,7 +26,7 @@ def check_config(config: ServeConfig) -> None:
     check_numbers(config)
     if config.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"--dtype must be auto, bfloat16 or float32, not {config.dtype!r}")
-    for size in (config.kv_memory, config.kv_tier_memory or "auto"):
+    for size in (config.kv_memory, config.kv_tier_memory or "auto", config.kv_disk_size or "auto"):
         if size != "auto":
             parse_bytes(size)
     if config.kv_tier_memory and not has_pools(config):

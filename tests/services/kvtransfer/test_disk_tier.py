@@ -10,8 +10,11 @@ import pytest
 
 from paceline.core.block_pool import BlockEvent
 from paceline.core.errors import ConfigError
-from paceline.services.kvtransfer.disk_tier import DiskTier
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.kvtransfer.disk_tier import DiskOptions, DiskTier
 from paceline.services.kvtransfer.transport import ArenaMemory
+from tests.services.kvtransfer.kv_host import Host, key, release, reserve, seal
+from tests.services.kvtransfer.kv_toolkit import chain
 
 SLOT = 4096
 SLOTS = 8
@@ -50,9 +53,8 @@ def arena() -> Arena:
 
 
 async def test_blocks_come_back_as_they_were(arena: Arena, tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 4 * SLOT, 1, arena.memory, arena.find)
+    tier = DiskTier(DiskOptions(tmp_path, 4 * SLOT), 1, arena.memory, arena.find)
     assert not os.listdir(tmp_path)  # nothing to be left behind
-    tier.start()
     tier.offer(arena.put(slot, name(slot)) for slot in range(3))
     await eventually(lambda: tier.blocks == 3)
     arena.memory.blocks[:] = bytes(SLOT * SLOTS)
@@ -64,8 +66,7 @@ async def test_blocks_come_back_as_they_were(arena: Arena, tmp_path: Path) -> No
 
 
 async def test_a_full_disk_forgets_what_was_used_least_recently(arena: Arena, tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 2 * SLOT, 1, arena.memory, arena.find)
-    tier.start()
+    tier = DiskTier(DiskOptions(tmp_path, 2 * SLOT), 1, arena.memory, arena.find)
     for number in range(3):
         tier.offer([arena.put(number, name(number))])
         await eventually(lambda number=number: tier.find(0, name(number)) is not None)
@@ -75,19 +76,17 @@ async def test_a_full_disk_forgets_what_was_used_least_recently(arena: Arena, tm
 
 
 async def test_what_was_evicted_before_its_turn_is_not_written(arena: Arena, tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 4 * SLOT, 1, arena.memory, arena.find)
+    tier = DiskTier(DiskOptions(tmp_path, 4 * SLOT), 1, arena.memory, arena.find)
     gone, there = arena.put(0, name(0)), arena.put(1, name(1))
     del arena.names[name(0)]
     tier.offer([gone, there, BlockEvent("removed", 0, name(0))])
-    tier.start()
     await eventually(lambda: tier.blocks == 1)
     assert tier.find(0, name(0)) is None
     await tier.close()
 
 
 async def test_a_damaged_block_is_a_miss(arena: Arena, tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 4 * SLOT, 1, arena.memory, arena.find)
-    tier.start()
+    tier = DiskTier(DiskOptions(tmp_path, 4 * SLOT), 1, arena.memory, arena.find)
     tier.offer([arena.put(0, name(3))])
     await eventually(lambda: tier.blocks == 1)
     place = tier.find(0, name(3))
@@ -100,8 +99,7 @@ async def test_a_damaged_block_is_a_miss(arena: Arena, tmp_path: Path) -> None:
 
 
 async def test_a_read_that_is_cancelled_has_ended(arena: Arena, tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 4 * SLOT, 1, arena.memory, arena.find)
-    tier.start()
+    tier = DiskTier(DiskOptions(tmp_path, 4 * SLOT), 1, arena.memory, arena.find)
     tier.offer([arena.put(0, name(3))])
     await eventually(lambda: tier.blocks == 1)
     reading = asyncio.create_task(tier.read([(0, name(3), 5)] * 50))
@@ -117,8 +115,59 @@ async def test_a_read_that_is_cancelled_has_ended(arena: Arena, tmp_path: Path) 
 
 def test_a_disk_without_room_is_refused(arena: Arena, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no room for a block"):
-        DiskTier(tmp_path, 100, 1, arena.memory, arena.find)
+        DiskTier(DiskOptions(tmp_path, 100), 1, arena.memory, arena.find)
     with pytest.raises(ConfigError, match="lower --kv-disk-size"):
-        DiskTier(tmp_path, 1 << 50, 1, arena.memory, arena.find)
+        DiskOptions(tmp_path, 1 << 50).check()
     with pytest.raises(ConfigError, match="choose another --kv-disk-dir"):
-        DiskTier(tmp_path / "missing", SLOT, 1, arena.memory, arena.find)
+        DiskOptions(tmp_path / "missing", SLOT).check()
+
+
+async def test_what_the_arena_has_evicted_comes_back_before_it_is_reserved(tmp_path: Path) -> None:
+    disk = DiskOptions(tmp_path, 64 * SLOT)
+    host = Host(tmp_path, disk=disk)
+    await host.start()
+    try:
+        worker = await host.attach()
+        assert worker.arena.has_disk
+
+        async def write(request: str, context: str) -> None:
+            """Computes a context and leaves it in the cache."""
+            hold = (await worker.do(reserve(key(request), context))).hold
+            for place, slot in enumerate(hold.tables[0].slots):
+                fill(host, slot, context[: place + 1])
+            await worker.batch(seal(hold.key, context), release(hold.key))
+            host.service.take_events()  # as the publisher does all the time
+
+        def on_disk(context: str) -> bool:
+            memory = host.service.sessions.memory
+            assert memory is not None
+            assert memory.disk is not None
+            return all(memory.disk.find(0, digest) is not None for digest in chain(context))
+
+        await write("first", "abcdef")
+        await eventually(lambda: on_disk("abcdef"))
+        await write("second", "ghijkl")  # evicts most of the first
+        assert (await worker.do(reserve(key("probe"), "abcdef"))).hold.filled_tokens < 64
+        await worker.do(release(key("probe")))
+        request = pb.FetchPrefixRequest(session=worker.arena.session, key=key("again"), hashes=chain("abcdef"))
+        await host.stub.FetchPrefix(request, timeout=10)
+        hold = (await worker.do(reserve(key("again"), "abcdef"))).hold
+        assert hold.filled_tokens == 80  # the last block is always computed
+        for place, slot in enumerate(hold.tables[0].slots[:5]):
+            assert content(host, slot) == "abcdef"[: place + 1]
+        assert (await host.ledger()).balanced
+        await worker.leave()
+    finally:
+        await host.close()
+
+
+def fill(host: Host, slot: int, text: str) -> None:
+    memory = host.service.sessions.memory
+    assert memory is not None
+    memory.grpc._memory.slot(slot)[:] = text.encode().ljust(SLOT, b"\0")
+
+
+def content(host: Host, slot: int) -> str:
+    memory = host.service.sessions.memory
+    assert memory is not None
+    return bytes(memory.grpc._memory.slot(slot)).rstrip(b"\0").decode()
