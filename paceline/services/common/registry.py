@@ -69,7 +69,8 @@ class Member:
         words = (member.worker_id, member.role, member.address, member.host_id, member.state)
         well_formed = all(type(n) is int for n in numbers)
         well_formed &= all(type(w) is str for w in (*words, member.model, member.layout))
-        return member if well_formed and isinstance(member.stats, dict) else None
+        well_formed &= isinstance(member.stats, dict) and all(type(n) in (int, float) for n in member.stats.values())
+        return member if well_formed else None
 
 
 def connect(url: str) -> redis.Redis:

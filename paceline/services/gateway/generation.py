@@ -16,8 +16,9 @@ from paceline.services.gateway.attempt import Ended, Event, Generated, PromptSco
 from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan, PromptPlan
+from paceline.services.gateway.progress import GenerateRequest
 from paceline.services.gateway.record import RequestRecord
-from paceline.services.gateway.request import GenerateRequest, RequestRunner
+from paceline.services.gateway.request import RequestRunner
 from paceline.services.gateway.structured import at_its_place
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.traces import Trace, TraceBook

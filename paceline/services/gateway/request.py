@@ -8,136 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from opentelemetry import trace
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
-from paceline.core.types import FinishReason, Key, SamplingParams
-from paceline.proto import common_pb2
-from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.gateway.attempt import (
     Attempt,
     Ended,
     Event,
-    Generated,
     HandedOver,
     NotCachedError,
-    PromptScores,
     WorkerBusyError,
     WorkerFailedError,
 )
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.placements import PlacementLog
-from paceline.services.gateway.prefix_index import Context, PrefixIndex
+from paceline.services.gateway.prefix_index import PrefixIndex
+from paceline.services.gateway.progress import GenerateRequest, Progress
 from paceline.services.gateway.record import AttemptRecord, RequestRecord
 from paceline.services.gateway.router import Candidate, Need, Placement, place, place_in_turn
 from paceline.services.gateway.waiting import WaitingLine
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
-    """One sequence to generate."""
-
-    request_id: str
-    """Unique among all requests that run in the cluster."""
-    token_ids: list[int]
-    sampling: SamplingParams
-    cache_salt: str = ""
-    follows: bool = False
-    """Whether another sequence of the same client's request came before it: the client is being served already."""
-
-    @property
-    def context_tokens(self) -> int:
-        return len(self.token_ids) + self.sampling.max_tokens
-
-
-class _Progress:
-    """What an attempt leaves to the next one."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.request = request
-        self.context = Context(request.token_ids, request.cache_salt)
-        self.generated: list[int] = []
-        self.tries = 0
-        self.failures = 0
-        """Attempts that failed in a row."""
-        self.known = 0
-        """Tokens that had come before this attempt."""
-        self.last_failure: WorkerFailedError | None = None
-        self.unreachable_since: float | None = None
-        """On time.monotonic(); set while what keeps the request waiting is not that workers are full."""
-        self.scored = 0
-        """Prompt tokens whose logprobs have come."""
-        self.failed: frozenset[str] = frozenset()
-
-    @property
-    def needs_scores(self) -> bool:
-        """Whether all of the prompt has to be computed, for its logprobs."""
-        asked = self.request.sampling.prompt_logprobs is not None
-        return asked and self.scored < len(self.request.token_ids)
-
-    def work(self, model: str) -> common_pb2.Work:
-        """What the next try asks of workers."""
-        self.tries += 1
-        self.known = len(self.generated)
-        request, sampling = self.request, self.request.sampling
-        if not self.needs_scores:
-            sampling = dataclasses.replace(sampling, prompt_logprobs=None)
-        return common_pb2.Work(
-            key=key_to_pb(Key(request.request_id, self.tries, 1)),
-            model=model,
-            token_ids=self.context.token_ids,
-            prompt_tokens=len(request.token_ids),
-            sampling=sampling_to_pb(sampling),
-            cache_salt=request.cache_salt,
-        )
-
-    def end(self) -> FinishReason | None:
-        """The end that a worker may have reached without having been able to say so."""
-        sampling = self.request.sampling
-        if self.generated and sampling.ends(self.generated[-1], len(self.generated)):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.generated) >= sampling.max_tokens else None
-
-    def unreachable(self) -> UnavailableError:
-        """What to say when `unreachable_since` is too long ago."""
-        return UnavailableError(f"{self.last_failure or 'no worker has come back in time'}; try again later")
-
-    def note(self, event: Event, record: AttemptRecord) -> Event | None:
-        """Remembers what came; returns what of it the client has not seen yet."""
-        match event:
-            case Generated(tokens):
-                if not self.generated:
-                    trace.get_current_span().add_event("first token")
-                self.generated += [token.id for token in tokens]
-                self.context.token_ids += [token.id for token in tokens]
-                record.token_times.append(time.monotonic())
-                record.tokens += len(tokens)
-            case HandedOver():
-                record.handed_over = time.monotonic()
-                trace.get_current_span().add_event("handoff")
-            case PromptScores():
-                return self._new_scores(event)
-        return event
-
-    def _new_scores(self, scores: PromptScores) -> PromptScores | None:
-        """The part that no earlier attempt has reported."""
-        fresh = scores.tokens[max(0, self.scored - scores.first) :]
-        if not fresh:
-            return None
-        first = scores.first + len(scores.tokens) - len(fresh)
-        self.scored = first + len(fresh)
-        return PromptScores(first, fresh)
 
 
 class RequestRunner:
@@ -173,7 +71,7 @@ class RequestRunner:
             BusyError: there was no room in time.
             UnavailableError: no worker, all attempts failed, or the longest life of a request is over.
         """
-        progress = _Progress(request)
+        progress = Progress(request)
         deadline = record.arrived + self._config.request_seconds
         with self._counted():
             while True:
@@ -211,7 +109,7 @@ class RequestRunner:
             if self.active == 0:
                 self.idle.set()
 
-    async def _admit(self, progress: _Progress, record: RequestRecord, deadline: float) -> Attempt:
+    async def _admit(self, progress: Progress, record: RequestRecord, deadline: float) -> Attempt:
         """A reserved place, after waiting where there is none."""
         span = trace.get_current_span()
         span.add_event("queue")
@@ -235,7 +133,7 @@ class RequestRunner:
         return attempt
 
     async def _try_to_admit(
-        self, progress: _Progress, record: AttemptRecord, deadline: float, again: bool
+        self, progress: Progress, record: AttemptRecord, deadline: float, again: bool
     ) -> Attempt | None:
         """Asks the workers in the router's order, until one admits; None where all are full or none is there now."""
         context_tokens = progress.request.context_tokens
@@ -295,7 +193,7 @@ class RequestRunner:
                 self._discard(attempt)
                 raise
 
-    def _cached_tokens(self, progress: _Progress) -> Mapping[str, int]:
+    def _cached_tokens(self, progress: Progress) -> Mapping[str, int]:
         """By host, how many tokens of the context it has, as far as this gateway knows."""
         if self._config.router_mode != "kv" or progress.needs_scores:
             return {}
@@ -310,7 +208,7 @@ class RequestRunner:
         self._running.discard(attempt)
         attempt.close()
 
-    def _note_failure(self, error: WorkerFailedError, progress: _Progress, begun: bool = True) -> None:
+    def _note_failure(self, error: WorkerFailedError, progress: Progress, begun: bool = True) -> None:
         if error.link is not None:
             # Nobody's fault, and no try that counts: without the link there is another way, at the latest without any.
             self._fleet.links.avoid(error.link)
@@ -325,7 +223,7 @@ class RequestRunner:
         if error.unreachable:
             error.worker.set_aside()
 
-    def _check_can_go_on(self, progress: _Progress, deadline: float) -> None:
+    def _check_can_go_on(self, progress: Progress, deadline: float) -> None:
         reason, since, now = progress.last_failure, progress.unreachable_since, time.monotonic()
         if self._aborted:
             raise UnavailableError("this gateway is shutting down; try another one")

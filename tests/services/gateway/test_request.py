@@ -13,8 +13,9 @@ from paceline.services.gateway import waiting
 from paceline.services.gateway.attempt import Ended, Event, Generated
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
+from paceline.services.gateway.progress import GenerateRequest
 from paceline.services.gateway.record import RequestRecord
-from paceline.services.gateway.request import GenerateRequest, RequestRunner
+from paceline.services.gateway.request import RequestRunner
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
 
 BROKEN = UnavailableError("kvtransfer does not answer")

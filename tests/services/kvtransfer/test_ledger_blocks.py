@@ -7,6 +7,7 @@ import pytest
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
+from paceline.services.kvtransfer.hold import TRANSFER
 from tests.services.kvtransfer.kv_toolkit import DECODE, PREFILL, Desk, chain
 
 # ---- room
@@ -261,6 +262,20 @@ def test_referenced_blocks_are_never_evicted() -> None:
         desk.reserve("other", tokens=32)
     assert desk.counts() == (1, 2, 0, 0)
     assert hold.filled_tokens == 32
+
+
+def test_what_is_pinned_is_cached_blocks_alone() -> None:
+    desk = Desk(4)
+    tables = desk.cache("warm", "ab")
+    for name, context, found in (("x", "abc", tables), ("y", "z", [[]])):
+        hold = desk.ledger.pin(TRANSFER, Key(name, 1, 1), chain(context), desk.now)
+        assert hold.tables == found
+        assert hold.filled_tokens == hold.token_count == 16 * len(found[0])
+    assert desk.counts() == (2, 2, 0, 0)
+    with pytest.raises(BusyError):
+        desk.reserve("other", tokens=16 * 3)
+    desk.ledger.release(TRANSFER, Key("x", 1, 1), desk.now)
+    assert desk.counts() == (2, 0, 0, 2)
 
 
 # ---- what the world is told
