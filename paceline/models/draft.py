@@ -29,9 +29,19 @@ def read_draft_config(speculative: SpeculativeConfig | None) -> ModelConfig | No
 
 def check_speculative(speculative: SpeculativeConfig | None, folder: Path) -> None:
     """Raises ConfigError where that cannot draft for the model in `folder`, and ModelError where that is none."""
-    if speculative is None or speculative.method == "ngram":
+    if speculative is None:
         return
     draft, target = read_draft_config(speculative), read_config(folder)
+    if target.mamba is not None:
+        raise ConfigError(
+            "--speculative-config: this model has Mamba layers, whose states cannot go back behind a refused draft; "
+            "serve it without the option"
+        )
+    if draft is not None and draft.mamba is not None:
+        raise ConfigError(
+            "--speculative-config: the draft model has Mamba layers, whose states cannot go back behind a refused "
+            "draft; take one that has attention alone"
+        )
     if draft is not None and draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"--speculative-config: the draft model knows {draft.vocab_size} tokens and the model {target.vocab_size}; "
