@@ -112,7 +112,8 @@ class ReferenceKernels(Composed):
             total = torch.zeros_like(seen[:count]) if bias is None else bias.float().expand(count, -1).contiguous()
             for tap, factors in enumerate(taps):
                 total = total + factors * seen[tap : tap + count]
-            out[span.begin : span.end] = F.silu(total).to(x.dtype)
+            # Row by row: torch computes the last lanes of a tensor in another way than those before.
+            out[span.begin : span.end] = torch.stack([F.silu(row) for row in total]).to(x.dtype)
             for computed, slot in span.write_slots.items():
                 state[slot] = seen[computed : computed + len(before)]
         return out
@@ -124,15 +125,14 @@ class ReferenceKernels(Composed):
         inputs, b, c = torch.split(x.float(), [heads * head_dim, state_size, state_size], dim=1)
         inputs = inputs.reshape(-1, heads, head_dim)
         decay, bias, skip = rates
-        steps = F.softplus(time_steps.float() + bias)
-        kept = torch.exp(steps * decay)
-        added = steps.unsqueeze(2) * inputs
         out: Tensor = skip.unsqueeze(1) * inputs
         for span in _spans(batch, group):
             now = torch.zeros_like(state[0]) if span.read_slot is None else state[span.read_slot]
             # Token by token, so that the order of all sums is the same wherever a chunk begins.
             for token in range(span.begin, span.end):
-                now = now * kept[token].view(-1, 1, 1) + added[token].unsqueeze(2) * b[token]
+                step = F.softplus(time_steps[token].float() + bias)
+                added = (step.unsqueeze(1) * inputs[token]).unsqueeze(2) * b[token]
+                now = now * torch.exp(step * decay).view(-1, 1, 1) + added
                 out[token] += (now * c[token]).sum(-1)
                 if (slot := span.write_slots.get(token + 1 - span.begin)) is not None:
                     state[slot] = now

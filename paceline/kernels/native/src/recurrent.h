@@ -14,20 +14,26 @@ struct Recurrence {
         : group(step.groups[op.group]), cache(op.cache), request(request), begin(step.query_start[request]),
           end(step.query_start[request + 1]), first_position(step.context_len[request] - (end - begin)) {}
 
-    // The state behind the token at this position; null where its block lies nowhere.
-    float* behind(int64_t position) const {
+    int64_t slot_of(int64_t position) const {
         const int64_t block = position / group.block_tokens;
-        const int64_t slot = block < group.table_width ? group.tables[request * group.table_width + block] : -1;
-        if (slot < 0 || slot >= cache.slots) return nullptr;
-        return static_cast<float*>(cache.keys) + slot * cache.slot_stride;
+        return block < group.table_width ? group.tables[request * group.table_width + block] : -1;
+    }
+    bool has_slot(int64_t position) const {
+        const int64_t slot = slot_of(position);
+        return 0 <= slot && slot < cache.slots;
+    }
+
+    // The state behind the token at this position.
+    float* behind(int64_t position) const {
+        return static_cast<float*>(cache.keys) + slot_of(position) * cache.slot_stride;
     }
 
     // Whether all blocks lie somewhere: that of the state before the first token, and those of the tokens.
     bool is_sound() const {
         const int64_t last = first_position + (end - begin) - 1;
         for (int64_t position = most(0, first_position - 1); position < last; position += group.block_tokens)
-            if (!behind(position)) return false;
-        return behind(last);
+            if (!has_slot(position)) return false;
+        return has_slot(last);
     }
 
     bool begins_block(int64_t token) const { return (first_position + token - begin) % group.block_tokens == 0; }
