@@ -193,6 +193,16 @@ def test_tokens_do_not_depend_on_how_the_loop_runs(model: Model, drafter: str, s
         assert stats.accepted_tokens <= stats.draft_tokens
 
 
+def test_tokens_of_a_hybrid_do_not_depend_on_how_the_loop_runs(save_granite_hybrid, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    save_granite_hybrid()
+    model = load(tmp_path)
+    asked = requests(model.config.vocab_size)
+    loop = Loop(model, 2, "none")
+    assert_same(loop.run(asked), expected(model, asked))
+    loop.engine.stop()
+    assert loop.given_back
+
+
 def test_a_draft_model_that_is_the_target_is_always_right(model: Model) -> None:
     loop = Loop(model, 2, "model", model)
     asked = [

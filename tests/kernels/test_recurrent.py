@@ -110,9 +110,7 @@ def formula(layer: Layer, context: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "sizes", [Sizes(), Sizes(1, 1, 1, 2), Sizes(2, 33, 16, 3, 32), Sizes(5, 16, 70, 1)], ids=str
-)
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(1, 1, 1, 2), Sizes(2, 33, 16, 3, 32), Sizes(5, 16, 70, 1)], ids=str)
 def test_convolution_and_scan_are_their_formulas(kernels: Kernels, sizes: Sizes, dtype: torch.dtype) -> None:
     layer = Layer(sizes, (50, 17, 1), dtype)
     pool = Pool(layer)
@@ -189,28 +187,48 @@ def test_a_slot_outside_the_pool_is_refused(where: int) -> None:
         pool.step(NativeKernels(1), [(0, 10, 40)])
 
 
-Call = Callable[[NativeKernels, Layer, Pool, AttentionBatch], object]
+Change = Callable[[Tensor], Tensor]
+
+
+def three_tokens() -> tuple[Layer, Pool, AttentionBatch]:
+    layer, nowhere = Layer(Sizes(), (3,), torch.float32), torch.zeros(3, dtype=torch.int64)
+    group = GroupTables(16, 2, torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere)
+    return layer, Pool(layer), AttentionBatch((0, 3), (3,), (group,))
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("name", "change"),
     [
-        lambda k, l, p, b: k.causal_conv(l.x[0], l.weight.bfloat16(), None, p.convolved, b, b.groups[0]),
-        lambda k, l, p, b: k.causal_conv(l.x[0], l.weight, l.bias[1:], p.convolved, b, b.groups[0]),
-        lambda k, l, p, b: k.causal_conv(l.x[0], l.weight[1:], None, p.convolved, b, b.groups[0]),
-        lambda k, l, p, b: k.causal_conv(l.x[0], l.weight, None, p.convolved.mT, b, b.groups[0]),
-        lambda k, l, p, b: k.selective_scan(l.x[0][:, 1:], l.time_steps[0], l.rates, p.scanned, b, b.groups[0]),
-        lambda k, l, p, b: k.selective_scan(l.x[0], l.time_steps[0][1:], l.rates, p.scanned, b, b.groups[0]),
-        lambda k, l, p, b: k.selective_scan(l.x[0], l.time_steps[0], l.rates.double(), p.scanned, b, b.groups[0]),
+        ("weight", lambda weight: weight.bfloat16()),
+        ("weight", lambda weight: weight[1:]),
+        ("bias", lambda bias: bias[1:]),
+        ("state", lambda state: state.mT),
+        ("state", lambda state: state.mT.contiguous().mT),
     ],
 )
-def test_operands_of_another_type_or_shape_are_refused(call: Call) -> None:
-    layer = Layer(Sizes(), (3,), torch.float32)
-    pool = Pool(layer)
-    nowhere = torch.zeros(3, dtype=torch.int64)
-    group = GroupTables(16, 2, torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere)
-    with pytest.raises(ValueError, match="needed is|must be dense"):
-        call(NativeKernels(1), layer, pool, AttentionBatch((0, 3), (3,), (group,)))
+def test_operands_of_a_convolution_that_do_not_fit_are_refused(name: str, change: Change) -> None:
+    layer, pool, batch = three_tokens()
+    operands = {"weight": layer.weight, "bias": layer.bias, "state": pool.convolved}
+    operands[name] = change(operands[name])
+    with pytest.raises(ValueError, match=r"needed is|must be dense"):
+        NativeKernels(1).causal_conv(layer.x[0], **operands, batch=batch, group=batch.groups[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x", lambda x: x[:, 1:]),
+        ("time_steps", lambda time_steps: time_steps[1:]),
+        ("rates", lambda rates: rates.double()),
+        ("state", lambda state: state.bfloat16()),
+    ],
+)
+def test_operands_of_a_scan_that_do_not_fit_are_refused(name: str, change: Change) -> None:
+    layer, pool, batch = three_tokens()
+    operands = {"x": layer.x[0], "time_steps": layer.time_steps[0], "rates": layer.rates, "state": pool.scanned}
+    operands[name] = change(operands[name])
+    with pytest.raises(ValueError, match="needed is"):
+        NativeKernels(1).selective_scan(**operands, batch=batch, group=batch.groups[0])
 
 
 def test_scaling_is_rounded_to_the_dtype(kernels: Kernels) -> None:
