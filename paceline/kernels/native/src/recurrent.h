@@ -39,14 +39,14 @@ struct Recurrence {
     bool begins_block(int64_t token) const { return (first_position + token - begin) % group.block_tokens == 0; }
 };
 
-// body(recurrence, part) for every request that has tokens, and each of its parts.
+// body(recurrence, part, worker) for every request that has tokens, and each of its parts.
 template <class Body>
 static void for_each_recurrence(const Op& op, const Step& step, Team& team, int64_t parts, const Body& body) {
-    team.for_each(step.requests * parts, [&](int64_t task, Worker&) {
+    team.for_each(step.requests * parts, [&](int64_t task, Worker& worker) {
         const Recurrence own(op, step, task / parts);
         if (own.begin == own.end) return;
         if (!own.is_sound()) return team.fail(kNoSuchSlot);
-        body(own, task % parts);
+        body(own, task % parts, worker);
     });
 }
 
@@ -56,7 +56,7 @@ static void causal_conv(const Op& op, const Step& step, Team& team) {
     const T* weight = static_cast<const T*>(op.b);
     const T* bias = static_cast<const T*>(op.c);
     const int64_t parts = (channels + kConvChannels - 1) / kConvChannels;
-    for_each_recurrence(op, step, team, parts, [&](const Recurrence& own, int64_t part) {
+    for_each_recurrence(op, step, team, parts, [&](const Recurrence& own, int64_t part, Worker&) {
         for (int64_t at = part * kConvChannels; at < least(channels, (part + 1) * kConvChannels); at += kLanes) {
             const int64_t count = channels - at;
             f32x16 seen[kMostTaps] = {}, factors[kMostTaps];
@@ -80,26 +80,46 @@ static void causal_conv(const Op& op, const Step& step, Team& team) {
     });
 }
 
+constexpr int64_t kScanRows = 4;  // of a state that go on side by side: their sums do not wait for each other
+
+// Rows [0, count) of a state [rows, size] go on by one token: sums[i] becomes that of row i and c.
+template <int64_t count>
+static inline void scan_rows(const float* added, const float* b, const float* c, float kept, int64_t size, float* state,
+                             float* sums) {
+    f32x16 sum[count] = {};
+    for (int64_t n = 0; n < size; n += kLanes) {
+        const f32x16 b_lanes = load_some(b + n, size - n), c_lanes = load_some(c + n, size - n);
+        for (int64_t i = 0; i < count; ++i) {
+            float* row = state + i * size + n;
+            const f32x16 now = fma(load_some(row, size - n), splat(kept), added[i] * b_lanes);
+            store_some(row, now, size - n);
+            sum[i] = fma(now, c_lanes, sum[i]);
+        }
+    }
+    for (int64_t i = 0; i < count; ++i) sums[i] = sum_lanes(sum[i]);
+}
+
 // One token of one head: state [head_dim, size] goes on, out [head_dim].
 template <class T>
-static void scan_token(const T* inputs, const T* b, const T* c, float step, float kept, float skip, int64_t head_dim,
-                       int64_t size, float* state, T* out) {
+static void scan_token(const T* inputs, const float* b, const float* c, float step, float kept, float skip,
+                       int64_t head_dim, int64_t size, float* state, T* out) {
     for (int64_t first = 0; first < head_dim; first += kLanes) {
         const int64_t count = least(kLanes, head_dim - first);
-        const f32x16 input = load_some(inputs + first, count), added = input * step;
-        float sums[kLanes] = {};
-        for (int64_t i = 0; i < count; ++i, state += size) {
-            f32x16 sum = {};
-            for (int64_t n = 0; n < size; n += kLanes) {
-                const f32x16 now = fma(load_some(state + n, size - n), splat(kept),
-                                       splat(added[i]) * load_some(b + n, size - n));
-                store_some(state + n, now, size - n);
-                sum = fma(now, load_some(c + n, size - n), sum);
-            }
-            sums[i] = sum_lanes(sum);
-        }
+        const f32x16 input = load_some(inputs + first, count);
+        float added[kLanes], sums[kLanes] = {};
+        store(added, input * step);
+        int64_t i = 0;
+        for (; i + kScanRows <= count; i += kScanRows, state += kScanRows * size)
+            scan_rows<kScanRows>(added + i, b, c, kept, size, state, sums + i);
+        for (; i < count; ++i, state += size) scan_rows<1>(added + i, b, c, kept, size, state, sums + i);
         store_some(out + first, load(sums) + input * skip, count);
     }
+}
+
+// The first `count` values of a row in fp32.
+template <class T>
+static void widen_row(const T* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i += kLanes) store_some(to + i, load_some(from + i, count - i), count - i);
 }
 
 template <class T>
@@ -107,7 +127,8 @@ static void selective_scan(const Op& op, const Step& step, Team& team) {
     const int64_t heads = op.cache.kv_heads, head_dim = op.cache.head_dim, size = op.n0;
     const int64_t inner = heads * head_dim, row = inner + 2 * size;
     const float* rates = static_cast<const float*>(op.c);
-    for_each_recurrence(op, step, team, heads, [&](const Recurrence& own, int64_t head) {
+    for_each_recurrence(op, step, team, heads, [&](const Recurrence& own, int64_t head, Worker& worker) {
+        float* b_and_c = static_cast<float*>(worker.scratch.take(2 * size * sizeof(float)));
         const float decay = rates[head], bias = rates[heads + head], skip = rates[2 * heads + head];
         const size_t bytes = head_dim * size * sizeof(float);
         float* state = own.first_position ? own.behind(own.first_position - 1) + head * head_dim * size : nullptr;
@@ -124,8 +145,9 @@ static void selective_scan(const Op& op, const Step& step, Team& team) {
             const T* x = static_cast<const T*>(op.a) + token * row;
             const f32x16 raw = load_some(static_cast<const T*>(op.b) + token * heads + head, 1) + bias;
             const float time_step = __builtin_fmaxf(raw[0], 0.0f) + __builtin_log1pf(__builtin_expf(-__builtin_fabsf(raw[0])));
-            scan_token(x + head * head_dim, x + inner, x + inner + size, time_step, __builtin_expf(time_step * decay),
-                       skip, head_dim, size, state, static_cast<T*>(op.out) + token * inner + head * head_dim);
+            widen_row(x + inner, 2 * size, b_and_c);
+            scan_token(x + head * head_dim, b_and_c, b_and_c + size, time_step, __builtin_expf(time_step * decay), skip,
+                       head_dim, size, state, static_cast<T*>(op.out) + token * inner + head * head_dim);
         }
     });
 }
