@@ -346,6 +346,34 @@ def test_what_is_sealed_of_a_draft_models_cache_is_computed(
                 torch.testing.assert_close(keys, other, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=108),  # the last token that is computed fills a block
+        SamplingParams(max_tokens=107),
+        SamplingParams(
+            max_tokens=200, temperature=0.8, seed=3, stop_token_ids=frozenset(range(0, 101, 13)), min_tokens=99
+        ),
+    ],
+)
+def test_what_is_sealed_of_a_hybrid_is_the_state_at_its_end(  # type: ignore[no-untyped-def]
+    sampling: SamplingParams, save_granite_hybrid, tmp_path: Path
+) -> None:
+    save_granite_hybrid()
+    model = load(tmp_path)
+    loop, alone = Loop(model, 2, "none"), Loop(model, 1, "none")
+    running = make_request(loop, [7, 8, 9] * 7, sampling)
+    tables = [[*table] for table in running.tables]
+    loop.run_one(running)
+    whole = make_request(alone, running.token_ids, SamplingParams(max_tokens=1))
+    other_tables = [[*table] for table in whole.tables]
+    alone.run_one(whole)
+    assert running.sealed_blocks[1] == (len(running.token_ids) - 1) // 64 > 0  # the newest token is never computed
+    for block in range(running.sealed_blocks[1]):
+        found, wanted = loop.slots[tables[1][block]], alone.slots[other_tables[1][block]]
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))  # padding is NaN
+
+
 @pytest.mark.parametrize("length", [23, 24, 25, 48, 49])
 def test_prefill_leaves_no_hole_in_a_draft_models_cache(model: Model, length: int) -> None:
     loop = Loop(model, 2, "model", model)
