@@ -62,7 +62,7 @@ class GroupShape:
     drafter: bool = False
     """Whether these are layers of a draft model, which may lag behind the target."""
     state: tuple[tuple[int, ...], ...] = ()
-    """Of recurrent layers: the shapes of the parts of one layer's state. They have no keys and values."""
+    """Of recurrent layers: the shapes of the parts of one layer's state. They have STATE_WINDOW and no heads."""
     readers: tuple[tuple[int, int], ...] = ()
     """(layer, source): layers without a cache of their own, which read that of another one in this group."""
 

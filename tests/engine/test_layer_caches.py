@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -40,7 +41,7 @@ def models(draw: st.DrawFn) -> tuple[GroupShape, ...]:
     readers = [(own + recurrent + index, draw(st.sampled_from(layers[:own]))) for index in range(2)] if own else []
     for index, shape in enumerate(shapes):
         taken = tuple(pair for pair in readers if pair[1] in shape.layers)
-        shapes[index] = GroupShape(*(getattr(shape, name) for name in shape.__slots__[:-1]), taken)
+        shapes[index] = dataclasses.replace(shape, readers=taken)
     if recurrent:
         state = (
             (draw(st.integers(1, 4)), draw(st.integers(1, 9)), draw(st.integers(1, 9))),
