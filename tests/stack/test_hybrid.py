@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,20 @@ def reference(model: Path) -> transformers.PreTrainedModel:
     return write_granite_hybrid(model, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
 
 
-def generated(reference: transformers.PreTrainedModel, prompt: str) -> list[int]:
+def generated(reference: transformers.PreTrainedModel, prompt: str | list[int]) -> list[int]:
     """Greedy tokens of `transformers`. A token of the toy model is a byte."""
-    ids = torch.tensor([list(prompt.encode())])
+    ids = torch.tensor([list(prompt.encode()) if isinstance(prompt, str) else prompt])
     output = reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
     )
     return list(output[0, ids.shape[1] :].tolist())
 
 
-async def complete_all(url: str, prompts: tuple[str, ...]) -> list[tuple[list[int], int]]:
+async def complete_all(url: str, prompts: Sequence[str | list[int]]) -> list[tuple[list[int], int]]:
     """The tokens of each, and how many of its prompt's were cached; all at the same time."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
 
-        async def complete(prompt: str) -> tuple[list[int], int]:
+        async def complete(prompt: str | list[int]) -> tuple[list[int], int]:
             body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
             answer = await client.post("/v1/completions", json={**body, "return_token_ids": True})
             assert answer.status_code == 200, answer.text
@@ -96,18 +97,20 @@ async def test_streams_survive_kills_in_little_memory(
 async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
     model: Path, reference: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:
-    # Of the second one the first 512 tokens are where it is decoded, and the others come.
-    prompts = (PROMPTS[7], PROMPTS[7] + PROMPTS[2] * 2, PROMPTS[5])
-    expected = [generated(reference, prompt) for prompt in prompts]
+    first, other = list(PROMPTS[7].encode()), list(PROMPTS[5].encode())
+    answer = generated(reference, first)
+    turns = [first, [*first, *answer, *other], other]
+    expected = [answer, *(generated(reference, turn) for turn in turns[1:])]
+    # Of the second turn 576 tokens are where it is decoded, 36 of them decoded there, and what is behind them comes.
     with Cluster(tmp_path, model, ONE_HOST) as cluster:
         names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
         cluster.start_gateway()
         cluster.wait_ready(*names)
         await cluster.wait_workers(2)
-        for prompt, wanted, cached in zip(prompts, expected, (0, 512, 0)):
-            assert await complete_all(cluster.url, (prompt,)) == [(wanted, cached)]
+        for turn, wanted, cached in zip(turns, expected, (0, 576, 0)):
+            assert await complete_all(cluster.url, [turn]) == [(wanted, cached)]
         async with asyncio.timeout(10):
-            while await transfers(cluster) < len(prompts):
+            while await transfers(cluster) < len(turns):
                 await asyncio.sleep(0.1)
         await cluster.settled()
 
