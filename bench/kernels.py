@@ -26,7 +26,7 @@ from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, vie
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
-from paceline.models.config import Mamba
+from paceline.models.model_config import Mamba
 
 COPIES_BYTES = 200 << 20
 BLOCK_TOKENS = 16

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape, state_groups
 from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, PackedWeight
-from paceline.models.config import ModelConfig
+from paceline.models.model_config import ModelConfig
 
 
 class Weights(Protocol):

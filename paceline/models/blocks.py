@@ -20,7 +20,7 @@ from paceline.kernels.interface import (
     PackedWeight,
 )
 from paceline.models.base import Weights
-from paceline.models.config import ModelConfig, Rope
+from paceline.models.model_config import ModelConfig, Rope
 
 
 class Linear:

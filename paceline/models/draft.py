@@ -6,8 +6,9 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.speculative import SpeculativeConfig
-from paceline.models.config import ModelConfig, read_config
+from paceline.models.config import read_config
 from paceline.models.folder import weight_files
+from paceline.models.model_config import ModelConfig
 
 
 def read_draft_config(speculative: SpeculativeConfig | None) -> ModelConfig | None:

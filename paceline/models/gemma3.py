@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels
 from paceline.models.base import Taps, Weights, kv_groups
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm, Rotary, Vocabulary
-from paceline.models.config import ModelConfig
+from paceline.models.model_config import ModelConfig
 
 
 class Gemma3:

@@ -10,7 +10,8 @@ import pytest
 import transformers
 
 from paceline.core.errors import ModelError
-from paceline.models.config import Mamba, Rope, read_config
+from paceline.models.config import read_config
+from paceline.models.model_config import Mamba, Rope
 from paceline.models.registry import MODELS
 
 LLAMA: dict[str, Any] = {
