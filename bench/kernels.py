@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_pool
+from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_pool, view_states
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
+from paceline.models.model_config import Mamba
 
 COPIES_BYTES = 200 << 20
 BLOCK_TOKENS = 16
@@ -47,6 +49,9 @@ MODELS = (
     Shape("smollm2-135m", 576, 1536, 9, 3, 64, 49152),
     Shape("gemma-3-270m", 640, 2048, 4, 1, 256, 262144),
 )
+
+
+HYBRID = "granite-4-h-350m", Mamba(heads=48, head_dim=32, state_size=128, conv_taps=4, conv_bias=True, bias=False)
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,43 @@ def cases(shape: Shape, dtype: torch.dtype, how: str) -> Iterator[Case]:
         yield from row_cases(shape, rows, dtype)
 
 
+def recurrent_cases(mamba: Mamba, requests: int, count: int, dtype: torch.dtype) -> Iterator[Case]:
+    """A step of contexts that go on within a block; so many layers that no cache holds their states."""
+    parts = ((mamba.heads, mamba.head_dim, mamba.state_size), (mamba.conv_taps - 1, mamba.conv_channels))
+    slot_bytes = 4 * sum(map(math.prod, parts))
+    layers = max(1, COPIES_BYTES // (requests * slot_bytes))
+    states = itertools.cycle(
+        view_states(torch.zeros(requests * layers * slot_bytes // 4), layers * slot_bytes, layers, parts)
+    )
+    nothing = torch.zeros(0, dtype=torch.int64)
+    group = GroupTables(1024, 2, torch.arange(requests, dtype=torch.int32).unsqueeze(1), nothing, nothing)
+    batch = AttentionBatch(tuple(range(0, requests * count + 1, count)), (count + 7,) * requests, (group,))
+    tokens = requests * count
+    x, weight = torch.randn(tokens, mamba.conv_channels).to(dtype), torch.randn(parts[1][0] + 1, mamba.conv_channels)
+    weight, time_steps = weight.to(dtype), torch.randn(tokens, mamba.heads).to(dtype)
+    rates = torch.stack((-torch.rand(mamba.heads), torch.zeros(mamba.heads), torch.ones(mamba.heads)))
+
+    def conv(kernels: Kernels) -> Callable[[], object]:
+        return lambda: kernels.causal_conv(x, weight, None, next(states).parts[1], batch, group)
+
+    def scan(kernels: Kernels) -> Callable[[], object]:
+        return lambda: kernels.selective_scan(x, time_steps, rates, next(states).parts[0], batch, group)
+
+    rows = f"{requests}x{count}"
+    scanned, convolved = (4 * requests * math.prod(part) for part in parts)
+    yield Case("causal_conv", rows, conv, convolved + x.nbytes)
+    yield Case("selective_scan", rows, scan, scanned + x.nbytes, 6.0 * tokens * math.prod(parts[0]))
+
+
+def all_cases(dtype: torch.dtype, how: str) -> Iterator[tuple[str, Case]]:
+    """With the model's name."""
+    for shape in MODELS:
+        yield from ((shape.name, case) for case in cases(shape, dtype, how))
+    name, mamba = HYBRID
+    for requests, count in ((1, 1), (8, 1), (1, 512)):
+        yield from ((name, case) for case in recurrent_cases(mamba, requests, count, dtype))
+
+
 def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
     """Seconds of each run, taking turns."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -187,18 +229,17 @@ def main() -> None:
         bandwidth, peak = measure_read_bandwidth(options.rounds), measure_peak(backends, options.rounds, dtype)
         print(f"{native.instruction_set}, {options.threads} threads, {options.dtype}")
         print(f"reads {bandwidth / 1e9:.1f} GB/s, computes {peak / 1e9:.0f} GFLOP/s")
-        print(f"{'model':<14}{'kernel':<28}{'rows':>7}{'native us':>11}{'torch us':>11}{'speedup':>9}{'of floor':>10}")
-        for shape in MODELS:
-            for case in cases(shape, dtype, options.quantization):
-                if options.only not in case.name:
-                    continue
-                own, torch_time = medians(options.rounds, *(case.make(kernels) for kernels in backends))
-                floor = max(case.read_bytes / bandwidth, case.operations / peak)
-                print(
-                    f"{shape.name:<14}{case.name:<28}{case.rows:>7}{own * 1e6:>11.1f}{torch_time * 1e6:>11.1f}"
-                    f"{torch_time / own:>9.2f}{floor / own:>10.0%}",
-                    flush=True,
-                )
+        print(f"{'model':<17}{'kernel':<28}{'rows':>7}{'native us':>11}{'torch us':>11}{'speedup':>9}{'of floor':>10}")
+        for name, case in all_cases(dtype, options.quantization):
+            if options.only not in case.name:
+                continue
+            own, torch_time = medians(options.rounds, *(case.make(kernels) for kernels in backends))
+            floor = max(case.read_bytes / bandwidth, case.operations / peak)
+            print(
+                f"{name:<17}{case.name:<28}{case.rows:>7}{own * 1e6:>11.1f}{torch_time * 1e6:>11.1f}"
+                f"{torch_time / own:>9.2f}{floor / own:>10.0%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -62,6 +62,41 @@ def save_gemma3(tmp_path: Path) -> SaveTiny:
     return save
 
 
+@pytest.fixture
+def save_granite_hybrid(tmp_path: Path) -> SaveTiny:
+    """Saves a tiny random Granite hybrid to tmp_path and returns the reference."""
+
+    return functools.partial(write_granite_hybrid, tmp_path)
+
+
+def write_granite_hybrid(
+    folder: Path, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
+) -> transformers.PreTrainedModel:
+    """Saves a tiny random Granite hybrid, Mamba-2 and attention, to a folder and returns the reference."""
+    fields: dict[str, object] = {
+        "vocab_size": 101,
+        "hidden_size": 48,
+        "shared_intermediate_size": 80,
+        "num_hidden_layers": 5,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_local_experts": 0,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 20,
+        "mamba_chunk_size": 16,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 1.25,
+    }
+    config = transformers.GraniteMoeHybridConfig(**{**fields, **changes})
+    return _save(transformers.GraniteMoeHybridForCausalLM(config), folder, max_shard_size, dtype)
+
+
 def _save(
     model: transformers.PreTrainedModel, folder: Path, max_shard_size: str, dtype: torch.dtype
 ) -> transformers.PreTrainedModel:

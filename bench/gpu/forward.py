@@ -29,7 +29,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.engine.runner import layer_caches
 from paceline.kernels import select_kernels
 from paceline.kernels.interface import Draw, Kernels
-from paceline.models.config import ModelConfig
+from paceline.models.model_config import ModelConfig
 
 MODELS = {"llama-8b": LLAMA_8B, "gemma-3-27b": GEMMA_27B}
 SMALL = {"llama-8b": TINY, "gemma-3-27b": TINY_GEMMA}

@@ -21,7 +21,7 @@ from paceline.engine.constraint import Grammars
 from paceline.engine.loading import Loaded
 from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.models.base import CompiledModel
-from paceline.models.config import LayerType, ModelConfig, Rope
+from paceline.models.model_config import LayerType, ModelConfig, Rope
 from paceline.models.registry import MODELS
 
 CIRCLE = 8

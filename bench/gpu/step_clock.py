@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.engine.engine import Runner
 from paceline.engine.step import Step, StepResult
-from paceline.kernels.interface import AttentionBatch, LayerCache
+from paceline.kernels.interface import AnyCache, AttentionBatch
 from paceline.models.base import Model, Taps
 
 
@@ -114,7 +114,7 @@ class WatchedModel:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[LayerCache],
+        caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,

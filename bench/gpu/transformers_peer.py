@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.models.config import ModelConfig
+from paceline.models.model_config import ModelConfig
 
 
 class Peer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import Draft, SamplingRow, propose
 from paceline.engine.step import Chunk
-from paceline.kernels.interface import LayerCache
+from paceline.kernels.interface import AnyCache
 from paceline.models.base import Model
 
 _CATCH_UP_TOKENS = 128
@@ -93,7 +93,7 @@ class ModelDrafter:
     def __init__(
         self,
         model: Model,
-        caches: Sequence[LayerCache],
+        caches: Sequence[AnyCache],
         draws: bool = False,
         first_group: int = 0,
         layers: int | None = None,

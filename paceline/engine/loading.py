@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -93,15 +93,7 @@ def load(
         draft_folder = Path(speculative.model)
         draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir)
         first = model.config.num_layers
-        shapes += tuple(
-            replace(
-                shape,
-                name=f"draft-{shape.name}",
-                layers=tuple(first + layer for layer in shape.layers),
-                drafter=True,
-            )
-            for shape in draft_model.group_shapes
-        )
+        shapes += tuple(shape.of_drafter(first) for shape in draft_model.group_shapes)
         identity += model_identity(draft_folder, str(dtype))
     layout = make_layout(shapes, dtype.itemsize, identity)
     return Loaded(model, draft_model, layout, speculative, Grammars(folder), kernels.chooser)

@@ -17,7 +17,7 @@ from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, as_draw, best_of, sample, score
 from paceline.engine.scheduler import Limits
 from paceline.engine.step import Chunk, ChunkResult, Joined, Step, StepResult
-from paceline.kernels.interface import Draw, LayerCache, TokenChooser, view_pool
+from paceline.kernels.interface import AnyCache, Draw, TokenChooser, view_pool, view_states
 from paceline.models.base import Model, Taps
 
 _SCORED_ROWS = 256
@@ -246,14 +246,19 @@ class ModelRunner:
         return tokens
 
 
-def layer_caches(layout: KVLayout, pool: Tensor) -> list[LayerCache]:
-    """One cache a layer of the model, in the model's order."""
-    by_layer: dict[int, LayerCache] = {}
+def layer_caches(layout: KVLayout, pool: Tensor) -> list[AnyCache]:
+    """One cache a layer of the model, in the model's order; that of another layer, where it has none of its own."""
+    by_layer: dict[int, AnyCache] = {}
     for group in layout.groups:
-        shape = group.shape
-        slot_elements = layout.slot_bytes // layout.itemsize
-        views = view_pool(pool, slot_elements, len(shape.layers), shape.kv_heads, group.block_tokens, shape.head_dim)
+        shape, layers = group.shape, len(group.shape.layers)
+        views: Sequence[AnyCache]
+        if shape.state:
+            views = view_states(pool, layout.slot_bytes, layers, shape.state)
+        else:
+            slot_elements = layout.slot_bytes // layout.itemsize
+            views = view_pool(pool, slot_elements, layers, shape.kv_heads, group.block_tokens, shape.head_dim)
         by_layer.update(zip(shape.layers, views))
+        by_layer.update({layer: by_layer[source] for layer, source in shape.readers})
     return [by_layer[layer] for layer in sorted(by_layer)]
 
 

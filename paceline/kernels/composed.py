@@ -11,6 +11,7 @@ class Composed:
     """Gives a backend the fused operations; one that has kernels for them computes the same bits in fewer passes."""
 
     chooser: TokenChooser | None = None
+    compiles_states = False
 
     def add_rms_norm(
         self: Kernels, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False

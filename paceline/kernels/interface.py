@@ -6,6 +6,7 @@ place. Models receive a backend from their maker and call nothing else on their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -56,6 +57,30 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
+
+    @property
+    def first(self) -> Tensor:
+        """What tells caches of different places or shapes apart."""
+        return self.keys
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """What one recurrent layer keeps of contexts, in place of keys and values: fp32 views into the pool.
+
+    A block holds the state behind the last of its tokens that was computed. A token reads the state behind the token
+    before it, and leaves its own in the block that it belongs to itself: a block that is full never changes again.
+    """
+
+    parts: tuple[Tensor, ...]
+    """[slots, ...] each, dense behind the first dimension."""
+
+    @property
+    def first(self) -> Tensor:
+        return self.parts[0]
+
+
+AnyCache = LayerCache | LayerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +147,7 @@ class Forward(Protocol):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[LayerCache],
+        caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
     ) -> Tensor: ...
@@ -136,6 +161,9 @@ class Kernels(Protocol):
     """What the form of packed matrices follows from, as part of a file's name; empty where they stay as they are."""
     chooser: TokenChooser | None
     """None where the host chooses tokens."""
+
+    compiles_states: bool
+    """Whether `compile` takes passes with `causal_conv` and `selective_scan`."""
 
     def take_turns(self, turns: Turns) -> None:
         """From now on each operation waits for its turn, where these kernels can; others compute whole steps in one."""
@@ -164,6 +192,9 @@ class Kernels(Protocol):
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y of one shape: the residual stream."""
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x * factor, rounded to x's dtype."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension; with unit_offset * (1 + weight), all in fp32
@@ -222,6 +253,42 @@ class Kernels(Protocol):
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """gelu(gate), tanh form, * up, elementwise."""
 
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        group: GroupTables,
+    ) -> Tensor:
+        """silu of each channel's convolution with its own last inputs, that before the context's first token being 0:
+        x [tokens, channels] -> same shape. Each token's result depends on its own context alone.
+
+        Args:
+            weight: [taps, channels]; the last tap is the token's own.
+            bias: [channels].
+            state: fp32 [slots, taps - 1, channels], a part of `LayerState`: the last inputs.
+        """
+
+    def selective_scan(
+        self, x: Tensor, time_steps: Tensor, rates: Tensor, state: Tensor, batch: AttentionBatch, group: GroupTables
+    ) -> Tensor:
+        """The recurrence of Mamba-2 -> [tokens, heads * head_dim], token by token in fp32:
+
+            step  = softplus(time_steps + bias)
+            state = exp(step * decay) * state + step * input (outer) B
+            out   = state @ C + skip * input
+
+        Each token's result depends on its own context alone. (Dao and Gu 2024, https://arxiv.org/abs/2405.21060.)
+
+        Args:
+            x: [tokens, heads * head_dim + 2 * state_size]: the inputs of all heads, then B and C, which they share.
+            time_steps: [tokens, heads].
+            rates: fp32 [3, heads]: decay, which is negative, bias and skip.
+            state: fp32 [slots, heads, head_dim, state_size], a part of `LayerState`.
+        """
+
 
 def view_pool(
     arena: Tensor, slot_elements: int, layers: int, kv_heads: int, block_tokens: int, head_dim: int
@@ -240,3 +307,25 @@ def view_pool(
         return torch.as_strided(arena, shape, strides, storage_offset=arena.storage_offset() + index * plane)
 
     return [LayerCache(plane_view(2 * layer), plane_view(2 * layer + 1)) for layer in range(layers)]
+
+
+def view_states(arena: Tensor, slot_bytes: int, layers: int, parts: Sequence[Sequence[int]]) -> list[LayerState]:
+    """The states of one group's layers as views into the pool.
+
+    Args:
+        arena: the pool, flat, of any dtype.
+        parts: the shape of each part of a layer's state.
+    """
+    words = arena.view(torch.uint8).view(torch.float32)
+    slot_elements = slot_bytes // words.itemsize
+    slots = words.numel() // slot_elements
+    place = words.storage_offset()
+
+    def take(shape: Sequence[int]) -> Tensor:
+        nonlocal place
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        part = torch.as_strided(words, (slots, *shape), (slot_elements, *strides), place)
+        place += math.prod(shape)
+        return part
+
+    return [LayerState(tuple(take(shape) for shape in parts)) for _ in range(layers)]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -87,6 +91,78 @@ class ReferenceKernels(Composed):
 
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.gelu(gate, approximate="tanh") * up
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        group: GroupTables,
+    ) -> Tensor:
+        out, taps = torch.empty_like(x), weight.float()
+        for span in _spans(batch, group):
+            before = torch.zeros_like(state[0]) if span.read_slot is None else state[span.read_slot]
+            seen = torch.cat((before, x[span.begin : span.end].float()))
+            count = span.end - span.begin
+            total = torch.zeros_like(seen[:count]) if bias is None else bias.float().expand(count, -1).contiguous()
+            for tap, factors in enumerate(taps):
+                total = total + factors * seen[tap : tap + count]
+            # Row by row: torch computes the last lanes of a tensor in another way than those before.
+            out[span.begin : span.end] = torch.stack([F.silu(row) for row in total]).to(x.dtype)
+            for computed, slot in span.write_slots.items():
+                state[slot] = seen[computed : computed + len(before)]
+        return out
+
+    def selective_scan(
+        self, x: Tensor, time_steps: Tensor, rates: Tensor, state: Tensor, batch: AttentionBatch, group: GroupTables
+    ) -> Tensor:
+        _, heads, head_dim, state_size = state.shape
+        inputs, b, c = torch.split(x.float(), [heads * head_dim, state_size, state_size], dim=1)
+        inputs = inputs.reshape(-1, heads, head_dim)
+        decay, bias, skip = rates
+        out: Tensor = skip.unsqueeze(1) * inputs
+        for span in _spans(batch, group):
+            now = torch.zeros_like(state[0]) if span.read_slot is None else state[span.read_slot]
+            # Token by token, so that the order of all sums is the same wherever a chunk begins.
+            for token in range(span.begin, span.end):
+                step = F.softplus(time_steps[token].float() + bias)
+                added = (step.unsqueeze(1) * inputs[token]).unsqueeze(2) * b[token]
+                now = now * torch.exp(step * decay).view(-1, 1, 1) + added
+                out[token] += (now * c[token]).sum(-1)
+                if (slot := span.write_slots.get(token + 1 - span.begin)) is not None:
+                    state[slot] = now
+        return out.flatten(1).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The tokens of one request in a step, for layers that keep a state."""
+
+    begin: int
+    end: int
+    read_slot: int | None
+    """Of the state before the first of them; None at the beginning of the context."""
+    write_slots: dict[int, int]
+    """Takes the state behind so many of them."""
+
+
+def _spans(batch: AttentionBatch, group: GroupTables) -> Iterator[_Span]:
+    """All requests that have tokens in the step."""
+    tables = group.tables.tolist()
+    for table, context_len, (begin, end) in zip(tables, batch.context_len, pairwise(batch.query_start)):
+        if begin == end:
+            continue
+        start = context_len - (end - begin)
+        read_slot = table[(start - 1) // group.block_tokens] if start else None
+        # Behind the last token of every block, and behind the last of all.
+        full = range(group.block_tokens * (start // group.block_tokens + 1), context_len, group.block_tokens)
+        writes = {stop - start: table[(stop - 1) // group.block_tokens] for stop in (*full, context_len)}
+        yield _Span(begin, end, read_slot, writes)
 
 
 def _first_visible_key(position: int, window: int) -> int:

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.core.kv_layout import GroupShape
-from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache, PackedWeight
-from paceline.models.config import ModelConfig
+from paceline.core.kv_layout import GroupShape, state_groups
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, PackedWeight
+from paceline.models.model_config import ModelConfig
 
 
 class Weights(Protocol):
@@ -22,6 +22,9 @@ class Weights(Protocol):
 
     def take_packed(self, name: str, *shape: int) -> PackedWeight:
         """A matrix likewise, as the model's kernels pack it."""
+
+    def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
+        """A matrix [sum(sizes_out), size_in] in parts, each packed by itself."""
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class Model(Protocol):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[LayerCache],
+        caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
@@ -80,13 +83,14 @@ class CompiledModel:
         self.group_shapes = model.group_shapes
         self.layer_groups = model.layer_groups
         self.logits = model.logits
-        self._compiled, self._plain = kernels.compile(model.forward), model.forward
+        compiles = kernels.compiles_states or not any(shape.state for shape in model.group_shapes)
+        self._compiled, self._plain = kernels.compile(model.forward) if compiles else model.forward, model.forward
 
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[LayerCache],
+        caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
@@ -98,7 +102,7 @@ class CompiledModel:
 
 def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
     """The groups of a model whose layers differ in their type alone, and each layer's group."""
-    kinds = sorted(set(config.layer_types), reverse=True)
+    kinds = sorted({kind for kind in config.layer_types if kind != "mamba"}, reverse=True)
     shapes = tuple(
         GroupShape(
             name=kind,
@@ -109,4 +113,9 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
         )
         for kind in kinds
     )
-    return shapes, tuple(kinds.index(kind) for kind in config.layer_types)
+    if (mamba := config.mamba) is not None:
+        layers = [layer for layer, kind in enumerate(config.layer_types) if kind == "mamba"]
+        state = ((mamba.heads, mamba.head_dim, mamba.state_size), (mamba.conv_taps - 1, mamba.conv_channels))
+        shapes += state_groups("mamba", layers, state, shapes)
+    group_of = {layer: index for index, shape in enumerate(shapes) for layer in shape.layers}
+    return shapes, tuple(group_of[layer] for layer in range(config.num_layers))

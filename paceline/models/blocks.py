@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, HeadNorms, Kernels, LayerCache
+from paceline.kernels.interface import (
+    AnyCache,
+    AttentionBatch,
+    GroupTables,
+    HeadNorms,
+    Kernels,
+    LayerCache,
+    LayerState,
+    PackedWeight,
+)
 from paceline.models.base import Weights
-from paceline.models.config import ModelConfig, Rope
+from paceline.models.model_config import ModelConfig, Rope
 
 
 class Linear:
     """x [tokens, in] -> [tokens, out]."""
 
-    def __init__(self, weights: Weights, place: str, size_in: int, size_out: int, bias: bool, kernels: Kernels) -> None:
-        self._weight = weights.take_packed(f"{place}.weight", size_out, size_in)
-        self._bias = weights.take(f"{place}.bias", size_out) if bias else None
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, kernels: Kernels) -> None:
+        self._weight = weight
+        self._bias = bias
         self._kernels = kernels
+
+    @classmethod
+    def take(cls, weights: Weights, place: str, size_in: int, size_out: int, bias: bool, kernels: Kernels) -> Linear:
+        weight = weights.take_packed(f"{place}.weight", size_out, size_in)
+        return cls(weight, weights.take(f"{place}.bias", size_out) if bias else None, kernels)
+
+    @classmethod
+    def take_parts(
+        cls, weights: Weights, place: str, size_in: int, sizes_out: Sequence[int], bias: bool, kernels: Kernels
+    ) -> list[Linear]:
+        """Those that the checkpoint keeps as one, one result behind the other."""
+        parts = weights.take_packed_parts(f"{place}.weight", sizes_out, size_in)
+        biases: Sequence[Tensor | None] = [None] * len(parts)
+        if bias:
+            biases = torch.split(weights.take(f"{place}.bias", sum(sizes_out)), list(sizes_out))
+        return [cls(weight, own, kernels) for weight, own in zip(parts, biases)]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._kernels.linear(x, self._weight, self._bias)
@@ -82,9 +108,10 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What attention needs to know of a step, for the layers of one group."""
+    """What attention, or what stands in its place, needs to know of a step, for the layers of one group."""
 
-    rotation: Rotation
+    rotation: Rotation | None
+    """None where queries and keys have no positions."""
     batch: AttentionBatch
     group: GroupTables
 
@@ -97,10 +124,10 @@ class Attention:
     ) -> None:
         hidden, heads, kv_heads, head_dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         bias = config.attention_bias
-        self._q = Linear(weights, f"{place}.q_proj", hidden, heads * head_dim, bias, kernels)
-        self._k = Linear(weights, f"{place}.k_proj", hidden, kv_heads * head_dim, bias, kernels)
-        self._v = Linear(weights, f"{place}.v_proj", hidden, kv_heads * head_dim, bias, kernels)
-        self._o = Linear(weights, f"{place}.o_proj", heads * head_dim, hidden, bias, kernels)
+        self._q = Linear.take(weights, f"{place}.q_proj", hidden, heads * head_dim, bias, kernels)
+        self._k = Linear.take(weights, f"{place}.k_proj", hidden, kv_heads * head_dim, bias, kernels)
+        self._v = Linear.take(weights, f"{place}.v_proj", hidden, kv_heads * head_dim, bias, kernels)
+        self._o = Linear.take(weights, f"{place}.o_proj", heads * head_dim, hidden, bias, kernels)
         self._norms: HeadNorms | None = None
         if qk_norm:
             q_norm, k_norm = (weights.take(f"{place}.{name}.weight", head_dim) for name in ("q_norm", "k_norm"))
@@ -108,29 +135,73 @@ class Attention:
         self._config = config
         self._kernels = kernels
 
-    def __call__(self, x: Tensor, cache: LayerCache, step: AttentionStep) -> Tensor:
+    def __call__(self, x: Tensor, cache: AnyCache, step: AttentionStep) -> Tensor:
         config, kernels = self._config, self._kernels
+        assert isinstance(cache, LayerCache)
         queries = self._q(x).view(-1, config.num_heads, config.head_dim)
         keys = self._k(x).view(-1, config.num_kv_heads, config.head_dim)
         values = self._v(x).view(-1, config.num_kv_heads, config.head_dim)
-        rotation = step.rotation
-        queries = kernels.rotate_and_store(
-            queries, keys, values, rotation.cos, rotation.sin, cache, step.group, self._norms
-        )
+        if (rotation := step.rotation) is not None:
+            queries = kernels.rotate_and_store(
+                queries, keys, values, rotation.cos, rotation.sin, cache, step.group, self._norms
+            )
+        else:
+            assert self._norms is None
+            kernels.store_kv(keys, values, cache, step.group)
         attended = kernels.attention(
             queries, cache, step.batch, step.group, config.attention_scale, config.attention_softcap
         )
         return self._o(attended.flatten(1))
 
 
-class GatedMLP:
-    """down(activation(gate(x)) * up(x))."""
+class MambaMixer:
+    """Mamba-2: a convolution over the last few tokens, then a recurrence over all, in place of attention."""
 
     def __init__(self, config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> None:
+        mamba, hidden = config.mamba, config.hidden_size
+        assert mamba is not None
+        inner, channels, heads, taps = mamba.inner_size, mamba.conv_channels, mamba.heads, mamba.conv_taps
+        self._gate, self._in, self._time_steps = Linear.take_parts(
+            weights, f"{place}.in_proj", hidden, (inner, channels, heads), mamba.bias, kernels
+        )
+        self._conv = weights.take(f"{place}.conv1d.weight", channels, 1, taps)[:, 0].T.contiguous()
+        self._conv_bias = weights.take(f"{place}.conv1d.bias", channels) if mamba.conv_bias else None
+        decay, bias, skip = (weights.take(f"{place}.{name}", heads).float() for name in ("A_log", "dt_bias", "D"))
+        if not (decay.is_meta or bias.is_meta or skip.is_meta):  # one that is missing; the loader will say so
+            self._rates = torch.stack((-decay.exp(), bias, skip))
+        self._norm = RMSNorm(weights, f"{place}.norm", inner, config.norm_eps, kernels)
+        self._out = Linear.take(weights, f"{place}.out_proj", inner, hidden, mamba.bias, kernels)
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor, cache: AnyCache, step: AttentionStep) -> Tensor:
+        kernels = self._kernels
+        assert isinstance(cache, LayerState)
+        scanned, convolved = cache.parts
+        seen = kernels.causal_conv(self._in(x), self._conv, self._conv_bias, convolved, step.batch, step.group)
+        found = kernels.selective_scan(seen, self._time_steps(x), self._rates, scanned, step.batch, step.group)
+        return self._out(self._norm(kernels.silu_and_mul(self._gate(x), found)))
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x)).
+
+    Args:
+        fused: the checkpoint keeps gate and up as one matrix.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, place: str, kernels: Kernels, fused: bool = False
+    ) -> None:
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self._gate = Linear(weights, f"{place}.gate_proj", hidden, inner, bias, kernels)
-        self._up = Linear(weights, f"{place}.up_proj", hidden, inner, bias, kernels)
-        self._down = Linear(weights, f"{place}.down_proj", inner, hidden, bias, kernels)
+        if fused:
+            self._gate, self._up = Linear.take_parts(
+                weights, f"{place}.input_linear", hidden, (inner, inner), bias, kernels
+            )
+        else:
+            self._gate = Linear.take(weights, f"{place}.gate_proj", hidden, inner, bias, kernels)
+            self._up = Linear.take(weights, f"{place}.up_proj", hidden, inner, bias, kernels)
+        down = f"{place}.output_linear" if fused else f"{place}.down_proj"
+        self._down = Linear.take(weights, down, inner, hidden, bias, kernels)
         self._activate = kernels.silu_and_mul if config.activation == "silu" else kernels.gelu_tanh_and_mul
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -146,6 +217,7 @@ class Vocabulary:
         tied = config.tie_word_embeddings
         self._head = self._embedding if tied else weights.take_packed("lm_head.weight", *shape)
         self._softcap = config.logit_softcap
+        self._divisor = config.logits_divisor
         self._kernels = kernels
 
     @property
@@ -159,4 +231,6 @@ class Vocabulary:
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> fp32 [n, vocab]."""
         scores = self._kernels.linear(hidden, self._head).float()
+        if self._divisor != 1.0:
+            scores = scores / self._divisor
         return self._softcap * torch.tanh(scores / self._softcap) if self._softcap else scores

@@ -6,67 +6,16 @@ What concerns text alone (special tokens, ends of generation, chat templates) th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from paceline.core.errors import ModelError
+from paceline.models.model_config import Activation, LayerType, Mamba, ModelConfig, Rope
 
 Json = Mapping[str, Any]
-LayerType = Literal["full", "sliding"]
-Activation = Literal["silu", "gelu_tanh"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding of one kind of layer. What is behind `factor` concerns kind "llama3" alone."""
-
-    theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """All that a model file and the engine know of a checkpoint."""
-
-    architecture: str
-    """Class name in Hugging Face's `architectures`."""
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    activation: Activation
-    layer_types: tuple[LayerType, ...]
-    """One a layer."""
-    sliding_window: int
-    """Tokens that a query of a sliding layer sees, itself included; 0 where no layer slides."""
-    rope: Rope
-    """Of full layers."""
-    sliding_rope: Rope
-    """Of sliding layers."""
-    attention_scale: float
-    attention_softcap: float
-    """0 is off, as for `logit_softcap`."""
-    logit_softcap: float
-    attention_bias: bool
-    mlp_bias: bool
-    tie_word_embeddings: bool
-    max_position: int
-    """Tokens of the longest context."""
-    dtype: str
-    """Of the checkpoint, as torch spells it: "bfloat16", "float16" or "float32"."""
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layer_types)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -191,10 +140,76 @@ def _gemma3(fields: _Fields) -> ModelConfig:
     )
 
 
+def _granite_hybrid(fields: _Fields) -> ModelConfig:
+    if int(fields.get("num_local_experts", 8)) > 0:
+        raise ModelError("experts (num_local_experts) are not supported; take a model whose MLP is dense")
+    known: dict[str, LayerType] = {
+        "full_attention": "full",
+        "attention": "full",
+        "linear_attention": "mamba",
+        "mamba": "mamba",
+    }
+    layers, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
+    names = fields.get("layer_types", fields.get("layers_block_type", ["mamba"] * layers))
+    position = fields.get("position_embedding_type", "nope")
+    if position not in ("nope", "rope"):
+        raise ModelError(f"position_embedding_type {position} is not supported; supported are: nope, rope")
+    max_position = fields.size("max_position_embeddings", 2048)
+    old_style = {"rope_theta": fields.raw.get("rope_theta"), **(fields.raw.get("rope_scaling") or {})}
+    rope = _rope(fields.get("rope_parameters", old_style), 10_000.0, max_position)
+    return ModelConfig(
+        **{**fields.common(), "intermediate_size": fields.size("shared_intermediate_size", 1024)},
+        num_kv_heads=fields.size("num_key_value_heads", heads),
+        head_dim=fields.size("head_dim", fields.size("hidden_size") // heads),
+        activation=fields.activation("hidden_act", "silu"),
+        layer_types=_layer_types(names, known, layers),
+        sliding_window=0,
+        rope=rope,
+        sliding_rope=rope,
+        attention_scale=float(fields.get("attention_multiplier", 1.0)),
+        attention_softcap=0.0,
+        logit_softcap=0.0,
+        mlp_bias=False,
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        max_position=max_position,
+        mamba=_mamba(fields),
+        rotates=position == "rope",
+        embedding_multiplier=float(fields.get("embedding_multiplier", 1.0)),
+        residual_multiplier=float(fields.get("residual_multiplier", 1.0)),
+        logits_divisor=float(fields.get("logits_scaling", 1.0)),
+    )
+
+
+def _mamba(fields: _Fields) -> Mamba:
+    heads, inner = fields.size("mamba_n_heads", 128), fields.size("mamba_expand", 2) * fields.size("hidden_size")
+    automatic = fields.get("mamba_d_head", "auto") == "auto"
+    head_dim = inner // heads if automatic else fields.size("mamba_d_head")
+    if heads * head_dim != inner:
+        raise ModelError(f"mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) must be {inner}")
+    if fields.size("mamba_n_groups", 1) != 1:
+        raise ModelError("Mamba heads in more than one group (mamba_n_groups) are not supported")
+    least, most = fields.get("time_step_limit", (0.0, math.inf))
+    if isinstance(most, Mapping):  # as transformers writes what JSON has no word for
+        most = float(most.get("__float__", 0.0))
+    if (least, most) != (0.0, math.inf):
+        raise ModelError("limits of Mamba's time steps (time_step_limit) are not supported")
+    if fields.activation("hidden_act", "silu") != "silu":
+        raise ModelError("Mamba layers need hidden_act silu")
+    return Mamba(
+        heads=heads,
+        head_dim=head_dim,
+        state_size=fields.size("mamba_d_state", 256),
+        conv_taps=fields.size("mamba_d_conv", 4),
+        conv_bias=bool(fields.get("mamba_conv_bias", True)),
+        bias=bool(fields.get("mamba_proj_bias", False)),
+    )
+
+
 # An architecture is one line here and one in registry.py.
 _READERS: Mapping[str, Callable[[_Fields], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "Gemma3ForCausalLM": _gemma3,
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
 }
 
 
@@ -205,7 +220,10 @@ def _gemma3_layer_types(fields: _Fields) -> tuple[LayerType, ...]:
         # Before transformers 5: every so many layers one sees all.
         pattern = fields.size("sliding_window_pattern", fields.size("_sliding_window_pattern", 6))
         return tuple("sliding" if (layer + 1) % pattern else "full" for layer in range(layers))
-    known: dict[str, LayerType] = {"full_attention": "full", "sliding_attention": "sliding"}
+    return _layer_types(names, {"full_attention": "full", "sliding_attention": "sliding"}, layers)
+
+
+def _layer_types(names: Sequence[str], known: Mapping[str, LayerType], layers: int) -> tuple[LayerType, ...]:
     unknown = sorted({str(name) for name in names} - set(known))
     if unknown:
         raise ModelError(f"layer type {unknown[0]} is not supported; supported are: {', '.join(known)}")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.speculative import SpeculativeConfig
-from paceline.models.config import ModelConfig, read_config
+from paceline.models.config import read_config
 from paceline.models.folder import weight_files
+from paceline.models.model_config import ModelConfig
 
 
 def read_draft_config(speculative: SpeculativeConfig | None) -> ModelConfig | None:
@@ -29,9 +30,19 @@ def read_draft_config(speculative: SpeculativeConfig | None) -> ModelConfig | No
 
 def check_speculative(speculative: SpeculativeConfig | None, folder: Path) -> None:
     """Raises ConfigError where that cannot draft for the model in `folder`, and ModelError where that is none."""
-    if speculative is None or speculative.method == "ngram":
+    if speculative is None:
         return
     draft, target = read_draft_config(speculative), read_config(folder)
+    if target.mamba is not None:
+        raise ConfigError(
+            "--speculative-config: this model has Mamba layers, whose states cannot go back behind a refused draft; "
+            "serve it without the option"
+        )
+    if draft is not None and draft.mamba is not None:
+        raise ConfigError(
+            "--speculative-config: the draft model has Mamba layers, whose states cannot go back behind a refused "
+            "draft; take one that has attention alone"
+        )
     if draft is not None and draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"--speculative-config: the draft model knows {draft.vocab_size} tokens and the model {target.vocab_size}; "

@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels
 from paceline.models.base import Taps, Weights, kv_groups
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm, Rotary, Vocabulary
-from paceline.models.config import ModelConfig
+from paceline.models.model_config import ModelConfig
 
 
 class Gemma3:
@@ -31,7 +31,7 @@ class Gemma3:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[LayerCache],
+        caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
@@ -64,7 +64,7 @@ class _Layer:
         self._post_mlp = norm(weights, f"{place}.post_feedforward_layernorm")
 
     def __call__(
-        self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: LayerCache, step: AttentionStep
+        self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep
     ) -> tuple[Tensor, Tensor]:
         """x and `norm` of it -> x behind the layer, and `next_norm` of that."""
         x, normed = self._pre_mlp.of_sum(x, self._post_attention(self._attention(normed, cache, step)))

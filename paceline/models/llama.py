@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels
 from paceline.models.base import Taps, Weights, kv_groups
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm, Rotary, Vocabulary
-from paceline.models.config import ModelConfig
+from paceline.models.model_config import ModelConfig
 
 
 class Llama:
@@ -27,7 +27,7 @@ class Llama:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[LayerCache],
+        caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
@@ -58,7 +58,7 @@ class _Layer:
         self._mlp = GatedMLP(config, weights, f"{place}.mlp", kernels)
 
     def __call__(
-        self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: LayerCache, step: AttentionStep
+        self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep
     ) -> tuple[Tensor, Tensor]:
         """x and `norm` of it -> x behind the layer, and `next_norm` of that."""
         x, normed = self._mlp_norm.of_sum(x, self._attention(normed, cache, step))

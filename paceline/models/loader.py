@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,10 @@ class Checkpoint:
 
     def take_packed(self, name: str, *shape: int) -> PackedWeight:
         return self._pack(name, self.take(name, *shape))
+
+    def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
+        parts = torch.split(self.take(name, sum(sizes_out), size_in), list(sizes_out))
+        return [self._pack(f"{name}[{index}]", part) for index, part in enumerate(parts)]
 
     def leave(self, name: str) -> None:
         """Takes a tensor that is read from elsewhere."""

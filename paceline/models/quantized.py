@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,13 @@ class Int8Weights:
         self.take = checkpoint.take
 
     def take_packed(self, name: str, *shape: int) -> PackedWeight:
-        weight = self._checkpoint.take(name, *shape)
+        return self._pack(self._checkpoint.take(name, *shape))
+
+    def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
+        weight = self._checkpoint.take(name, sum(sizes_out), size_in)
+        return [self._pack(part) for part in torch.split(weight, list(sizes_out))]
+
+    def _pack(self, weight: Tensor) -> PackedWeight:
         return self._kernels.pack(weight if weight.is_meta else quantize_int8(weight))
 
 
@@ -63,6 +70,7 @@ class GgufWeights:
         self._file = file
         self._kernels = kernels
         self.take = checkpoint.take
+        self.take_packed_parts = checkpoint.take_packed_parts  # no GGUF file that is converted has such matrices
         try:
             self._blocks: Any = safe_open(file, framework="pt", device="cpu")
             self._types = _types(self._blocks)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Model, Weights
-from paceline.models.config import ModelConfig
 from paceline.models.gemma3 import Gemma3
+from paceline.models.granite_hybrid import GraniteHybrid
 from paceline.models.llama import Llama
+from paceline.models.model_config import ModelConfig
 
 MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Model]] = {
     "LlamaForCausalLM": Llama,
     "Gemma3ForCausalLM": Gemma3,
+    "GraniteMoeHybridForCausalLM": GraniteHybrid,
 }

@@ -13,7 +13,7 @@ from bench.gpu.forward import Pass, floor_seconds, matrix_elements, visible_pair
 from bench.gpu.random_model import GEMMA_27B, LLAMA_8B, PackedWeights, RandomWeights
 from paceline.kernels import select_kernels
 from paceline.kernels.interface import PackedWeight
-from paceline.models.config import ModelConfig
+from paceline.models.model_config import ModelConfig
 from paceline.models.registry import MODELS
 
 

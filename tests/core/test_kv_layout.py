@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout, make_layout
+from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout, make_layout, state_groups
 
 Shapes = st.lists(
     st.builds(
@@ -23,6 +23,8 @@ Shapes = st.lists(
     max_size=5,
 ).map(tuple)
 Itemsizes = st.sampled_from([1, 2, 4])
+
+States = st.lists(st.lists(st.integers(1, 200), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple)
 
 
 def shape(layers: int, kv_heads: int = 1, head_dim: int = 256, window: int = 0) -> GroupShape:
@@ -69,6 +71,39 @@ def test_slots_are_enough_and_not_one_too_many(shapes: tuple[GroupShape, ...], t
     assert layout.slots_for(tokens) == sum(blocks)
     for group, count in zip(layout.groups, blocks):
         assert (count - 1) * group.block_tokens < tokens <= count * group.block_tokens or tokens == count == 0
+
+
+@given(st.lists(Shapes, max_size=1), st.integers(1, 200), States, Itemsizes, st.booleans())
+def test_states_go_with_any_other_groups(
+    others: list[tuple[GroupShape, ...]], layers: int, state: tuple[tuple[int, ...], ...], itemsize: int, drafts: bool
+) -> None:
+    kv = others[0] if others else ()
+    shapes = kv + state_groups("state", range(layers), state, kv)
+    if drafts:
+        shapes += tuple(shape.of_drafter(layers) for shape in kv)
+    layout = make_layout(shapes, itemsize, "m")
+    states = [group for group in layout.groups if group.shape.state]
+    assert [layer for group in states for layer in group.shape.layers] == list(range(layers))
+    assert len(states) <= 32
+    assert max(group.shape.block_bytes(group.block_tokens, itemsize) for group in layout.groups) <= layout.slot_bytes
+    assert layout.alignment <= 512
+    assert layout.alignment == states[0].block_tokens  # a state is needed only where a prefix may end
+    assert all(layout.alignment % group.block_tokens == 0 for group in layout.groups)
+
+
+@given(st.integers(0, 5000), st.sampled_from([16, 64, 512]))
+def test_of_states_only_that_behind_the_token_before_is_needed(position: int, block_tokens: int) -> None:
+    (state,) = state_groups("state", [0], ((3, 4),), ())
+    assert KVGroup(state, block_tokens).first_needed_block(position) == max(0, position - 1) // block_tokens
+
+
+def test_granite_4_h_350m() -> None:
+    """A state of 808 KB a layer, beside 4 KB of keys and values a token."""
+    full = (GroupShape("full", tuple(range(4)), 4, 64),)
+    layout = make_layout(full + state_groups("mamba", range(28), ((48, 32, 128), (3, 1792)), full), 2, "granite")
+    assert [group.block_tokens for group in layout.groups] == [256] + [512] * 14
+    assert layout.slot_bytes == 1_617_920
+    assert layout.slots_for(1000) == 4 + 2 * 14
 
 
 @given(st.integers(0, 5000), st.integers(0, 600), st.sampled_from([16, 32, 64]))

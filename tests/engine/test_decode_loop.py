@@ -214,6 +214,18 @@ def test_tokens_do_not_depend_on_where_blocks_lie(model: Model, drafter: str) ->
         assert loop.engine.stats.stored_blocks > 0
 
 
+def test_tokens_of_a_hybrid_do_not_depend_on_how_the_loop_runs(save_granite_hybrid, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    save_granite_hybrid()
+    model = load(tmp_path)
+    asked = requests(model.config.vocab_size)
+    wanted = expected(model, asked)
+    for contexts in (None, 1, 2.5):
+        loop = Loop(model, 2, "none", contexts_on_device=contexts)
+        assert_same(loop.run(asked), wanted)
+        loop.engine.stop()
+        assert loop.given_back
+
+
 def test_a_draft_model_that_is_the_target_is_always_right(model: Model) -> None:
     loop = Loop(model, 2, "model", model)
     asked = [
@@ -355,6 +367,34 @@ def test_what_is_sealed_of_a_draft_models_cache_is_computed(
         for keys, other in zip(own[: sealed[group]], reference):
             if keys is not None and other is not None:
                 torch.testing.assert_close(keys, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=108),  # the last token that is computed fills a block
+        SamplingParams(max_tokens=107),
+        SamplingParams(
+            max_tokens=200, temperature=0.8, seed=3, stop_token_ids=frozenset(range(0, 101, 13)), min_tokens=99
+        ),
+    ],
+)
+def test_what_is_sealed_of_a_hybrid_is_the_state_at_its_end(  # type: ignore[no-untyped-def]
+    sampling: SamplingParams, save_granite_hybrid, tmp_path: Path
+) -> None:
+    save_granite_hybrid()
+    model = load(tmp_path)
+    loop, alone = Loop(model, 2, "none"), Loop(model, 1, "none")
+    running = make_request(loop, [7, 8, 9] * 7, sampling)
+    tables = [[*table] for table in running.tables]
+    loop.run_one(running)
+    whole = make_request(alone, running.token_ids, SamplingParams(max_tokens=1))
+    other_tables = [[*table] for table in whole.tables]
+    alone.run_one(whole)
+    assert running.sealed_blocks[1] == (len(running.token_ids) - 1) // 64 > 0  # the newest token is never computed
+    for block in range(running.sealed_blocks[1]):
+        found, wanted = loop.slots[tables[1][block]], alone.slots[other_tables[1][block]]
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))  # padding is NaN
 
 
 @pytest.mark.parametrize("length", [23, 24, 25, 48, 49])

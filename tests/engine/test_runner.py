@@ -107,7 +107,7 @@ class Bench:
                     self.pool.view(-1, self.layout.slot_bytes // 4)[slot] = float("nan")
 
 
-@pytest.fixture(params=["llama", "gemma3"])
+@pytest.fixture(params=["llama", "gemma3", "granite_hybrid"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Model, transformers.PreTrainedModel]:
     """A tiny model as we load it, and the reference that saved it."""
     reference = request.getfixturevalue(f"save_{request.param}")()

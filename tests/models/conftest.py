@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.kv_layout import KVGroup, make_layout
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, view_pool
+from paceline.core.kv_layout import make_layout
+from paceline.engine.runner import layer_caches
+from paceline.kernels.interface import AttentionBatch, GroupTables
 from paceline.models.base import Model, Taps
 
 TRIMMED = 2**31 - 1
@@ -32,18 +31,8 @@ class PagedContexts:
         self._tables = [
             torch.full((requests, group.blocks_for(max_tokens)), TRIMMED, dtype=torch.int32) for group in layout.groups
         ]
-        self._caches = self._layer_caches(layout.groups, slot_elements)
+        self._caches = layer_caches(layout, self._pool)
         self._lengths = [0] * requests
-
-    def _layer_caches(self, groups: Sequence[KVGroup], slot_elements: int) -> list[LayerCache]:
-        by_layer: dict[int, LayerCache] = {}
-        for group in groups:
-            shape = group.shape
-            views = view_pool(
-                self._pool, slot_elements, len(shape.layers), shape.kv_heads, group.block_tokens, shape.head_dim
-            )
-            by_layer.update(zip(shape.layers, views))
-        return [by_layer[layer] for layer in range(len(by_layer))]
 
     def step(self, tokens: dict[int, list[int]], taps: Taps | None = None) -> dict[int, Tensor]:
         """Appends tokens to some requests -> fp32 logits [new tokens, vocab] of each."""

@@ -10,7 +10,8 @@ import pytest
 import transformers
 
 from paceline.core.errors import ModelError
-from paceline.models.config import Rope, read_config
+from paceline.models.config import read_config
+from paceline.models.model_config import Mamba, Rope
 from paceline.models.registry import MODELS
 
 LLAMA: dict[str, Any] = {
@@ -38,6 +39,29 @@ GEMMA: dict[str, Any] = {
     "sliding_window": 512,
     "eos_token_id": [1, 106],
     "dtype": "float32",
+}
+GRANITE: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "shared_intermediate_size": 2048,
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_local_experts": 0,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 32,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.246,
+    "logits_scaling": 3,
+    "position_embedding_type": "nope",
+    "rope_theta": 10000,
+    "torch_dtype": "bfloat16",
 }
 LLAMA3_SCALING = {
     "factor": 8.0,
@@ -118,6 +142,21 @@ def test_gemma3_defaults(tmp_path: Path) -> None:
     assert read(tmp_path, GEMMA, layer_types=["full_attention"] * 8).sliding_window == 0
 
 
+def test_granite_hybrid(tmp_path: Path) -> None:
+    config = read(tmp_path, GRANITE)
+    assert config.layer_types == ("mamba", "full", "mamba")
+    assert config.mamba == Mamba(heads=48, head_dim=32, state_size=128, conv_taps=4, conv_bias=True, bias=False)
+    assert (config.mamba.inner_size, config.mamba.conv_channels) == (1536, 1792)
+    assert (config.attention_scale, config.rotates, config.intermediate_size) == (0.015625, False, 2048)
+    assert (config.embedding_multiplier, config.residual_multiplier, config.logits_divisor) == (12.0, 0.246, 3.0)
+    assert read(tmp_path, GRANITE, position_embedding_type="rope").rotates
+    assert read(tmp_path, GRANITE, mamba_d_head="auto").mamba == config.mamba
+    for limit in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+        assert read(tmp_path, GRANITE, time_step_limit=limit) == config
+    names = ["linear_attention", "full_attention", "linear_attention"]
+    assert read(tmp_path, GRANITE, layer_types=names) == config
+
+
 @pytest.mark.parametrize("model_class", [transformers.LlamaConfig, transformers.Gemma3TextConfig])
 def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, model_class: Any) -> None:
     theirs = model_class(num_hidden_layers=4, architectures=["LlamaForCausalLM"])
@@ -160,6 +199,13 @@ def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, mo
         (GEMMA, {"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers 8"),
         (GEMMA, {"layer_types": ["chunked_attention"] * 8}, "layer type chunked_attention is not supported"),
         (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must name the layer types"),
+        (GRANITE, {"num_local_experts": 62}, "experts .* are not supported"),
+        (GRANITE, {"layer_types": ["mamba", "conv", "mamba"]}, "layer type conv is not supported"),
+        (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type alibi is not supported"),
+        (GRANITE, {"mamba_n_heads": 40}, r"mamba_n_heads \(40\) times mamba_d_head \(32\) must be 1536"),
+        (GRANITE, {"mamba_n_groups": 2}, "more than one group"),
+        (GRANITE, {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+        (GRANITE, {"hidden_act": "gelu_pytorch_tanh"}, "Mamba layers need hidden_act silu"),
     ],
 )
 def test_what_we_do_not_compute_is_refused(
@@ -187,4 +233,5 @@ def test_reading_a_config_or_finding_a_model_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_every_architecture_has_a_reader(tmp_path: Path, architecture: str) -> None:
-    assert read(tmp_path, LLAMA, architectures=[architecture]).architecture == architecture
+    fields = {"architectures": [architecture], "num_local_experts": 0, "mamba_n_heads": 6}
+    assert read(tmp_path, LLAMA, **fields).architecture == architecture

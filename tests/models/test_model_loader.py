@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.kernels import select_kernels
+from paceline.kernels.interface import Forward
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.base import Model
 from paceline.models.loader import Checkpoint, load_model
@@ -39,6 +40,29 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path, save_llama: Any)
     assert "missing tensors: model.norm.weight" in str(caught.value)
     assert "lm_head.weight is [3, 4] instead of [101, 48]" in str(caught.value)
     assert "unexpected tensors: model.adapter" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["A_log", "D", "dt_bias", "in_proj__weight", "conv1d__weight", "conv1d__bias"])
+def test_what_a_mamba_layer_lacks_is_named(tmp_path: Path, save_granite_hybrid: Any, name: str) -> None:
+    save_granite_hybrid()
+    change_tensors(tmp_path, **{f"model__layers__1__mamba__{name}": None})
+    with pytest.raises(ModelError, match=f"missing tensors: model.layers.1.mamba.{name.replace('__', '.')}"):
+        load(tmp_path)
+
+
+class RecordsNoStates(ReferenceKernels):
+    def compile(self, forward: Forward) -> Forward:
+        raise AssertionError
+
+
+def test_states_are_computed_one_by_one_where_they_cannot_be_recorded(
+    tmp_path: Path, save_granite_hybrid: Any, save_llama: Any
+) -> None:
+    save_granite_hybrid()
+    load_model(tmp_path, torch.float32, RecordsNoStates(), CPU)
+    save_llama()
+    with pytest.raises(AssertionError):
+        load_model(tmp_path, torch.float32, RecordsNoStates(), CPU)
 
 
 def test_many_missing_tensors_are_counted(tmp_path: Path, save_llama: Any) -> None:

@@ -153,3 +153,18 @@ def test_kernels_that_do_not_pack_share_the_checkpoint_itself(tmp_path: Path, sa
     save_llama()
     load_model(tmp_path, torch.float32, ReferenceKernels(), CPU, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
+
+
+def test_parts_of_a_matrix_are_packed_apart(
+    tmp_path: Path, save_granite_hybrid: Any, paged_contexts: Any, dtype: torch.dtype
+) -> None:
+    save_granite_hybrid(mamba_proj_bias=True)
+    kernels = [Counting() for _ in range(3)]
+    models = [
+        load_model(tmp_path, dtype, each, CPU, folder)
+        for each, folder in zip(kernels, (None, tmp_path / "packed", tmp_path / "packed"))
+    ]
+    assert kernels[0].packed == kernels[1].packed > 0
+    assert kernels[2].packed == 0
+    first, *others = (logits(model, paged_contexts, dtype) for model in models)
+    assert all(torch.equal(first, other) for other in others)

@@ -78,6 +78,15 @@ def test_int8_is_near_the_whole_model_on_every_backend(
             assert 0 < error < 0.05
 
 
+def test_int8_is_near_a_whole_hybrid(tmp_path: Path, save_granite_hybrid: Any, paged_contexts: Any) -> None:
+    save_granite_hybrid(vocab_size=256)
+    models = [load(tmp_path, how, torch.float32) for how in ("none", "int8")]
+    whole, rounded = (logits(model, paged_contexts, torch.float32) for model in models)
+    for request in PROMPTS:
+        error = (rounded[request] - whole[request]).norm() / whole[request].norm()
+        assert 0 < error < 0.2
+
+
 def test_only_bits_that_differ_make_another_model(save_converted: Callable[..., Path]) -> None:
     folder = save_converted()
     whole, blocks, rounded = (model_identity(folder, "torch.bfloat16", how) for how in ("none", "gguf", "int8"))

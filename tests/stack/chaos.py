@@ -68,6 +68,8 @@ class Plan:
     prefill: int = 2
     decode: int = 2
     prompts: tuple[str, ...] = PROMPTS
+    model: str = MODEL
+    kv_memory: str = "512MiB"
 
 
 @dataclass
@@ -120,15 +122,15 @@ class Prey(Protocol):
 @contextlib.asynccontextmanager
 async def one_host(plan: Plan, folder: Path) -> AsyncIterator[Prey]:
     """`paceline serve`."""
-    options = (f"--prefill={plan.prefill}", f"--decode={plan.decode}", "--kv-memory=512MiB")
-    with serve(folder / "log", MODEL, *options) as stack:
+    options = (f"--prefill={plan.prefill}", f"--decode={plan.decode}", f"--kv-memory={plan.kv_memory}")
+    with serve(folder / "log", plan.model, *options) as stack:
         yield stack
 
 
 @contextlib.asynccontextmanager
 async def two_hosts(plan: Plan, folder: Path, lease_seconds: float = 10.0) -> AsyncIterator[Prey]:
     """Services of two hosts, of which each has its share of the workers. Raises NoNamespacesError."""
-    model = resolve_model(MODEL, default_cache_dir(), print)
+    model = resolve_model(plan.model, default_cache_dir(), print)
     with joined_hosts() as hosts, hosts[0].inside(), Cluster(folder, model, hosts, lease_seconds) as cluster:
         names = [
             cluster.start_worker(role, number, number % 2)

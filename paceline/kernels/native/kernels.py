@@ -32,6 +32,9 @@ from paceline.kernels.native.replay import Operands, Recorder, Replay
 from paceline.kernels.native.tiles import pack_tiles, tile_format, tiles_bytes
 from paceline.kernels.quantized import QuantizedMatrix
 
+_MOST_TAPS = 16
+"""`kMostTaps` of src/recurrent.h."""
+
 
 class NativeKernels(Composed):
     """bf16 and fp32 on CPU, by a team of threads of its own.
@@ -48,6 +51,7 @@ class NativeKernels(Composed):
     """
 
     name = "native"
+    compiles_states = True
 
     def __init__(self, threads: int, instruction_set: str = "auto") -> None:
         known = instruction_sets()
@@ -172,6 +176,46 @@ class NativeKernels(Composed):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return self._elementwise(Kind.ADD, x, y)
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(x.shape)
+        self._run(Op(Kind.SCALE, rows=x.shape[0], n0=x.shape[1:].numel(), f0=factor), out, (x,))
+        return out
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        group: GroupTables,
+    ) -> Tensor:
+        (tokens, channels), taps = x.shape, len(weight)
+        if taps > _MOST_TAPS:
+            raise ConfigError(f"the native kernels convolve up to {_MOST_TAPS} inputs; choose --kernels reference")
+        _need("the weight", weight, x.dtype, taps, channels)
+        if bias is not None:
+            _need("the bias", bias, x.dtype, channels)
+        x, out = x.contiguous(), x.new_empty(x.shape)
+        op = Op(Kind.CAUSAL_CONV, rows=tokens, n0=channels, n1=taps, cache=_state(state, taps - 1, channels))
+        self._run(op, out, (x, weight, bias), batch, group)
+        return out
+
+    def selective_scan(
+        self, x: Tensor, time_steps: Tensor, rates: Tensor, state: Tensor, batch: AttentionBatch, group: GroupTables
+    ) -> Tensor:
+        tokens, (_, heads, head_dim, state_size) = len(x), state.shape
+        _need("the inputs", x, x.dtype, tokens, heads * head_dim + 2 * state_size)
+        _need("the time steps", time_steps, x.dtype, tokens, heads)
+        _need("the rates", rates, torch.float32, 3, heads)
+        out = x.new_empty(tokens, heads * head_dim)
+        cache = _state(state, heads, head_dim, state_size)
+        cache.kv_heads, cache.head_dim = heads, head_dim
+        op = Op(Kind.SELECTIVE_SCAN, rows=tokens, n0=state_size, cache=cache)
+        self._run(op, out, (x.contiguous(), time_steps.contiguous(), rates), batch, group)
+        return out
+
     def _elementwise(self, kind: Kind, a: Tensor, b: Tensor) -> Tensor:
         _need("the second operand", b, a.dtype, *a.shape)
         a, b = a.contiguous(), b.contiguous()
@@ -252,3 +296,12 @@ def _cache(cache: LayerCache, x: Tensor, group: GroupTables) -> Cache:
     if strides[3] != 1 or cache.values.stride() != strides:
         raise ValueError(f"the cache: keys have strides {strides}, values {cache.values.stride()}; the last must be 1")
     return Cache(cache.keys.data_ptr(), cache.values.data_ptr(), slots, kv_heads, head_dim, *strides[:3])
+
+
+def _state(state: Tensor, *shape: int) -> Cache:
+    """A part of a layer's state."""
+    slots = len(state)
+    _need("the state", state, torch.float32, slots, *shape)
+    if not state[0].is_contiguous():
+        raise ValueError(f"the state: a slot's part must be dense; its strides are {state.stride()}")
+    return Cache(state.data_ptr(), None, slots, slot_stride=state.stride(0))

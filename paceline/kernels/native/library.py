@@ -41,6 +41,9 @@ class Kind(IntEnum):
     LINEAR_GELU_TANH_AND_MUL = 11
     QUANTIZED_LINEAR = 12
     QUANTIZED_EMBED = 13
+    SCALE = 14
+    CAUSAL_CONV = 15
+    SELECTIVE_SCAN = 16
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache
+from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupTables
 from paceline.kernels.native.library import POINTERS, Kind, Op, Step, make_step
 
 RECORDED_TOKENS = 2
@@ -191,11 +191,12 @@ class Replay:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[LayerCache],
+        caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
     ) -> Tensor:
-        places = [(cache.keys.data_ptr(), cache.keys.shape, cache.keys.stride()) for cache in (caches[0], caches[-1])]
+        ends = [cache.first for cache in (caches[0], caches[-1])]
+        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
         key = (layers, *places[0], *places[1])
         with self._runner.one_at_a_time:
             program = self._programs.get(key)
@@ -205,7 +206,7 @@ class Replay:
                 program = self._programs[key] = self._record(caches, batch, layers)
             return program.run(self._runner, token_ids, positions, batch)
 
-    def _record(self, caches: Sequence[LayerCache], batch: AttentionBatch, layers: int | None) -> Program:
+    def _record(self, caches: Sequence[AnyCache], batch: AttentionBatch, layers: int | None) -> Program:
         token_ids, positions = (torch.empty(RECORDED_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
         self._runner.recorder = recorder = Recorder(batch.groups)
         try:

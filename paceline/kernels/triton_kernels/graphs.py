@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache
+from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupTables
 from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.attention import SPLIT, StaticBatch
 
@@ -118,14 +118,15 @@ class Graphs:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[LayerCache],
+        caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
     ) -> Tensor:
         size = size_of(batch)
         if size is None:
             return self._forward(token_ids, positions, caches, batch, layers)
-        places = [(cache.keys.data_ptr(), cache.keys.shape, cache.keys.stride()) for cache in (caches[0], caches[-1])]
+        ends = [cache.first for cache in (caches[0], caches[-1])]
+        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
         key = (size, layers, *places)
         if key not in self._graphs:
             if len(self._graphs) == _MAX_GRAPHS:
@@ -136,7 +137,7 @@ class Graphs:
             self._graphs[key] = _Graph(inputs, self._bound(inputs, caches, layers), self._record, self._plans)
         return self._graphs[key].run(token_ids, positions, batch)
 
-    def _bound(self, inputs: _Inputs, caches: Sequence[LayerCache], layers: int | None) -> Callable[[], Tensor]:
+    def _bound(self, inputs: _Inputs, caches: Sequence[AnyCache], layers: int | None) -> Callable[[], Tensor]:
         return lambda: self._forward(inputs.token_ids, inputs.positions, caches, inputs.batch, layers)
 
 

@@ -32,7 +32,7 @@ def reference_tokens(model: torch.nn.Module, prompt: list[int], max_tokens: int)
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "granite_hybrid"])
 async def test_handoff_and_aggregation_give_the_reference_tokens(
     architecture: str, start_host: StartHost, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -63,10 +63,11 @@ async def test_a_worker_tells_how_many_tokens_of_prompts_it_has_not_computed(
         assert (worker.queued_tokens, host.decode.worker.queued_tokens) == (0, 0)
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "granite_hybrid"])
 async def test_a_second_turn_reuses_prompt_and_output(
-    start_host: StartHost, save_gemma3: SaveTiny, tmp_path: Path
+    architecture: str, start_host: StartHost, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    save_gemma3()
+    request.getfixturevalue(f"save_{architecture}")()
     async with start_host(tmp_path) as host:
         first = prompts(1, 150, 160)[0]
         answer = (await host.generate(first, 120)).tokens
@@ -78,15 +79,19 @@ async def test_a_second_turn_reuses_prompt_and_output(
         assert again.tokens == fresh.tokens
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kv_memory"),
+    # Room for about three of the ten: of a hybrid's blocks each has 64 tokens, and two are held of each four of states.
+    [("llama", 44 * 12288), ("granite_hybrid", 20 * 28672)],
+)
 async def test_a_small_arena_preempts_and_everybody_finishes(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+    architecture: str, kv_memory: int, start_host: StartHost, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    save_llama()
+    request.getfixturevalue(f"save_{architecture}")()
     cases = prompts(10, 20, 60)
     async with start_host(tmp_path) as host:
         expected = [(await host.generate(prompt, 150)).tokens for prompt in cases]
-    # 12 KiB a block: room for about three of the ten
-    async with start_host(tmp_path, kv_memory=44 * 12288, max_model_len=256) as host:
+    async with start_host(tmp_path, kv_memory=kv_memory, max_model_len=256) as host:
         outcomes = await asyncio.gather(*(eventually(host, prompt) for prompt in cases))
         assert outcomes == expected
         assert host.decode.worker.engine.stats.preemptions > 0

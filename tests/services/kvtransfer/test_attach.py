@@ -9,12 +9,17 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import GroupShape, make_layout, state_groups
 from paceline.core.turns import PAGE_BYTES
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.kv_session import layout_to_pb
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.host_memory import HostOptions
+from paceline.services.kvtransfer.layout import layout_from_pb
 from paceline.services.kvtransfer.service import KVTransferService
 from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, key, layout, release, reserve, seal
 from tests.services.kvtransfer.kv_toolkit import LEASE
@@ -125,3 +130,61 @@ async def test_a_block_larger_than_the_arena_names_the_flag(host: Host) -> None:
 async def test_too_little_memory_is_found_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--kv-memory"):
         await KVTransferService(HostOptions("h", 1 << 60, tmp_path, LEASE, Secret())).start()
+
+
+def state(layers: int, others: tuple[GroupShape, ...] = ()) -> tuple[GroupShape, ...]:
+    return state_groups("state", range(layers), ((48, 32, 128), (3, 1792)), others)
+
+
+WIDE = (GroupShape("wide", (0, 1), 8, 256), GroupShape("narrow", (2,), 1, 24, 20))
+ODD = {
+    "head sizes": (*WIDE, GroupShape("one", (3,), 1, 1, 1)),
+    "a layer that others read": (GroupShape("full", (0,), 1, 64, readers=((1, 0), (2, 0))),),
+    "states alone": state(48),
+    "states beside little": (*state(80, WIDE[1:]), *WIDE[1:]),
+    "states and a draft model": (*WIDE, *state(3, WIDE), *(shape.of_drafter(6) for shape in WIDE)),
+}
+
+
+@pytest.mark.parametrize("shapes", ODD.values(), ids=ODD)
+async def test_no_combination_of_shapes_refuses_to_start(tmp_path: Path, shapes: tuple[GroupShape, ...]) -> None:
+    made = make_layout(shapes, 2, "odd")
+    host = Host(tmp_path, kv_memory=made.slots_for(2) * made.slot_bytes)
+    await host.start()
+    worker = await host.attach(shape=layout_to_pb(made))
+    hold = (await worker.do(reserve(key(), tokens=2))).hold
+    assert [len(table.slots) for table in hold.tables] == [1] * len(shapes)
+    await worker.do(release(key()))
+    await worker.leave()
+    await host.close()
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.builds(
+            GroupShape,
+            name=st.just("g"),
+            layers=st.integers(1, 60).map(lambda n: tuple(range(n))),
+            kv_heads=st.integers(1, 32),
+            head_dim=st.integers(1, 512),
+            window=st.sampled_from([0, 1, 20, 4096]),
+        ),
+        max_size=6,
+    ).map(tuple),
+    st.lists(st.tuples(st.integers(1, 5_000_000)), max_size=2).map(tuple),
+    st.integers(1, 200),
+    st.sampled_from([1, 2, 4]),
+)
+def test_any_layout_is_understood(
+    others: tuple[GroupShape, ...], parts: tuple[tuple[int, ...], ...], layers: int, itemsize: int
+) -> None:
+    shapes = others + (state_groups("state", range(layers), parts, others) if parts else ())
+    assume(shapes)
+    made = make_layout(shapes, itemsize, "any")
+    read = layout_from_pb(layout_to_pb(made))
+    assert (read.alignment, read.slot_bytes) == (made.alignment, made.slot_bytes)
+    for group, other in zip(made.groups, read.groups, strict=True):
+        assert [group.first_needed_block(n) for n in (0, 1, 512, 5000)] == [
+            other.first_needed_block(n) for n in (0, 1, 512, 5000)
+        ]

@@ -21,6 +21,7 @@ from paceline.services.serve.checks import (
     check_model,
     check_port,
 )
+from tests.tiny_checkpoints import write_granite_hybrid
 
 MIB = 1 << 20
 
@@ -95,6 +96,16 @@ def test_a_draft_model_of_another_vocabulary_is_refused(model_folder: Path, draf
 def test_early_layers_are_fewer_than_all(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="num_layers must be below the model's 1"):
         check_model(ServeConfig(speculative_config='{"method": "early_layers", "num_layers": 1}'), model_folder)
+
+
+def test_drafts_are_refused_where_states_could_not_go_back(tmp_path: Path, model_folder: Path) -> None:
+    hybrid = tmp_path / "hybrid"
+    write_granite_hybrid(hybrid, vocab_size=64)
+    for config in ('{"method": "ngram"}', '{"method": "early_layers", "num_layers": 1}'):
+        with pytest.raises(ConfigError, match=r"this model has Mamba layers.*serve it without the option"):
+            check_model(ServeConfig(speculative_config=config), hybrid)
+    with pytest.raises(ConfigError, match=r"draft model has Mamba layers.*take one that has attention alone"):
+        check_model(drafting(hybrid), model_folder)
 
 
 def test_decode_workers_alone_make_a_stack() -> None:

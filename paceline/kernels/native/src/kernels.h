@@ -16,6 +16,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "tasks.h"
 #include "paged.h"
 #include "attention.h"
+#include "recurrent.h"
 
 template <class T>
 struct Table {
@@ -24,6 +25,7 @@ struct Table {
         linear<T>,   embed<T>,     rms_norm<T>,     rotation<T>,          rotate<T>,
         store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>, linear_silu_and_mul<T>,
         linear_gelu_tanh_and_mul<T>, quantized_linear<T>, quantized_embed<T>,
+        scale<T>, causal_conv<T>, selective_scan<T>,
     };
 };
 

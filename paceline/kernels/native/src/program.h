@@ -40,6 +40,9 @@ enum Kind : int32_t {
     kLinearGeluTanhAndMul,
     kQuantizedLinear,  // as kLinear and kEmbed, b being quantized as `format` says
     kQuantizedEmbed,
+    kScale,          // out[rows, n0] = a * f0
+    kCausalConv,     // out[tokens, n0 channels]; a: x; b: weight [n1 taps, channels]; c: bias, or null
+    kSelectiveScan,  // out[tokens, heads * head_dim]; a: x; b: time steps; c: rates, fp32 [3, heads]; n0: state size
     kKinds,
 };
 
@@ -52,6 +55,7 @@ constexpr int64_t packed_elements(int32_t type, int64_t out, int64_t in) {
 }
 
 // One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]; strides in elements, of head_dim it is 1.
+// A part of a layer's state has `keys` and `slot_stride` alone, and that of a scan its heads; in fp32.
 struct Cache {
     void *keys, *values;
     int64_t slots, kv_heads, head_dim;

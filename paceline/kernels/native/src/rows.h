@@ -112,3 +112,10 @@ template <class T>
 static void add(const Op& op, const Step& step, Team& team) {
     elementwise<T>(op, step, team, [](f32x16 a, f32x16 b) { return a + b; });
 }
+
+template <class T>
+static void scale(const Op& op, const Step& step, Team& team) {
+    Op same = op;
+    same.b = op.a;
+    elementwise<T>(same, step, team, [factor = op.f0](f32x16 a, f32x16) { return a * factor; });
+}

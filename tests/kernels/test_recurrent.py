@@ -1,0 +1,237 @@
+"""Layers that keep a state: convolution and scan against their formulas, and the same bits however contexts are cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_states
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.library import instruction_sets
+from paceline.kernels.reference import ReferenceKernels
+
+SLOTS = 40
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    heads: int = 3
+    head_dim: int = 5
+    state_size: int = 20
+    taps: int = 4
+    block_tokens: int = 16
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.state_size
+
+
+class Layer:
+    """Random weights, and the inputs of some contexts."""
+
+    def __init__(self, sizes: Sizes, contexts: Sequence[int], dtype: torch.dtype, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            # Random numbers of the CPU, on whatever device the test runs.
+            return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+        self.sizes = sizes
+        self.weight, self.bias = random(sizes.taps, sizes.channels).to(dtype), random(sizes.channels).to(dtype)
+        self.rates = torch.stack((-random(sizes.heads).exp(), random(sizes.heads), random(sizes.heads)))
+        self.x = [random(context, sizes.channels).to(dtype) for context in contexts]
+        self.time_steps = [random(context, sizes.heads).to(dtype) for context in contexts]
+
+
+class Pool:
+    """Blocks of NaN, whose second layer is the one that is computed."""
+
+    def __init__(self, layer: Layer) -> None:
+        sizes = layer.sizes
+        parts = ((sizes.heads, sizes.head_dim, sizes.state_size), (sizes.taps - 1, sizes.channels))
+        slot_bytes = 4 * (2 * sum(map(math.prod, parts)) + 8)  # with padding behind the block
+        self.bytes = torch.full((SLOTS * slot_bytes // 4,), float("nan"))
+        self.scanned, self.convolved = view_states(self.bytes, slot_bytes, 2, parts)[1].parts
+        self._layer = layer
+        free = iter(torch.randperm(SLOTS, generator=torch.Generator("cpu").manual_seed(1), device="cpu").tolist())
+        self.tables = [[next(free) for _ in range(0, len(x), sizes.block_tokens)] for x in layer.x]
+
+    def step(self, kernels: Kernels, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[Tensor, Tensor]]:
+        """Tokens [begin, end) of some contexts -> convolved and scanned, of each."""
+        layer, width = self._layer, max(map(len, self.tables))
+        # What a request does not need yet, or any more, lies nowhere.
+        tables = torch.full((len(pieces), width), 2**31 - 1, dtype=torch.int32)
+        for row, (context, begin, end) in enumerate(pieces):
+            first, last = max(0, begin - 1) // layer.sizes.block_tokens, (end - 1) // layer.sizes.block_tokens
+            tables[row, first : last + 1] = torch.tensor(self.tables[context][first : last + 1], dtype=torch.int32)
+        counts = [end - begin for _, begin, end in pieces]
+        nowhere = torch.zeros(sum(counts), dtype=torch.int64)
+        group = GroupTables(layer.sizes.block_tokens, 2, tables, nowhere, nowhere)
+        starts = (0, *torch.tensor(counts, device="cpu").cumsum(0).tolist())
+        batch = AttentionBatch(starts, tuple(end for _, _, end in pieces), (group,))
+        x = torch.cat([layer.x[context][begin:end] for context, begin, end in pieces])
+        time_steps = torch.cat([layer.time_steps[context][begin:end] for context, begin, end in pieces])
+        seen = kernels.causal_conv(x, layer.weight, layer.bias, self.convolved, batch, group)
+        found = kernels.selective_scan(x, time_steps, layer.rates, self.scanned, batch, group)
+        return list(zip(torch.split(seen, counts), torch.split(found, counts)))
+
+    def bits(self) -> Tensor:
+        """As they are now; NaN is equal to itself."""
+        return self.bytes.view(torch.int32).clone()
+
+
+def formula(layer: Layer, context: int) -> tuple[Tensor, Tensor]:
+    """Both operations over a whole context, in fp64."""
+    sizes, x = layer.sizes, layer.x[context].double()
+    padded = torch.cat((torch.zeros(sizes.taps - 1, sizes.channels, dtype=torch.float64), x))
+    sums = [(layer.weight.double() * padded[i : i + sizes.taps]).sum(0) + layer.bias.double() for i in range(len(x))]
+    decay, bias, skip = layer.rates.double()
+    state = torch.zeros(sizes.heads, sizes.head_dim, sizes.state_size, dtype=torch.float64)
+    found = []
+    for row, raw in zip(x, layer.time_steps[context].double()):
+        step = torch.log1p((raw + bias).exp())
+        inputs = row[: sizes.inner].view(sizes.heads, sizes.head_dim)
+        b, c = row[sizes.inner :].chunk(2)
+        state = (step * decay).exp()[:, None, None] * state + (step[:, None] * inputs)[:, :, None] * b
+        found.append((state @ c + skip[:, None] * inputs).flatten())
+    return torch.nn.functional.silu(torch.stack(sums)), torch.stack(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(1, 1, 1, 2), Sizes(2, 33, 16, 3, 32), Sizes(5, 16, 70, 1)], ids=str)
+def test_convolution_and_scan_are_their_formulas(kernels: Kernels, sizes: Sizes, dtype: torch.dtype) -> None:
+    layer = Layer(sizes, (50, 17, 1), dtype)
+    pool = Pool(layer)
+    first = pool.step(kernels, [(0, 0, 21), (2, 0, 1)])
+    second = pool.step(kernels, [(1, 0, 17), (2, 1, 1), (0, 21, 50)])
+    results = [[first[0], second[2]], [second[0]], [first[1], second[1]]]
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for context, parts in enumerate(results):
+        for found, wanted in zip(zip(*parts), formula(layer, context)):
+            whole = torch.cat(found)
+            assert whole.dtype == dtype
+            torch.testing.assert_close(whole.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(scope="module", params=["reference", *instruction_sets()])
+def computers(request: pytest.FixtureRequest) -> list[Kernels]:
+    """Those whose results must have the same bits: the same instructions, by one thread and by several."""
+    if request.param == "reference":
+        return [ReferenceKernels(), ReferenceKernels()]
+    return [NativeKernels(threads, request.param) for threads in (1, 3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_token_has_the_same_bits_in_any_batch_and_chunk(
+    computers: list[Kernels], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    sizes = Sizes(
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 40)),
+        data.draw(st.integers(1, 40)),
+        data.draw(st.integers(1, 5)),
+        data.draw(st.sampled_from([16, 32])),
+    )
+    contexts = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
+    layer = Layer(sizes, contexts, dtype, data.draw(st.integers(0, 99)))
+    together, apart = Pool(layer), Pool(layer)
+    wholes = together.step(computers[0], [(context, 0, length) for context, length in enumerate(contexts)])
+    for context, (length, whole) in enumerate(zip(contexts, wholes)):
+        parts, begin = [], 0
+        while begin < length:
+            end = min(length, begin + data.draw(st.integers(1, 40)))
+            parts += apart.step(computers[1], [(context, begin, end)])
+            begin = end
+        for found, wanted in zip(zip(*parts), whole):
+            assert torch.equal(torch.cat(found), wanted)
+    # The same states behind every block, and nothing else was written.
+    assert torch.equal(together.bits(), apart.bits())
+
+
+def test_a_context_goes_on_from_another_s_full_block_and_leaves_it_as_it_is(computers: list[Kernels]) -> None:
+    kernels = computers[0]
+    layer = Layer(Sizes(), (50, 50), torch.float32)
+    layer.x[1][:32], layer.time_steps[1][:32] = layer.x[0][:32], layer.time_steps[0][:32]
+    alone, shared = Pool(layer), Pool(layer)
+    ((seen, found),) = alone.step(kernels, [(1, 0, 50)])
+    shared.step(kernels, [(0, 0, 50)])
+    shared.tables[1][:2] = shared.tables[0][:2]
+    before = shared.bits().view(SLOTS, -1)[shared.tables[0]]
+    ((seen_behind, found_behind),) = shared.step(kernels, [(1, 32, 50)])
+    assert torch.equal(seen_behind, seen[32:])
+    assert torch.equal(found_behind, found[32:])
+    assert torch.equal(shared.bits().view(SLOTS, -1)[shared.tables[0]], before)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_slot_outside_the_pool_is_refused(where: int) -> None:
+    layer = Layer(Sizes(), (40,), torch.float32)
+    pool = Pool(layer)
+    pool.step(NativeKernels(1), [(0, 0, 10)])
+    pool.tables[0][where] = SLOTS
+    with pytest.raises(IndexError, match="slot outside the pool"):
+        pool.step(NativeKernels(1), [(0, 10, 40)])
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+def three_tokens() -> tuple[Layer, Pool, AttentionBatch]:
+    layer, nowhere = Layer(Sizes(), (3,), torch.float32), torch.zeros(3, dtype=torch.int64)
+    group = GroupTables(16, 2, torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere)
+    return layer, Pool(layer), AttentionBatch((0, 3), (3,), (group,))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("weight", lambda weight: weight.bfloat16()),
+        ("weight", lambda weight: weight[1:]),
+        ("bias", lambda bias: bias[1:]),
+        ("state", lambda state: state.mT),
+        ("state", lambda state: state.mT.contiguous().mT),
+    ],
+)
+def test_operands_of_a_convolution_that_do_not_fit_are_refused(name: str, change: Change) -> None:
+    layer, pool, batch = three_tokens()
+    operands = {"weight": layer.weight, "bias": layer.bias, "state": pool.convolved}
+    operands[name] = change(operands[name])
+    with pytest.raises(ValueError, match=r"needed is|must be dense"):
+        NativeKernels(1).causal_conv(layer.x[0], **operands, batch=batch, group=batch.groups[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x", lambda x: x[:, 1:]),
+        ("time_steps", lambda time_steps: time_steps[1:]),
+        ("rates", lambda rates: rates.double()),
+        ("state", lambda state: state.bfloat16()),
+    ],
+)
+def test_operands_of_a_scan_that_do_not_fit_are_refused(name: str, change: Change) -> None:
+    layer, pool, batch = three_tokens()
+    operands = {"x": layer.x[0], "time_steps": layer.time_steps[0], "rates": layer.rates, "state": pool.scanned}
+    operands[name] = change(operands[name])
+    with pytest.raises(ValueError, match="needed is"):
+        NativeKernels(1).selective_scan(**operands, batch=batch, group=batch.groups[0])
+
+
+def test_scaling_is_rounded_to_the_dtype(kernels: Kernels) -> None:
+    for dtype in DTYPES:
+        x = torch.randn(5, 37).to(dtype)
+        assert torch.equal(kernels.scale(x, 0.37), (x.float() * 0.37).to(dtype))

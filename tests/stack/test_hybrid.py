@@ -1,0 +1,122 @@
+"""A hybrid of Mamba-2 and attention in real stacks: its states are cached, handed over, evicted and lost like keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers
+
+from bench.namespaces import ONE_HOST
+from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
+from tests.stack.chaos import Plan, chaos, one_host
+from tests.stack.cluster import Cluster
+from tests.stack.processes import serve
+from tests.stack.reference import PROMPTS
+from tests.tiny_checkpoints import write_granite_hybrid
+
+pytestmark = pytest.mark.stack
+
+TOKENS = 40
+ASKED = PROMPTS[:10]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_toy_model(tmp_path / "hybrid")
+
+
+@pytest.fixture
+def reference(model: Path) -> transformers.PreTrainedModel:
+    return write_granite_hybrid(model, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
+
+
+def generated(reference: transformers.PreTrainedModel, prompt: str | list[int]) -> list[int]:
+    """Greedy tokens of `transformers`. A token of the toy model is a byte."""
+    ids = torch.tensor([list(prompt.encode()) if isinstance(prompt, str) else prompt])
+    output = reference.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
+    )
+    return list(output[0, ids.shape[1] :].tolist())
+
+
+async def complete_all(url: str, prompts: Sequence[str | list[int]]) -> list[tuple[list[int], int]]:
+    """The tokens of each, and how many of its prompt's were cached; all at the same time."""
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+
+        async def complete(prompt: str | list[int]) -> tuple[list[int], int]:
+            body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json={**body, "return_token_ids": True})
+            assert answer.status_code == 200, answer.text
+            found: Any = answer.json()
+            return found["choices"][0]["token_ids"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        return await asyncio.gather(*map(complete, prompts))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--prefill=2", "--decode=2", "--threads=1", "--max-batched-tokens=32", "--max-seqs=32"),
+        ("--prefill=0", "--no-async-scheduling", "--kv-memory=1MiB", "--max-model-len=1024"),
+    ],
+    ids=["one worker of each role", "two workers of each role, chunked prefill", "aggregated, little memory"],
+)
+async def test_tokens_are_those_of_transformers_also_behind_a_cached_prefix(
+    model: Path, reference: transformers.PreTrainedModel, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    expected = [generated(reference, prompt) for prompt in ASKED]
+    with serve(tmp_path / "log", str(model), "--dtype=float32", *options) as stack:
+        cold = await complete_all(stack.url, ASKED)
+        assert [tokens for tokens, _ in cold] == expected
+        (warm,) = await complete_all(stack.url, ASKED[7:8])
+        assert warm[0] == expected[7]
+        # All but the last piece of a prompt of 540 tokens.
+        assert warm[1] == 512
+        await stack.settled()
+
+
+async def test_streams_survive_kills_in_little_memory(
+    model: Path, reference: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    kills = {"prefill": 2, "decode": 2, "kvtransfer": 1}
+    plan = Plan(kills, 8, 120, pause=(0.2, 1.0), prompts=PROMPTS[:10], model=str(model), kv_memory="2MiB")
+    report = await chaos(plan, seed=1, starting=one_host(plan, tmp_path))
+    assert report.wrong == []
+    assert report.leftovers == []
+    assert report.kills == kills
+    assert report.ended >= plan.streams
+
+
+async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
+    model: Path, reference: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    first, other = list(PROMPTS[7].encode()), list(PROMPTS[5].encode())
+    answer = generated(reference, first)
+    turns = [first, [*first, *answer, *other], other]
+    expected = [answer, *(generated(reference, turn) for turn in turns[1:])]
+    # Of the second turn 576 tokens are where it is decoded, 36 of them decoded there, and what is behind them comes.
+    with Cluster(tmp_path, model, ONE_HOST) as cluster:
+        names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
+        cluster.start_gateway()
+        cluster.wait_ready(*names)
+        await cluster.wait_workers(2)
+        for turn, wanted, cached in zip(turns, expected, (0, 576, 0)):
+            assert await complete_all(cluster.url, [turn]) == [(wanted, cached)]
+        async with asyncio.timeout(10):
+            while await transfers(cluster) < len(turns):
+                await asyncio.sleep(0.1)
+        await cluster.settled()
+
+
+async def transfers(cluster: Cluster) -> float:
+    """How many have come to host 1, as of its last report."""
+    (stats,) = [each["stats"] for each in (await cluster.fleet())["workers"] if each["worker_id"] == "host-1"]
+    assert stats.get("transfer_failures", 0) == 0
+    return float(stats.get("transfers_grpc", 0))
