@@ -65,8 +65,9 @@ async def complete_all(url: str, prompts: Sequence[str | list[int]]) -> list[tup
         (),
         ("--prefill=2", "--decode=2", "--threads=1", "--max-batched-tokens=32", "--max-seqs=32"),
         ("--prefill=0", "--no-async-scheduling", "--kv-memory=1MiB", "--max-model-len=1024"),
+        ("--kv-pool=device", "--kv-memory=1MiB", "--kv-tier-memory=4MiB", "--max-model-len=1024"),
     ],
-    ids=["one worker of each role", "two workers of each role, chunked prefill", "aggregated, little memory"],
+    ids=["one worker of each role", "two workers, chunked prefill", "aggregated, little memory", "pools of their own"],
 )
 async def test_tokens_are_those_of_transformers_also_behind_a_cached_prefix(
     model: Path, reference: transformers.PreTrainedModel, tmp_path: Path, options: tuple[str, ...]
@@ -101,13 +102,14 @@ async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
     answer = generated(reference, first)
     turns = [first, [*first, *answer, *other], other]
     expected = [answer, *(generated(reference, turn) for turn in turns[1:])]
-    # Of the second turn 576 tokens are where it is decoded, 36 of them decoded there, and what is behind them comes.
+    # Of the second turn 576 tokens are where it is decoded, 36 of them decoded there, and what is behind them comes. Where
+    # it is computed are those of the first one's prompt, in whole blocks.
     with Cluster(tmp_path, model, ONE_HOST) as cluster:
         names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
         cluster.start_gateway()
         cluster.wait_ready(*names)
         await cluster.wait_workers(2)
-        for turn, wanted, cached in zip(turns, expected, (0, 576, 0)):
+        for turn, wanted, cached in zip(turns, expected, (0, 512, 0)):
             assert await complete_all(cluster.url, [turn]) == [(wanted, cached)]
         async with asyncio.timeout(10):
             while await transfers(cluster) < len(turns):
