@@ -102,8 +102,8 @@ async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
     answer = generated(reference, first)
     turns = [first, [*first, *answer, *other], other]
     expected = [answer, *(generated(reference, turn) for turn in turns[1:])]
-    # Of the second turn 576 tokens are where it is decoded, 36 of them decoded there, and what is behind them comes. Where
-    # it is computed are those of the first one's prompt, in whole blocks.
+    # Of the second turn 576 tokens are where it is decoded, 36 of them decoded there, and what is behind them comes.
+    # Where it is computed are those of the first one's prompt, in whole blocks.
     with Cluster(tmp_path, model, ONE_HOST) as cluster:
         names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
         cluster.start_gateway()
