@@ -157,6 +157,12 @@ class KVTransferConfig(ServiceConfig):
         "at most 2 GiB and a quarter of what is free",
         "memory",
     )
+    cache_policy: str = option(
+        "forecast",
+        "what is evicted first where KV memory is short: forecast (what is least likely to be asked for soon), lru, "
+        "arc, priority, or the name of an installed one",
+        "memory",
+    )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     transport: TransportChoice = option(
         "auto",
@@ -182,6 +188,7 @@ class ServeConfig:
     prefill: int = option(1, "prefill workers; 0 lets the decode workers compute prompts", "fleet", at_least=0)
     decode: int = option(1, "decode workers", "fleet", at_least=1)
     kv_memory: str = same_option(KVTransferConfig, "kv_memory", group="fleet")
+    cache_policy: str = same_option(KVTransferConfig, "cache_policy", group="fleet")
     max_seqs: int = same_option(WorkerConfig, "max_seqs", group="fleet")
     max_batched_tokens: int = same_option(WorkerConfig, "max_batched_tokens", group="fleet")
     device: str = same_option(WorkerConfig, "device", group="fleet")

@@ -58,6 +58,8 @@ class Hold:
     """One block table a group; NO_SLOT where a block was given back or never needed."""
     created: float
     deadline: float
+    priority: int = 0
+    """Of the request; a lower one is more urgent."""
 
     @property
     def in_flight(self) -> bool:
@@ -67,7 +69,7 @@ class Hold:
         return held_slots(self.tables)
 
     def slots_tail_first(self, groups: Sequence[KVGroup]) -> list[int]:
-        """All blocks, those at the end of the context first, so that a block is never evicted after its parent."""
+        """All blocks, those at the end of the context first, so that a block is cached before its parent."""
         placed = [
             (index * group.block_tokens, slot)
             for group, table in zip(groups, self.tables)

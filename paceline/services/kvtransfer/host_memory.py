@@ -6,6 +6,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.lru import LRU
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.arena_map import map_arena
@@ -42,6 +44,8 @@ class HostOptions:
     enough_tokens: int = 0
     """Of these, or of one of the longest contexts, the arena need not hold more; 0 makes it as large as it may be."""
     make_transports: MakeTransports = lambda memory: ()
+    cache_policy: Callable[[int], CachePolicy] = LRU
+    """Makes what chooses the blocks to evict, for so many slots."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     """Monotonic seconds of the ledger, by default those in which this process ran."""
 
@@ -57,7 +61,7 @@ class HostMemory:
         self.layout = layout
         self.arena = arena
         slots = arena.size // layout.slot_bytes
-        self.ledger = Ledger(layout, slots, options.lease_seconds)
+        self.ledger = Ledger(layout, slots, options.lease_seconds, options.cache_policy(slots))
         # Stays mapped after `close`, for what still moves some of them.
         memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)

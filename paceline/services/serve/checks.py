@@ -6,6 +6,7 @@ import errno
 import socket
 from pathlib import Path
 
+from paceline.core.cache_policy.registry import find_policy
 from paceline.core.config import GIB, ServeConfig, check_numbers, parse_bytes
 from paceline.core.errors import ConfigError
 from paceline.core.speculative import parse_speculative_config
@@ -28,6 +29,7 @@ def check_config(config: ServeConfig) -> None:
         raise ConfigError(f"--dtype must be auto, bfloat16 or float32, not {config.dtype!r}")
     if config.kv_memory != "auto":
         parse_bytes(config.kv_memory)
+    find_policy(config.cache_policy)
     read_draft_config(parse_speculative_config(config.speculative_config))
 
 
