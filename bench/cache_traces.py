@@ -69,15 +69,15 @@ def conversations(source: _Source) -> Trace:
     """Chats of some turns with times to think, behind one of 20 system prompts."""
     systems = [source.blocks(1, 8) for _ in range(20)]
     pick = source.popular(20, 1.0)
-    starts = (index * 0.6 for index in range(4000))
-    return _merged((_talk(source, at, systems[pick()], 0.7, 60) for at in starts), 8000)
+    starts = (index * 0.6 for index in range(2000))
+    return _merged((_talk(source, at, systems[pick()], 0.7, 60) for at in starts), 4000)
 
 
 def system_prompts(source: _Source) -> Trace:
     """Single questions behind one of 400 long system prompts, of which some are popular."""
     systems = [source.blocks(4, 30) for _ in range(400)]
     pick = source.popular(400, 0.9)
-    return [systems[pick()] + source.blocks(1, 4) for _ in range(8000)]
+    return [systems[pick()] + source.blocks(1, 4) for _ in range(5000)]
 
 
 def agents(source: _Source) -> Trace:
@@ -85,23 +85,23 @@ def agents(source: _Source) -> Trace:
     system = source.blocks(12, 12)
 
     def loops() -> Iterator[Timed]:
-        for index in range(300):
-            yield _talk(source, index * 12.0, system, 0.96, 4)
+        for index in range(150):
+            yield _talk(source, index * 12.0, system, 0.93, 4)
 
     def scans() -> Timed:
-        for index in range(1000):
-            yield index * 3.6, source.blocks(60, 120)
+        for index in range(500):
+            yield index * 3.6, source.blocks(30, 60)
 
-    return _merged(itertools.chain(loops(), [scans()]), 8000)
+    return _merged(itertools.chain(loops(), [scans()]), 3000)
 
 
 def documents(source: _Source) -> Trace:
     """Questions about documents: one is asked about some times in a row, and some are for ever popular."""
-    library = [source.blocks(20, 120) for _ in range(400)]
+    library = [source.blocks(10, 60) for _ in range(400)]
     pick = source.popular(400, 0.8)
 
     def visits() -> Iterator[Timed]:
-        for index in range(3000):
+        for index in range(1500):
             yield visit(index * 4.0, library[pick()])
 
     def visit(at: float, document: list[int]) -> Timed:
@@ -109,7 +109,7 @@ def documents(source: _Source) -> Trace:
             yield at, document + source.blocks(1, 2)
             at += source.draw.expovariate(1 / 40)
 
-    return _merged(visits(), 6000)
+    return _merged(visits(), 4000)
 
 
 def evaluation(source: _Source) -> Trace:
@@ -117,17 +117,17 @@ def evaluation(source: _Source) -> Trace:
     prompts = [source.blocks(15, 25) for _ in range(300)]
 
     def rounds() -> Timed:
-        for index in range(6000):
+        for index in range(3000):
             yield index * 0.5, prompts[index % len(prompts)] + source.blocks(1, 1)
 
-    talks = (_talk(source, index * 3.0, [], 0.7, 40) for index in range(1000))
-    return _merged(itertools.chain([rounds()], talks), 8000)
+    talks = (_talk(source, index * 3.0, [], 0.7, 40) for index in range(500))
+    return _merged(itertools.chain([rounds()], talks), 4000)
 
 
 def changing(source: _Source) -> Trace:
     """Others of these in turns, as over a day."""
     parts = [make(source) for make in (conversations, system_prompts, documents, agents)]
-    return [blocks for part in parts for blocks in part[:2500]]
+    return [blocks for part in parts for blocks in part[:1200]]
 
 
 SYNTHETIC: dict[str, Callable[[_Source], Trace]] = {

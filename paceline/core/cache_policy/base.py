@@ -102,6 +102,11 @@ class CachePolicy(ABC):
         return self._blocks.get(name)
 
     @final
+    def is_needed(self, block: Block) -> bool:
+        """Whether there is an evictable block that needs this one."""
+        return block.name in self._dependents
+
+    @final
     @property
     def evictable(self) -> int:
         """Blocks that `evict` could give."""
@@ -241,7 +246,7 @@ class CachePolicy(ABC):
             parent = self._blocks.get(block.parent)
             if parent is not None:
                 self._withdraw(parent)
-        if block.name not in self._dependents:
+        if not self.is_needed(block):
             self._offer(block)
 
     def _offer(self, block: Block) -> None:

@@ -6,18 +6,16 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from paceline.core.cache_policy.base import Block, CachePolicy, Name
-from paceline.core.cache_policy.hazard import BIN, BINS, EDGES, HORIZON, Hazards
+from paceline.core.cache_policy.hazard import BINS, EDGES, HORIZON, Hazards, bin_of
 
 _REMEMBERED = 1 << 16
-"""Uses of blocks that are remembered at least, so that a small cache knows how long others wait."""
-_REFRESH_EPOCHS = 8
+"""Uses of blocks that are remembered at least, so that a small cache knows how long blocks wait that it cannot keep."""
+_RANK_EPOCHS = 8
 
-_TURNS = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)
-"""Turns that are alike."""
-_GAPS = 4
-"""Classes of the time between the last two uses."""
-_ENDS = 6 * (_GAPS + 1)
-CLASSES = _ENDS + 2
+_KINDS = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)
+"""The class of a block by how often it was asked for again; more often than that is like the last."""
+_END = 6
+"""The class of a block that was new and the last one of its context: what follows is often another context."""
 
 
 @dataclass(slots=True)
@@ -27,100 +25,99 @@ class _Memory:
     kind: int
     epoch: int
     """Of its last use."""
-    turn: int
-    """How often the context was asked for that it was new in, and it since then."""
-    uses: int = 0
-    gap: int = 0
-    """Class of the time between its last two uses, or of its context's; 0 where there is none."""
+    again: int = 0
+    """How often it was asked for again, whether it was here or not."""
     here: bool = True
 
 
 class Forecast(CachePolicy):
+    """What is worth least goes first: the hits that keeping it promises, for the time that it would take up a slot.
+
+    Nothing is set by hand for a kind of load. How soon blocks are asked for again is counted (`Hazards`) by how often
+    they were asked for before and how long they have waited, also of blocks that have gone. So one that proved useful
+    stays while another is given up before it was useful; where blocks come in turn, the newest go; and where nothing is
+    known yet, or all are alike, the least recently used.
+
+    Time is counted in uses of blocks, in epochs. Blocks of one class and epoch are worth the same; the oldest of those
+    that are worth least go first.
+    """
+
     def __init__(self, slots: int, remembered: int = _REMEMBERED) -> None:
         super().__init__(slots)
         self._epoch_uses = max(4 * slots, remembered) // HORIZON
-        self._uses = 0
-        self._hazards = Hazards(CLASSES)
+        self._uses = 0  # in this epoch
+        self._hazards = Hazards(_END + 1)
         self._memory: dict[Name, _Memory] = {}
         self._used: list[list[Name]] = [[] for _ in range(HORIZON)]  # names by epoch, a ring
-        self._on_offer: list[dict[int, dict[Name, None]]] = [{} for _ in range(CLASSES)]  # by class and epoch
-        self._epochs: list[list[int]] = [[] for _ in range(CLASSES)]  # those of which something is on offer, in order
+        self._on_offer: list[dict[int, dict[Name, None]]] = [{} for _ in range(_END + 1)]  # by class and epoch
+        self._epochs: list[list[int]] = [[] for _ in range(_END + 1)]  # those of which something is on offer, in order
         self._rank()
 
     # ---- what happens to blocks
 
     def inserted(self, block: Block) -> None:
         memory = self._memory.get(block.name)
-        if memory is not None:
-            memory.here = True
-            self._again(memory)
+        if memory is None:
+            memory = self._memory[block.name] = _Memory(0, self._hazards.now)
+            self._use(block.name, memory, _KINDS[0])
         else:
-            parent = None if block.parent is None else self._memory.get(block.parent)
-            memory = self._memory[block.name] = _Memory(0, self._hazards.now, 0)
-            # Where many contexts go on from the parent, how often it was asked for says nothing of each.
-            if parent is not None and parent.uses <= 2:
-                memory.turn, memory.gap = parent.turn, parent.gap
-        self._note(block.name, memory)
+            memory.here = True
+            self._use_again(block.name, memory)
+        self._pass_time()
 
     def touched(self, block: Block) -> None:
-        memory = self._memory[block.name]
-        self._again(memory)
-        self._note(block.name, memory)
-
-    def _again(self, memory: _Memory) -> None:
-        age = self._hazards.now - memory.epoch
-        self._hazards.ask(memory.kind, memory.epoch)
-        memory.uses += 1
-        memory.turn += 1
-        memory.gap = 1 + (BIN[age] if age < HORIZON else BINS - 1) * _GAPS // BINS
-
-    def _note(self, name: Name, memory: _Memory) -> None:
-        memory.epoch = self._hazards.now
-        memory.kind = _TURNS[min(memory.turn, len(_TURNS) - 1)] * (_GAPS + 1) + memory.gap
-        self._hazards.add(memory.kind)
-        self._used[memory.epoch % HORIZON].append(name)
-        self._uses += 1
-        if self._uses >= self._epoch_uses:
-            self._uses = 0
-            self._tick()
+        self._use_again(block.name, self._memory[block.name])
+        self._pass_time()
 
     def released(self, block: Block) -> None:
         memory = self._memory[block.name]
-        if memory.uses == 0 and block.name not in self._dependents and memory.kind < _ENDS:
-            # The end of a context is often not part of what follows.
+        if memory.kind == _KINDS[0] and not self.is_needed(block):
             self._hazards.discard(memory.kind, memory.epoch)
-            memory.epoch = self._hazards.now
-            memory.kind = _ENDS + (memory.turn > 0)
-            self._hazards.add(memory.kind)
-            self._used[memory.epoch % HORIZON].append(block.name)
+            self._use(block.name, memory, _END)
 
     def gone(self, block: Block, evicted: bool) -> None:
         memory = self._memory[block.name]
         memory.here = False
-        if self._hazards.now - memory.epoch >= HORIZON:
-            del self._memory[block.name]
+        self._forget(block.name, memory)
+
+    def _use_again(self, name: Name, memory: _Memory) -> None:
+        self._hazards.ask(memory.kind, memory.epoch)
+        memory.again += 1
+        self._use(name, memory, _KINDS[min(memory.again, len(_KINDS) - 1)])
+
+    def _use(self, name: Name, memory: _Memory, kind: int) -> None:
+        memory.kind, memory.epoch = kind, self._hazards.now
+        self._hazards.add(kind)
+        self._used[memory.epoch % HORIZON].append(name)
 
     # ---- time
 
-    def _tick(self) -> None:
+    def _pass_time(self) -> None:
+        self._uses += 1
+        if self._uses < self._epoch_uses:
+            return
+        self._uses = 0
         self._hazards.tick()
         now = self._hazards.now
-        forgotten, self._used[now % HORIZON] = self._used[now % HORIZON], []
-        for name in forgotten:
-            memory = self._memory.get(name)
-            if memory is not None and not memory.here and now - memory.epoch >= HORIZON:
-                del self._memory[name]
-        if now % _REFRESH_EPOCHS == 0:
+        names, self._used[now % HORIZON] = self._used[now % HORIZON], []
+        for name in names:
+            if (memory := self._memory.get(name)) is not None:
+                self._forget(name, memory)
+        if now % _RANK_EPOCHS == 0:
             self._rank()
         self._cell = 0
 
+    def _forget(self, name: Name, memory: _Memory) -> None:
+        if not memory.here and self._hazards.now - memory.epoch >= HORIZON:
+            del self._memory[name]
+
     def _rank(self) -> None:
-        indices = self._hazards.indices()
-        self._order = sorted(((index, -age, kind) for kind, row in enumerate(indices) for age, index in enumerate(row)))
-        self._place = [[0] * BINS for _ in range(CLASSES)]
-        for place, (_, age, kind) in enumerate(self._order):
-            self._place[kind][-age] = place
-        self._cell = 0  # before this one of the order nothing is on offer
+        """Puts the cells, which are classes at ages, in the order in which their blocks are to go."""
+        worth = self._hazards.worth()
+        cells = [(kind, age) for kind in range(_END + 1) for age in range(BINS)]
+        self._order = sorted(cells, key=lambda cell: (worth[cell[0]][cell[1]], -cell[1]))
+        self._place = {cell: place for place, cell in enumerate(self._order)}
+        self._cell = 0  # of those before this place nothing is on offer
 
     # ---- what is on offer
 
@@ -131,27 +128,25 @@ class Forecast(CachePolicy):
             epochs[memory.epoch] = {}
             insort(self._epochs[memory.kind], memory.epoch)
         epochs[memory.epoch][block.name] = None
-        age = self._hazards.now - memory.epoch
-        self._cell = min(self._cell, self._place[memory.kind][BIN[age] if age < HORIZON else BINS - 1])
+        self._cell = min(self._cell, self._place[memory.kind, bin_of(self._hazards.now - memory.epoch)])
 
     def withdraw(self, block: Block) -> None:
         memory = self._memory[block.name]
         epochs = self._on_offer[memory.kind]
-        names = epochs[memory.epoch]
-        del names[block.name]
-        if not names:
+        del epochs[memory.epoch][block.name]
+        if not epochs[memory.epoch]:
             del epochs[memory.epoch]
             order = self._epochs[memory.kind]
             del order[bisect_left(order, memory.epoch)]
 
     def choose(self) -> Name:
-        now = self._hazards.now
-        while True:
-            _, age, kind = self._order[self._cell]
-            epochs = self._epochs[kind]
-            if epochs:
-                oldest = 0 if -age == BINS - 1 else now - EDGES[1 - age] + 1
-                place = bisect_left(epochs, oldest)
-                if place < len(epochs) and epochs[place] <= now - EDGES[-age]:
-                    return next(iter(self._on_offer[kind][epochs[place]]))
+        while (epoch := self._oldest(*self._order[self._cell])) is None:
             self._cell += 1
+        kind, _ = self._order[self._cell]
+        return next(iter(self._on_offer[kind][epoch]))
+
+    def _oldest(self, kind: int, age: int) -> int | None:
+        """The first epoch within this bin of ages of which something is on offer."""
+        epochs, now = self._epochs[kind], self._hazards.now
+        first = 0 if age == BINS - 1 else bisect_left(epochs, now - EDGES[age + 1] + 1)
+        return epochs[first] if first < len(epochs) and epochs[first] <= now - EDGES[age] else None
