@@ -35,8 +35,8 @@ class Forecast(CachePolicy):
 
     Nothing is set by hand for a kind of load. How soon blocks are asked for again is counted (`Hazards`) by how often
     they were asked for before and how long they have waited, also of blocks that have gone. So one that proved useful
-    stays while another is given up before it was useful; where blocks come in turn, the newest go; and where nothing is
-    known yet, or all are alike, the least recently used.
+    stays while others are given up before they were; where blocks come in turn, the newest go; and where nothing is known
+    yet, those that were used least often, and longest ago.
 
     Time is counted in uses of blocks, in epochs. Blocks of one class and epoch are worth the same; the oldest of those
     that are worth least go first.

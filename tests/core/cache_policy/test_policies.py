@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from paceline.core.cache_policy.arc import ARC
 from paceline.core.cache_policy.base import NOWHERE, CachePolicy, Name, Place
@@ -25,7 +25,7 @@ def use(policy: CachePolicy, text: str, place: Place = NOWHERE) -> bool:
     return found
 
 
-def found(policy: CachePolicy, texts: Sequence[str]) -> int:
+def found(policy: CachePolicy, texts: Iterable[str]) -> int:
     return sum(use(policy, text) for text in texts)
 
 
