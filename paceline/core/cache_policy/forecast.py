@@ -12,10 +12,11 @@ _REMEMBERED = 1 << 16
 """Uses of blocks that are remembered at least, so that a small cache knows how long blocks wait that it cannot keep."""
 _RANK_EPOCHS = 8
 
-_KINDS = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)
-"""The class of a block by how often it was asked for again; more often than that is like the last."""
-_END = 6
-"""The class of a block that was new and the last one of its context: what follows is often another context."""
+_END = 0
+"""The class of a block that was new and the last one of its context, which is often not part of what follows."""
+_KINDS = (1, 2, 3, 4, 4, 5, 5, 5, 5, 6)
+"""The class of others by how often they were asked for again; more often than that is like the last."""
+_CLASSES = 7
 
 
 @dataclass(slots=True)
@@ -35,8 +36,8 @@ class Forecast(CachePolicy):
 
     Nothing is set by hand for a kind of load. How soon blocks are asked for again is counted (`Hazards`) by how often
     they were asked for before and how long they have waited, also of blocks that have gone. So one that proved useful
-    stays while others are given up before they were; where blocks come in turn, the newest go; and where nothing is known
-    yet, those that were used least often, and longest ago.
+    stays while others are given up before they were; where blocks come in turn, the newest go; and where nothing is
+    known yet, those that were used least often, and longest ago.
 
     Time is counted in uses of blocks, in epochs. Blocks of one class and epoch are worth the same; the oldest of those
     that are worth least go first.
@@ -46,11 +47,11 @@ class Forecast(CachePolicy):
         super().__init__(slots)
         self._epoch_uses = max(4 * slots, remembered) // HORIZON
         self._uses = 0  # in this epoch
-        self._hazards = Hazards(_END + 1)
+        self._hazards = Hazards(_CLASSES)
         self._memory: dict[Name, _Memory] = {}
         self._used: list[list[Name]] = [[] for _ in range(HORIZON)]  # names by epoch, a ring
-        self._on_offer: list[dict[int, dict[Name, None]]] = [{} for _ in range(_END + 1)]  # by class and epoch
-        self._epochs: list[list[int]] = [[] for _ in range(_END + 1)]  # those of which something is on offer, in order
+        self._on_offer: list[dict[int, dict[Name, None]]] = [{} for _ in range(_CLASSES)]  # by class and epoch
+        self._epochs: list[list[int]] = [[] for _ in range(_CLASSES)]  # those of which something is on offer, in order
         self._rank()
 
     # ---- what happens to blocks
@@ -114,7 +115,7 @@ class Forecast(CachePolicy):
     def _rank(self) -> None:
         """Puts the cells, which are classes at ages, in the order in which their blocks are to go."""
         worth = self._hazards.worth()
-        cells = [(kind, age) for kind in range(_END + 1) for age in range(BINS)]
+        cells = [(kind, age) for kind in range(_CLASSES) for age in range(BINS)]
         self._order = sorted(cells, key=lambda cell: (worth[cell[0]][cell[1]], -cell[1]))
         self._place = {cell: place for place, cell in enumerate(self._order)}
         self._cell = 0  # of those before this place nothing is on offer
