@@ -12,11 +12,14 @@ _REMEMBERED = 1 << 16
 """Uses of blocks that are remembered at least, so that a small cache knows how long blocks wait that it cannot keep."""
 _RANK_EPOCHS = 8
 
-_END = 0
-"""The class of a block that was new and the last one of its context, which is often not part of what follows."""
-_KINDS = (1, 2, 3, 4, 4, 5, 5, 5, 5, 6)
-"""The class of others by how often they were asked for again; more often than that is like the last."""
-_CLASSES = 7
+_KINDS = (0, 3, 4, 5, 5, 6, 6, 6, 6, 7)
+"""The class of a block by how often it was asked for again; more often than that is like the last."""
+_END = 1
+"""The class of a block that was new and the last one of its context: it may not be part of what follows. One more is
+the class of such blocks in contexts that go on with an earlier one."""
+_FEW = 2
+"""A block that was asked for again by more is the beginning of many contexts, which need not go on."""
+_CLASSES = 8
 
 
 @dataclass(slots=True)
@@ -28,6 +31,8 @@ class _Memory:
     """Of its last use."""
     again: int = 0
     """How often it was asked for again, whether it was here or not."""
+    goes_on: bool = False
+    """Whether it was new in a context that goes on with an earlier one."""
     here: bool = True
 
 
@@ -60,6 +65,8 @@ class Forecast(CachePolicy):
         memory = self._memory.get(block.name)
         if memory is None:
             memory = self._memory[block.name] = _Memory(0, self._hazards.now)
+            if block.parent is not None and (parent := self._memory.get(block.parent)) is not None:
+                memory.goes_on = parent.again <= _FEW if parent.again else parent.goes_on
             self._use(block.name, memory, _KINDS[0])
         else:
             memory.here = True
@@ -74,7 +81,7 @@ class Forecast(CachePolicy):
         memory = self._memory[block.name]
         if memory.kind == _KINDS[0] and not self.is_needed(block):
             self._hazards.discard(memory.kind, memory.epoch)
-            self._use(block.name, memory, _END)
+            self._use(block.name, memory, _END + memory.goes_on)
 
     def gone(self, block: Block, evicted: bool) -> None:
         memory = self._memory[block.name]

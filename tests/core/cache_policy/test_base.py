@@ -147,6 +147,17 @@ def test_protected_blocks_keep_their_ancestors(make: Callable[[int], CachePolicy
     assert policy.evictable == 3
 
 
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_parent_that_was_released_first_stays_as_long_as_its_child(make: Callable[[int], CachePolicy]) -> None:
+    policy = make(8)
+    policy.insert(name("a"), Place(None, 16))
+    policy.insert(name("ab"), Place(name("a"), 32))
+    policy.release(name("a"))
+    policy.release(name("ab"))
+    assert policy.check() == []
+    assert policy.evict(2) == [name("ab"), name("a")]
+
+
 def test_a_block_whose_parent_is_not_here_goes_first() -> None:
     policy = POLICIES["lru"](8)
     filled(policy, "x")

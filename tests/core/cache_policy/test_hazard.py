@@ -60,7 +60,7 @@ def test_those_that_still_wait_count() -> None:
 def test_what_changed_is_learned_anew() -> None:
     hazards = Hazards(2)
     run(hazards, 300, (0, 3), (1, 40))
-    run(hazards, 800, (0, 40), (1, 3))
+    run(hazards, 200, (0, 40), (1, 3))
     first, second = (row[0] for row in hazards.worth())
     assert second > first
 
