@@ -2,17 +2,20 @@
 
     python -m bench.cache_policy conversation_trace.jsonl --blocks 1000 5000 20000
     python -m bench.cache_policy conversations documents agents
+    python -m bench.cache_policy --take 100000
 
 Recorded traces are files in Mooncake's format; those that are no files are synthetic. They go through the pool
 and the policies that kvtransfer runs, one request after the other: it finds the longest prefix that is cached, takes
 blocks for the rest, has them all in use, and gives them back. The figure is the share of all blocks that were found.
-`belady` knows the future: it evicts what is needed last.
+`belady` knows the future: it evicts what is needed last. `--take` measures how long making room takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import statistics
 import sys
 import time
 from collections import defaultdict, deque
@@ -108,6 +111,33 @@ def replay(trace: Trace, slots: int, policy: CachePolicy) -> Replayed:
     return Replayed(asked, found, pool.evicted, time.process_time() - start)
 
 
+def take_times(slots: int, policy: CachePolicy, rounds: int = 300) -> list[float]:
+    """Seconds, sorted, to take 100 blocks from a pool full of cached ones: contexts of 100, some found again."""
+    pool = BlockPool(slots, 1, policy)
+    names = itertools.count()
+
+    def cache(table: list[int]) -> list[Name]:
+        made = [name_of(next(names)) for _ in table]
+        for index, (slot, name) in enumerate(zip(table, made)):
+            pool.seal(slot, *name, Place(made[index - 1] if index else None, (index + 1) * BLOCK_TOKENS))
+        pool.give_back(reversed(table))
+        return made
+
+    for index in range(slots // 100):
+        made = cache(pool.take(100))
+        if index % 3 == 0:
+            table = [slot for name in made if (slot := pool.find(*name)) is not None]
+            pool.reuse(table)
+            pool.give_back(reversed(table))
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        table = pool.take(100)
+        times.append(time.perf_counter() - start)
+        cache(table)
+    return sorted(times)
+
+
 def measure(trace: Trace, sizes: list[int], names: list[str]) -> dict[str, dict[int, Replayed]]:
     """By policy and size.
 
@@ -140,14 +170,15 @@ def rows(found: dict[str, dict[int, Replayed]]) -> list[list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.cache_policy", description=__doc__.splitlines()[0])
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help=f"a file, or one of {', '.join(SYNTHETIC)}")
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help=f"a file, or one of {', '.join(SYNTHETIC)}")
     parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 5000, 20_000], help="sizes of the cache")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="NAME", help="[%(default)s]")
+    parser.add_argument("--take", type=int, metavar="SLOTS", help="size of a pool from which 100 blocks are taken")
     parser.add_argument("--seed", type=int, default=0, help="of synthetic traces [%(default)s]")
     parser.add_argument("--out", type=Path, help="JSON file for all figures")
     options = parser.parse_args()
-    if min(options.blocks) < 1:
-        parser.error("a cache has at least one block")
+    if min(options.blocks) < 1 or not (options.traces or options.take):
+        parser.error("name a trace, or --take, and sizes of at least one block")
     figures = {}
     try:
         for name in options.traces:
@@ -161,6 +192,12 @@ def main() -> int:
                 policy: {size: one._asdict() | {"ratio": one.ratio} for size, one in by_size.items()}
                 for policy, by_size in found.items()
             }
+        if options.take:
+            lines = []
+            for name in options.policies:
+                times = [1000 * one for one in take_times(options.take, find_policy(name)(options.take))]
+                lines.append([name, f"{statistics.median(times):.2f}", f"{times[len(times) * 99 // 100]:.2f}"])
+            print(table([f"100 of {options.take} blocks", "ms, median", "99 % below"], lines))
     except (ConfigError, ValueError, OSError) as error:
         print(f"bench.cache_policy: {error}", file=sys.stderr)
         return 1
