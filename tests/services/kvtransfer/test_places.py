@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.cache_policy.base import CachePolicy, Name, Place
+from paceline.core.cache_policy.lru import LRU
 from paceline.core.cache_policy.priority import Priority
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
@@ -99,3 +100,14 @@ def test_what_an_urgent_request_finds_becomes_urgent() -> None:
     ledger.reserve(DECODE, Key("urgent", 1, 1), chain("xy"), 32, 32, 0.0, -1)
     ledger.release(DECODE, Key("urgent", 1, 1), 0.0)
     assert evicted(ledger, 2) == [(0, digest) for digest in reversed(chain("uv"))]
+
+
+def test_who_computed_a_block_once_more_has_used_it() -> None:
+    ledger = ledger_of(LRU(3), FULL)
+    first, second = (ledger.reserve(DECODE, Key(name, 1, 1), chain("a"), 16, 16, 0.0) for name in ("first", "second"))
+    for hold in (first, second):
+        ledger.seal(DECODE, hold.key, 0, 0, chain("a"), 0.0)
+    ledger.release(DECODE, first.key, 0.0)
+    cache(ledger, FULL, "other", "x")
+    ledger.release(DECODE, second.key, 0.0)
+    assert evicted(ledger, 2) == [(0, digest) for digest in chain("x")]
