@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
+
+from paceline.core.cache_policy.base import NOWHERE, CachePolicy, Name, Place
+from paceline.core.cache_policy.lru import LRU
 
 _EVENTS_KEPT = 1 << 16
 
@@ -35,9 +38,12 @@ class BlockPool:
 
     A slot is free, or referenced by holds, or cached. Sealing gives a block a name (group, hash). The first block of a
     name is in the index, where others find it; a second one with the same content stays private to its hold.
+
+    Args:
+        policy: chooses what is evicted; the least recently used where none is given.
     """
 
-    def __init__(self, slots: int, groups: int) -> None:
+    def __init__(self, slots: int, groups: int, policy: CachePolicy | None = None) -> None:
         self.evicted = 0
         """Blocks evicted so far."""
         self.event_count = 0
@@ -46,18 +52,20 @@ class BlockPool:
         self._free = list(range(slots - 1, -1, -1))
         self._references = [0] * slots
         self._flights = [0] * slots
-        self._names: list[tuple[int, bytes] | None] = [None] * slots
+        self._names: list[Name | None] = [None] * slots
         self._index: list[dict[bytes, int]] = [{} for _ in range(groups)]
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._policy = LRU(slots) if policy is None else policy  # knows what is in the index
+        self._places: dict[int, Place] = {}  # of sealed blocks that are not
         self._referenced = 0
         self._in_flight = 0
         self._events: deque[BlockEvent] = deque(maxlen=_EVENTS_KEPT)
 
-    def restore(self, slots: Mapping[int, tuple[int, tuple[int, bytes] | None]]) -> None:
+    def restore(self, slots: Mapping[int, tuple[int, Name | None]], places: Mapping[int, Place]) -> None:
         """Takes over, into a new pool, blocks that are referenced already.
 
         Args:
             slots: by slot, how many references it has, and (group, hash) where it is sealed.
+            places: of those that are sealed, by slot.
         """
         self._free = [slot for slot in self._free if slot not in slots]
         self._referenced = len(slots)
@@ -65,7 +73,7 @@ class BlockPool:
         for slot, (count, name) in sorted(slots.items(), key=lambda entry: -entry[1][0]):
             self._references[slot] = count
             if name is not None:
-                self.seal(slot, *name)
+                self.seal(slot, *name, places[slot])
 
     def counts(self) -> Counts:
         return Counts(
@@ -73,28 +81,40 @@ class BlockPool:
             free=len(self._free),
             held=self._referenced - self._in_flight,
             in_flight=self._in_flight,
-            cached=len(self._cached),
+            cached=self._policy.evictable,
         )
+
+    def cached(self) -> list[Name]:
+        """What could be evicted, that which was used last at the end."""
+        cached = [block for block in self._policy.blocks() if block.evictable]
+        return [block.name for block in sorted(cached, key=lambda block: block.used)]
 
     def find(self, group: int, digest: bytes) -> int | None:
         """The reusable slot with this content."""
         return self._index[group].get(digest)
 
-    def name(self, slot: int) -> tuple[int, bytes] | None:
+    def name(self, slot: int) -> Name | None:
         """(group, hash) of a sealed block."""
         return self._names[slot]
 
     def available(self, reusing: Iterable[int] = ()) -> int:
         """Slots that `take` could give while those in `reusing` stay."""
-        return len(self._free) + len(self._cached) - len(self._cached.keys() & set(reusing))
+        return len(self._free) + self._policy.evictable - sum(self._references[slot] == 0 for slot in set(reusing))
 
-    def reuse(self, slots: Iterable[int]) -> None:
-        """Adds a reference to indexed blocks."""
-        for slot in slots:
+    def reuse(self, slots: Sequence[int], priority: int | None = None) -> None:
+        """Adds a reference to indexed blocks.
+
+        Args:
+            slots: in the order of their context.
+            priority: of the request; a lower one is more urgent.
+        """
+        names = [self._name(slot) for slot in slots]
+        for slot, name in zip(slots, names):
             if self._references[slot] == 0:
-                del self._cached[slot]
+                self._policy.hold(name)
                 self._referenced += 1
             self._references[slot] += 1
+        self._policy.touch(names, priority)
 
     def share(self, slots: Iterable[int]) -> None:
         """Adds a reference to blocks that have one, sealed or not."""
@@ -104,8 +124,8 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """Fresh blocks with one reference each. There must be enough `available`."""
-        while len(self._free) < count:
-            self._evict()
+        if count > len(self._free):
+            self._evict(count - len(self._free))
         first = len(self._free) - count
         slots = self._free[first:]
         del self._free[first:]
@@ -116,7 +136,11 @@ class BlockPool:
         return slots
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Drops a reference each. In the end sealed ones are cached, to be evicted in this order, and others free."""
+        """Drops a reference each. In the end sealed ones are cached, and others free.
+
+        Args:
+            slots: children before their parents.
+        """
         for slot in slots:
             self._references[slot] -= 1
             if self._references[slot] == 0:
@@ -139,11 +163,14 @@ class BlockPool:
             if self._flights[slot] == 0:
                 self._in_flight -= 1
 
-    def seal(self, slot: int, group: int, digest: bytes) -> None:
+    def seal(self, slot: int, group: int, digest: bytes, place: Place = NOWHERE) -> None:
         """Names the content of a block; where the name is new, others can find it from now on."""
         self._names[slot] = (group, digest)
-        if digest not in self._index[group]:
+        if digest in self._index[group]:
+            self._places[slot] = place
+        else:
             self._index[group][digest] = slot
+            self._policy.insert((group, digest), place)
             self._note(BlockEvent("stored", group, digest))
 
     def take_events(self) -> list[BlockEvent]:
@@ -162,27 +189,32 @@ class BlockPool:
 
     def _retire(self, slot: int, group: int, digest: bytes) -> None:
         first = self._index[group].get(digest)
-        if first is None or first == slot:
-            if first is None:  # the first block of this name was evicted meanwhile: this one takes its place
-                self.seal(slot, group, digest)
-            self._cached[slot] = None
+        place = self._places.pop(slot, NOWHERE)
+        if first is None:  # the first block of this name was evicted meanwhile: this one takes its place
+            self.seal(slot, group, digest, place)
+        elif first != slot:
+            self._names[slot] = None
+            self._free.append(slot)
+            # Found, in a way; and its children may have been cached just now.
+            self._policy.touch([(group, digest)], place.priority)
             return
-        self._names[slot] = None
-        self._free.append(slot)
-        if first in self._cached:
-            # Its children may have been cached just now; they must be evicted before it.
-            self._cached.move_to_end(first)
+        self._policy.release((group, digest))
 
-    def _evict(self) -> None:
-        slot, _ = self._cached.popitem(last=False)
+    def _evict(self, count: int) -> None:
+        names = self._policy.evict(count)
+        if names is None:
+            raise ValueError(f"{count} blocks cannot be evicted")
+        for group, digest in names:
+            slot = self._index[group].pop(digest)
+            self._names[slot] = None
+            self._free.append(slot)
+            self._note(BlockEvent("removed", group, digest))
+        self.evicted += count
+
+    def _name(self, slot: int) -> Name:
         name = self._names[slot]
         assert name is not None
-        group, digest = name
-        del self._index[group][digest]
-        self._names[slot] = None
-        self._free.append(slot)
-        self.evicted += 1
-        self._note(BlockEvent("removed", group, digest))
+        return name
 
     def check(self, references: Sequence[int], flights: Sequence[int]) -> list[str]:
         """Proves the pool; returns a sentence for everything that is wrong.
@@ -204,13 +236,14 @@ class BlockPool:
             wrong.append(f"{counts} does not add up")
         if self._referenced != sum(map(bool, references)) or self._in_flight != sum(map(bool, flights)):
             wrong.append(f"{counts} miscounts what its holds refer to")
-        if len({*self._free, *self._cached}) != counts.free + counts.cached:
+        cached = [self._index[group].get(digest) for group, digest in self.cached()]
+        if len({*self._free, *cached}) != counts.free + counts.cached:
             wrong.append("a slot is free twice, or free and cached")
-        if any(map(self._references.__getitem__, (*self._free, *self._cached))):
+        if any(self._references[slot] for slot in (*self._free, *cached) if slot is not None):
             wrong.append("a slot is free or cached while a hold refers to it")
         if any(map(self._names.__getitem__, self._free)):
             wrong.append("a free slot has a name")
-        return wrong + self._check_names()
+        return wrong + self._check_names() + self._policy.check()
 
     def _check_names(self) -> list[str]:
         wrong = []
@@ -218,8 +251,9 @@ class BlockPool:
         for group, index in enumerate(self._index):
             if any(self._names[slot] != (group, digest) for digest, slot in index.items()):
                 wrong.append(f"the index of group {group} names a block otherwise than the block itself")
-        if not self._cached.keys() <= indexed:
-            wrong.append("a cached block cannot be found")
+        known = {block.name for block in self._policy.blocks()}
+        if known != {(group, digest) for group, index in enumerate(self._index) for digest in index}:
+            wrong.append("the policy knows other blocks than the index")
         if any(count > 1 and slot not in indexed for slot, count in enumerate(self._references)):
             wrong.append("holds share a block that is not sealed")
         return wrong

@@ -189,6 +189,12 @@ class KVTransferConfig(ServiceConfig):
         "", "size of a file below the shared memory, for blocks that this evicts, e.g. 64GiB; empty has none", "memory"
     )
     kv_disk_dir: str = option("/var/tmp", "folder of that file, on a fast disk", "memory")
+    cache_policy: str = option(
+        "forecast",
+        "what is evicted first where KV memory is short: forecast (what is least likely to be asked for soon), lru, "
+        "arc, priority, or the name of an installed one",
+        "memory",
+    )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     transport: TransportChoice = option(
         "auto",
@@ -225,6 +231,7 @@ class ServeConfig:
     )
     kv_disk_size: str = same_option(KVTransferConfig, "kv_disk_size", group="fleet")
     kv_disk_dir: str = same_option(KVTransferConfig, "kv_disk_dir", group="fleet")
+    cache_policy: str = same_option(KVTransferConfig, "cache_policy", group="fleet")
     max_seqs: int = same_option(WorkerConfig, "max_seqs", group="fleet")
     max_batched_tokens: int = same_option(WorkerConfig, "max_batched_tokens", group="fleet")
     device: str = same_option(WorkerConfig, "device", group="fleet")

@@ -68,7 +68,7 @@ class _Encoder:
             claims = host.claims or {}
             for session in sorted(claims, key=self._session):
                 parts.append((self._session(session), [self._claim(number, claim) for claim in claims[session]]))
-            parts.append([host.ledger._pool.name(slot) for slot in host.ledger._pool._cached])
+            parts.append(host.ledger._pool.cached())
         return marshal.dumps(parts, 2)  # without references, so that equal parts have equal bytes
 
     def _asked(self, index: int, asked: Asked) -> object:

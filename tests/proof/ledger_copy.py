@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import TypeVar
 
+from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.lru import LRU
 from paceline.services.kvtransfer.hold import Hold
 from paceline.services.kvtransfer.ledger import Ledger
 
@@ -16,9 +18,18 @@ def copy_ledger(ledger: Ledger) -> Ledger:
     pool = twin._pool = _copy_fields(ledger._pool)
     book = twin._book = _copy_fields(ledger._book)
     pool._index = [index.copy() for index in pool._index]
+    pool._policy = _copy_policy(ledger._pool._policy)
     book._pool = pool
     book._live = {name: _copy_hold(hold) for name, hold in book._live.items()}
     book._draining = {key: _copy_hold(hold) for key, hold in book._draining.items()}
+    return twin
+
+
+def _copy_policy(policy: CachePolicy) -> CachePolicy:
+    assert isinstance(policy, LRU)
+    twin = _copy_fields(policy)
+    twin._blocks = {name: copy.copy(block) for name, block in policy._blocks.items()}
+    twin._queue = _copy_fields(policy._queue)
     return twin
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from paceline.core.errors import BusyError, PacelineError, UnavailableError
 from paceline.services.kvtransfer.hold import State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
-from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof import judge, transfer, worker
 from tests.proof.calls import carry_out
 from tests.proof.parties import Job, JobId, Late, Op
-from tests.proof.world import LEASE, Host, Violation, World, make_host
+from tests.proof.world import LEASE, Host, Violation, World, make_host, make_ledger
 
 
 def deliver(world: World, session: int) -> None:
@@ -137,7 +136,7 @@ def reconcile(world: World, host: int) -> None:
     """Its successor goes on with what workers have claimed. Who has not is gone by now."""
     claimants = world.hosts[host].claims
     assert claimants is not None
-    ledger = Ledger(world.setup.layout, world.setup.slots, LEASE)
+    ledger = make_ledger(world.setup)
     ledger.restore([claim for claims in claimants.values() for claim in claims], world.now)
     world.hosts[host] = Host(ledger, world.hosts[host].memory)
 

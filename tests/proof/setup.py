@@ -6,6 +6,8 @@ import functools
 import hashlib
 from dataclasses import dataclass
 
+from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.lru import LRU
 from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
 
 
@@ -59,6 +61,8 @@ class Setup:
     """Failed attempts after which the gateway gives a request up."""
     faults: int = 0
     """How often something may go wrong, in all."""
+    policy: type[CachePolicy] = LRU
+    """What chooses the blocks to evict."""
     kind: str = ""
     """The only thing that may go wrong, by the name of its move; anything where it is empty."""
 

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+from paceline.core.cache_policy.registry import POLICIES
 from tests.proof import gateway, judge, moves, network, transfer, worker
 from tests.proof.moves import Move
 from tests.proof.setup import ONE_GROUP, WITH_A_WINDOW, Request, Setup
@@ -49,7 +50,7 @@ class Run:
 
 def setup_of(seed: int) -> Setup:
     """20 requests with common beginnings, 4 + 4 workers, and room for a few of them at a time. In every second seed
-    each worker is on one of two hosts, so that about half of the attempts are between hosts."""
+    each worker is on one of two hosts, so that about half of the attempts are between hosts. Any policy evicts."""
     draw = random.Random(seed)
     layout = draw.choice((ONE_GROUP, WITH_A_WINDOW))
     requests = tuple(
@@ -63,7 +64,8 @@ def setup_of(seed: int) -> Setup:
     )
     slots, faults = draw.choice((12, 12, 20, 40)), draw.choice((0, 5, 20, 60))
     places = tuple(draw.randrange(2) for _ in range(8)) if seed % 2 else ()
-    return Setup(requests, slots, layout, 4, 4, places, attempts=3, faults=faults)
+    policy = draw.choice([*POLICIES.values()])
+    return Setup(requests, slots, layout, 4, 4, places, attempts=3, faults=faults, policy=policy)
 
 
 def simulate(seed: int) -> Run:

@@ -161,8 +161,12 @@ def blocks_of(tables: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]
     ]
 
 
+def make_ledger(setup: Setup) -> Ledger:
+    return Ledger(setup.layout, setup.slots, LEASE, setup.policy(setup.slots))
+
+
 def make_host(setup: Setup) -> Host:
-    return Host(Ledger(setup.layout, setup.slots, LEASE), [None] * setup.slots)
+    return Host(make_ledger(setup), [None] * setup.slots)
 
 
 def make_world(setup: Setup) -> World:

@@ -63,6 +63,8 @@ class Hold:
     """One block table a group; NO_SLOT where a block was given back or never needed."""
     created: float
     deadline: float
+    priority: int = 0
+    """Of the request; a lower one is more urgent."""
 
     @property
     def in_flight(self) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.lru import LRU
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.arena_map import map_arena
@@ -46,6 +48,8 @@ class HostOptions:
     disk: DiskOptions | None = None
     """A tier below the arena."""
     make_transports: MakeTransports = lambda memory: ()
+    cache_policy: Callable[[int], CachePolicy] = LRU
+    """Makes what chooses the blocks to evict, for so many slots."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     """Monotonic seconds of the ledger, by default those in which this process ran."""
 
@@ -63,7 +67,7 @@ class HostMemory:
         self.pool_id = secrets.token_hex(8)
         """Names this memory among all that this host ever has."""
         slots = arena.size // layout.slot_bytes
-        self.ledger = Ledger(layout, slots, options.lease_seconds)
+        self.ledger = Ledger(layout, slots, options.lease_seconds, options.cache_policy(slots))
         # Stays mapped after `close`, for what still moves some of them.
         memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)

@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 
 from paceline.core.block_pool import BlockEvent, BlockPool, Counts
+from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.hashing import HASH_BYTES
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
@@ -28,28 +29,39 @@ from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim, claimed_slots
 from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State, UnknownHoldError, held_slots
 from paceline.services.kvtransfer.hold_book import HoldBook
+from paceline.services.kvtransfer.places import place_of
 
 
 class Ledger:
     """The blocks of one arena.
 
     free + held + in flight + cached == total after every call; `check` proves it.
+
+    Args:
+        policy: see `BlockPool`.
     """
 
-    def __init__(self, layout: KVLayout, slots: int, lease_seconds: float) -> None:
+    def __init__(self, layout: KVLayout, slots: int, lease_seconds: float, policy: CachePolicy | None = None) -> None:
         self.queried_tokens = 0
         """Tokens so far that could have been found in the cache."""
         self.cached_tokens = 0
         """Tokens so far that were."""
         self._layout = layout
         self._lease_seconds = lease_seconds
-        self._pool = BlockPool(slots, len(layout.groups))
+        self._pool = BlockPool(slots, len(layout.groups), policy)
         self._book = HoldBook(layout, self._pool)
 
     # ---- the life of a hold
 
     def reserve(
-        self, session: int, key: Key, hashes: Sequence[bytes], token_count: int, max_cached_tokens: int, now: float
+        self,
+        session: int,
+        key: Key,
+        hashes: Sequence[bytes],
+        token_count: int,
+        max_cached_tokens: int,
+        now: float,
+        priority: int = 0,
     ) -> Hold:
         """Makes a hold: cached blocks of the longest known prefix, then fresh ones up to `token_count` tokens.
 
@@ -59,6 +71,7 @@ class Ledger:
         Args:
             hashes: chain of the context, one hash each BASE_TOKENS tokens.
             max_cached_tokens: reuse no more than this.
+            priority: of the request; a lower one is more urgent, so that its blocks stay cached longer.
         """
         self._book.check_new(key, now)
         _check_hashes(hashes)
@@ -73,7 +86,7 @@ class Ledger:
         except BusyError:
             self._book.forbid(key)
             raise
-        self._pool.reuse(reused)
+        self._pool.reuse(reused, priority)
         self._grow(tables, missing)
         if session != TRANSFER:
             self.queried_tokens += len(hashes) * BASE_TOKENS
@@ -87,6 +100,7 @@ class Ledger:
             token_count=token_count,
             filled_tokens=cached,
             tables=tables,
+            priority=priority,
             created=now,
             deadline=now + self._lease_seconds,
         )
@@ -125,9 +139,11 @@ class Ledger:
                 raise InvalidRequestError(f"hold {key} has given back block {block} of group {group}")
             if self._pool.name(slot) not in (None, (group, digest)):
                 raise InvalidRequestError(f"hold {key}: block {block} of group {group} is sealed with another hash")
-        for slot, digest in zip(slots, hashes):
+        before = self._names(table[max(0, first_block - 1) : first_block]) or [b""]
+        for block, (slot, digest, parent) in enumerate(zip(slots, hashes, [*before, *hashes]), first_block):
             if self._pool.name(slot) is None:
-                self._pool.seal(slot, group, digest)
+                place = place_of(self._layout, group, block, digest, parent, hold.priority)
+                self._pool.seal(slot, group, digest, place)
         return self._renewed(hold, now)
 
     def fill(self, session: int, key: Key, filled_tokens: int, now: float) -> Hold:
@@ -204,8 +220,7 @@ class Ledger:
 
     def names(self, hold: Hold) -> list[list[bytes]]:
         """As the hold's tables: the hashes of sealed blocks, empty for others."""
-        found = [[None if slot == NO_SLOT else self._pool.name(slot) for slot in table] for table in hold.tables]
-        return [[b"" if name is None else name[1] for name in names] for names in found]
+        return [self._names(table) for table in hold.tables]
 
     def restore(self, claims: Sequence[Claim], now: float) -> None:
         """Takes over, into a new ledger, what workers hold from the time of another one. All else is free.
@@ -213,7 +228,15 @@ class Ledger:
         Raises:
             ContradictionError: not all claims can be true. Nothing is taken over then.
         """
-        self._pool.restore(claimed_slots(self._layout, self._pool.counts().total, claims))
+        slots = claimed_slots(self._layout, self._pool.counts().total, claims)
+        places = {
+            slot: place_of(self._layout, group, block, names[block], names[block - 1] if block else b"")
+            for claim in claims
+            for group, (table, names) in enumerate(zip(claim.tables, claim.names))
+            for block, slot in enumerate(table)
+            if names[block]
+        }
+        self._pool.restore(slots, places)
         for claim in claims:
             self._book.restore(
                 Hold(
@@ -293,6 +316,10 @@ class Ledger:
         return self._book.check()
 
     # ---- blocks
+
+    def _names(self, table: Sequence[int]) -> list[bytes]:
+        found = [None if slot == NO_SLOT else self._pool.name(slot) for slot in table]
+        return [b"" if name is None else name[1] for name in found]
 
     def _missing(self, tables: Sequence[Sequence[int]], token_count: int) -> list[int]:
         """Blocks that each group's table lacks to cover `token_count` tokens."""

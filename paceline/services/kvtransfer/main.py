@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+from paceline.core.cache_policy.registry import find_policy
 from paceline.core.config import GIB, KV_TOKENS, KVTransferConfig, parse_bytes
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_memory, give_back_large_memory
@@ -42,6 +43,7 @@ async def run(config: KVTransferConfig) -> None:
         secret,
         enough_tokens=KV_TOKENS if _size(config) == "auto" else 0,
         disk=_disk(config),
+        cache_policy=find_policy(config.cache_policy),
         make_transports=await fast_transports(config.transport, is_loopback(config.host)),
     )
     service = KVTransferService(options)
@@ -57,7 +59,7 @@ async def run(config: KVTransferConfig) -> None:
     await publisher.start()
     await server.set_ready(True)
     announce_ready(config, address)
-    log.info("kvtransfer %s serves at %s", host_id, address)
+    log.info("kvtransfer %s serves at %s, cache policy %s", host_id, address, config.cache_policy)
     try:
         while not stop.is_set():
             if not service.healthy:

@@ -6,6 +6,7 @@ import errno
 import socket
 from pathlib import Path
 
+from paceline.core.cache_policy.registry import find_policy
 from paceline.core.config import GIB, ServeConfig, check_numbers, has_pools, parse_bytes
 from paceline.core.errors import ConfigError
 from paceline.core.speculative import parse_speculative_config
@@ -34,6 +35,7 @@ def check_config(config: ServeConfig) -> None:
             "--kv-tier-memory needs --kv-pool device; where workers compute in the arena, that is the tier as well: "
             "give its size with --kv-memory"
         )
+    find_policy(config.cache_policy)
     read_draft_config(parse_speculative_config(config.speculative_config))
 
 

@@ -40,6 +40,7 @@ MIB = 1 << 20
         ({"drain_seconds": float("nan")}, "--drain-seconds"),
         ({"drain_seconds": -1.0}, "--drain-seconds"),
         ({"dtype": "int3"}, "--dtype"),
+        ({"cache_policy": "lur"}, "'lur'; --cache-policy takes one of forecast, lru, arc, priority"),
         ({"kv_memory": "lots"}, "'lots' is not an amount of memory"),
     ],
 )

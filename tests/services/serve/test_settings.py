@@ -15,6 +15,7 @@ CONFIG = ServeConfig(
     max_model_len=100,
     drain_seconds=3,
     kv_memory="1GiB",
+    cache_policy="arc",
     host="0.0.0.0",
     port=9000,
     api_key='a"b\\c',
@@ -52,6 +53,7 @@ def test_workers_listen_on_a_free_port_of_this_machine_only(file: Path, role: st
 def test_kvtransfer(file: Path) -> None:
     config = read(KVTransferConfig, "kvtransfer", file)
     assert (config.host, config.port, config.kv_memory) == ("127.0.0.1", 0, "1GiB")
+    assert config.cache_policy == "arc"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""How much of what was asked for is found in a cache of a given size, by policy.
+
+    python -m bench.cache_policy conversation_trace.jsonl --blocks 1000 5000 20000
+    python -m bench.cache_policy conversations documents agents
+    python -m bench.cache_policy --take 100000
+
+Recorded traces are files in Mooncake's format; those that are no files are synthetic. They go through the pool
+and the policies that kvtransfer runs, one request after the other: it finds the longest prefix that is cached, takes
+blocks for the rest, has them all in use, and gives them back. The figure is the share of all blocks that were found.
+`belady` knows the future: it evicts what is needed last. `--take` measures how long making room takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.cache_traces import SYNTHETIC, Trace, make_trace, read_trace
+from bench.load import table
+from paceline.core.block_pool import BlockPool
+from paceline.core.cache_policy.base import Block, CachePolicy, Name, Place
+from paceline.core.cache_policy.queue import RankedQueue
+from paceline.core.cache_policy.registry import POLICIES, find_policy
+from paceline.core.errors import ConfigError
+
+BLOCK_TOKENS = 512
+"""Of Mooncake's traces."""
+
+
+class Belady(CachePolicy):
+    """The optimum: what is needed last, or never, goes first.
+
+    Args:
+        trace: what `replay` asks for, and nothing else.
+    """
+
+    def __init__(self, slots: int, trace: Trace) -> None:
+        super().__init__(slots)
+        self._queue = RankedQueue()
+        self._needed: defaultdict[Name, deque[int]] = defaultdict(deque)
+        for index, blocks in enumerate(trace):
+            for block in blocks:
+                self._needed[name_of(block)].append(index)
+
+    def inserted(self, block: Block) -> None:
+        self._needed[block.name].popleft()
+
+    def touched(self, block: Block) -> None:
+        self._needed[block.name].popleft()
+
+    def offer(self, block: Block) -> None:
+        coming = self._needed[block.name]
+        # Among equals the end of a context goes first; what never comes is all equal.
+        self._queue.add(block.name, (-coming[0] if coming else -sys.maxsize, -block.end_tokens))
+
+    def withdraw(self, block: Block) -> None:
+        self._queue.discard(block.name)
+
+    def choose(self) -> Name:
+        return self._queue.first()
+
+
+class Replayed(NamedTuple):
+    asked: int
+    """Blocks of all requests."""
+    found: int
+    """Those in the longest cached prefix of their request."""
+    evicted: int
+    seconds: float
+    """Of processor time, for all that pool and policy do."""
+
+    @property
+    def ratio(self) -> float:
+        return self.found / self.asked
+
+
+def name_of(block: int) -> Name:
+    return 0, block.to_bytes(16, "big")
+
+
+def replay(trace: Trace, slots: int, policy: CachePolicy) -> Replayed:
+    """Requests that need more blocks than there are use those at their front."""
+    pool = BlockPool(slots, 1, policy)
+    asked = found = 0
+    start = time.process_time()
+    for request in trace:
+        names = [name_of(block) for block in request[:slots]]
+        table: list[int] = []
+        for name in names:
+            slot = pool.find(*name)
+            if slot is None:
+                break
+            table.append(slot)
+        asked += len(request)
+        found += len(table)
+        first = len(table)
+        pool.reuse(table)
+        table += pool.take(len(names) - first)
+        for index in range(first, len(names)):
+            place = Place(names[index - 1] if index else None, (index + 1) * BLOCK_TOKENS)
+            pool.seal(table[index], *names[index], place)
+        pool.give_back(reversed(table))
+    return Replayed(asked, found, pool.evicted, time.process_time() - start)
+
+
+def take_times(slots: int, policy: CachePolicy, rounds: int = 300) -> list[float]:
+    """Seconds, sorted, to take 100 blocks from a pool full of cached ones: contexts of 100, some found again."""
+    pool = BlockPool(slots, 1, policy)
+    names = itertools.count()
+
+    def cache(table: list[int]) -> list[Name]:
+        made = [name_of(next(names)) for _ in table]
+        for index, (slot, name) in enumerate(zip(table, made)):
+            pool.seal(slot, *name, Place(made[index - 1] if index else None, (index + 1) * BLOCK_TOKENS))
+        pool.give_back(reversed(table))
+        return made
+
+    for index in range(slots // 100):
+        made = cache(pool.take(100))
+        if index % 3 == 0:
+            table = [slot for name in made if (slot := pool.find(*name)) is not None]
+            pool.reuse(table)
+            pool.give_back(reversed(table))
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        table = pool.take(100)
+        times.append(time.perf_counter() - start)
+        cache(table)
+    return sorted(times)
+
+
+def measure(trace: Trace, sizes: list[int], names: list[str]) -> dict[str, dict[int, Replayed]]:
+    """By policy and size.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    makers: dict[str, Callable[[int], CachePolicy]] = {name: find_policy(name) for name in names}
+    makers["belady"] = lambda slots: Belady(slots, trace)
+    return {name: {size: replay(trace, size, make(size)) for size in sizes} for name, make in makers.items()}
+
+
+def rows(found: dict[str, dict[int, Replayed]]) -> list[list[str]]:
+    """policy, then for each size: the ratio, beside LRU's and Belady's where these were measured."""
+    lines = []
+    for name, by_size in found.items():
+        line = [name]
+        for size, one in by_size.items():
+            beside = [
+                f"{one.ratio / found[other][size].ratio:.2f} {other}"
+                for other in ("lru", "belady")
+                if other in found and other != name and found[other][size].found
+            ]
+            line.append(f"{one.ratio:.4f}" + (f" ({', '.join(beside)})" if beside else ""))
+        evicted = sum(one.evicted for one in by_size.values())
+        blocks = sum(one.asked for one in by_size.values())
+        line.append(f"{1e6 * sum(one.seconds for one in by_size.values()) / max(1, blocks):.1f}")
+        lines.append([*line, str(evicted)])
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.cache_policy", description=__doc__.splitlines()[0])
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help=f"a file, or one of {', '.join(SYNTHETIC)}")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 5000, 20_000], help="sizes of the cache")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="NAME", help="[%(default)s]")
+    parser.add_argument("--take", type=int, metavar="SLOTS", help="size of a pool from which 100 blocks are taken")
+    parser.add_argument("--seed", type=int, default=0, help="of synthetic traces [%(default)s]")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    options = parser.parse_args()
+    if min(options.blocks) < 1 or not (options.traces or options.take):
+        parser.error("name a trace, or --take, and sizes of at least one block")
+    figures = {}
+    try:
+        for name in options.traces:
+            trace = make_trace(name, options.seed) if name in SYNTHETIC else read_trace(Path(name))
+            found = measure(trace, options.blocks, options.policies)
+            asked = sum(map(len, trace))
+            print(f"\n{name}: {len(trace)} requests, {asked} blocks, {len({b for r in trace for b in r})} different\n")
+            header = ["policy", *(f"{size} blocks" for size in options.blocks), "CPU µs a block", "evicted"]
+            print(table(header, rows(found)), flush=True)
+            figures[name] = {
+                policy: {size: one._asdict() | {"ratio": one.ratio} for size, one in by_size.items()}
+                for policy, by_size in found.items()
+            }
+        if options.take:
+            lines = []
+            for name in options.policies:
+                times = [1000 * one for one in take_times(options.take, find_policy(name)(options.take))]
+                lines.append([name, f"{statistics.median(times):.2f}", f"{times[len(times) * 99 // 100]:.2f}"])
+            print(table([f"100 of {options.take} blocks", "ms, median", "99 % below"], lines))
+    except (ConfigError, ValueError, OSError) as error:
+        print(f"bench.cache_policy: {error}", file=sys.stderr)
+        return 1
+    if options.out:
+        options.out.write_text(json.dumps({"seed": options.seed, "traces": figures}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

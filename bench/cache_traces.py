@@ -1,0 +1,145 @@
+"""Who asks for which blocks: recorded traces in the format of Mooncake's, and synthetic ones of other characters."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+Trace = Sequence[Sequence[int]]
+"""Requests in the order in which they came; each is the blocks of its context, named by all that is before them."""
+
+
+def read_trace(path: Path) -> Trace:
+    """JSON lines with `hash_ids`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        requests = [json.loads(line)["hash_ids"] for line in path.read_text().splitlines() if line.strip()]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no trace in Mooncake's format: {error!r}") from error
+    if any(len({*blocks}) != len(blocks) for blocks in requests):
+        raise ValueError(f"{path} has a request that contains a block twice")
+    return requests
+
+
+class _Source:
+    """Draws, and new names of blocks."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.draw = random.Random(f"{name}/{seed}")
+        self._names = itertools.count()
+
+    def blocks(self, least: int, most: int) -> list[int]:
+        return [next(self._names) for _ in range(self.draw.randint(least, most))]
+
+    def popular(self, count: int, exponent: float) -> Callable[[], int]:
+        """Draws numbers below `count`, by Zipf's law in an order of chance."""
+        order = self.draw.sample(range(count), count)
+        weights = list(itertools.accumulate(1 / (rank + 1) ** exponent for rank in range(count)))
+        return lambda: self.draw.choices(order, cum_weights=weights)[0]
+
+
+Timed = Iterator[tuple[float, list[int]]]
+"""When, in seconds, and for what."""
+
+
+def _merged(parts: Iterator[Timed], requests: int) -> Trace:
+    return [blocks for _, blocks in itertools.islice(heapq.merge(*parts, key=lambda one: one[0]), requests)]
+
+
+def _talk(source: _Source, start: float, system: list[int], again: float, think: float) -> Timed:
+    """A conversation goes on with probability `again`, after about `think` seconds."""
+    context, at = list(system), start
+    while True:
+        context += source.blocks(1, 6)
+        yield at, list(context)
+        if source.draw.random() > again:
+            return
+        at += source.draw.lognormvariate(0, 1) * think
+        context += source.blocks(0, 2)
+
+
+def conversations(source: _Source) -> Trace:
+    """Chats of some turns with times to think, behind one of 20 system prompts."""
+    systems = [source.blocks(1, 8) for _ in range(20)]
+    pick = source.popular(20, 1.0)
+    starts = (index * 0.6 for index in range(2000))
+    return _merged((_talk(source, at, systems[pick()], 0.7, 60) for at in starts), 4000)
+
+
+def system_prompts(source: _Source) -> Trace:
+    """Single questions behind one of 400 long system prompts, of which some are popular."""
+    systems = [source.blocks(4, 30) for _ in range(400)]
+    pick = source.popular(400, 0.9)
+    return [systems[pick()] + source.blocks(1, 4) for _ in range(5000)]
+
+
+def agents(source: _Source) -> Trace:
+    """Agents that call tools every few seconds, amid long documents that are read once."""
+    system = source.blocks(12, 12)
+
+    def loops() -> Iterator[Timed]:
+        for index in range(150):
+            yield _talk(source, index * 12.0, system, 0.93, 4)
+
+    def scans() -> Timed:
+        for index in range(500):
+            yield index * 3.6, source.blocks(30, 60)
+
+    return _merged(itertools.chain(loops(), [scans()]), 3000)
+
+
+def documents(source: _Source) -> Trace:
+    """Questions about documents: one is asked about some times in a row, and some are for ever popular."""
+    library = [source.blocks(10, 60) for _ in range(400)]
+    pick = source.popular(400, 0.8)
+
+    def visits() -> Iterator[Timed]:
+        for index in range(1500):
+            yield visit(index * 4.0, library[pick()])
+
+    def visit(at: float, document: list[int]) -> Timed:
+        for _ in range(source.draw.randint(1, 5)):
+            yield at, document + source.blocks(1, 2)
+            at += source.draw.expovariate(1 / 40)
+
+    return _merged(visits(), 4000)
+
+
+def evaluation(source: _Source) -> Trace:
+    """A batch goes round the same 300 long prompts, while chats go on."""
+    prompts = [source.blocks(15, 25) for _ in range(300)]
+
+    def rounds() -> Timed:
+        for index in range(3000):
+            yield index * 0.5, prompts[index % len(prompts)] + source.blocks(1, 1)
+
+    talks = (_talk(source, index * 3.0, [], 0.7, 40) for index in range(500))
+    return _merged(itertools.chain([rounds()], talks), 4000)
+
+
+def changing(source: _Source) -> Trace:
+    """Others of these in turns, as over a day."""
+    parts = [make(source) for make in (conversations, system_prompts, documents, agents)]
+    return [blocks for part in parts for blocks in part[:1200]]
+
+
+SYNTHETIC: dict[str, Callable[[_Source], Trace]] = {
+    "conversations": conversations,
+    "system-prompts": system_prompts,
+    "agents": agents,
+    "documents": documents,
+    "evaluation": evaluation,
+    "changing": changing,
+}
+
+
+def make_trace(name: str, seed: int) -> Trace:
+    """The synthetic trace `name`. Equal seeds make equal traces."""
+    return SYNTHETIC[name](_Source(name, seed))

@@ -1,0 +1,65 @@
+"""Adaptive replacement (Megiddo and Modha, 2003)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from paceline.core.cache_policy.base import Block, CachePolicy, Name
+from paceline.core.cache_policy.queue import RankedQueue
+
+
+class ARC(CachePolicy):
+    """Balances blocks that were used once against those used more often, by what it regrets to have evicted."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self._target = 0.0  # how many of the blocks should be such that were used once
+        self._once: set[Name] = set()
+        self._once_offered = RankedQueue()
+        self._often_offered = RankedQueue()
+        self._once_gone: OrderedDict[Name, None] = OrderedDict()  # names of what was evicted, the oldest first
+        self._often_gone: OrderedDict[Name, None] = OrderedDict()
+
+    def inserted(self, block: Block) -> None:
+        name = block.name
+        if name in self._once_gone:
+            step = max(1.0, len(self._often_gone) / len(self._once_gone))
+            self._target = min(self._target + step, float(self.slots))
+            del self._once_gone[name]
+        elif name in self._often_gone:
+            step = max(1.0, len(self._once_gone) / len(self._often_gone))
+            self._target = max(self._target - step, 0.0)
+            del self._often_gone[name]
+        else:
+            self._once.add(name)
+
+    def touched(self, block: Block) -> None:
+        self._once.discard(block.name)
+
+    def gone(self, block: Block, evicted: bool) -> None:
+        once = block.name in self._once
+        self._once.discard(block.name)
+        if not evicted:
+            return
+        if once:
+            self._once_gone[block.name] = None
+            while len(self._once) + len(self._once_gone) > self.slots and self._once_gone:
+                self._once_gone.popitem(last=False)
+        else:
+            self._often_gone[block.name] = None
+            while len(self._once_gone) + len(self._often_gone) > self.slots:
+                (self._often_gone or self._once_gone).popitem(last=False)
+
+    def offer(self, block: Block) -> None:
+        queue = self._once_offered if block.name in self._once else self._often_offered
+        queue.add(block.name, block.used)
+
+    def withdraw(self, block: Block) -> None:
+        if not self._once_offered.discard(block.name):
+            self._often_offered.discard(block.name)
+
+    def choose(self) -> Name:
+        once, often = self._once_offered, self._often_offered
+        if once and (not often or len(self._once) > self._target):
+            return once.first()
+        return often.first()

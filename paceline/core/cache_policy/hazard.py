@@ -1,0 +1,101 @@
+"""How soon blocks are asked for again, by class and age."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+EDGES = (0, 1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 45, 64, 90, 128, 181)
+"""Ages, in epochs, at which a bin of ages begins."""
+BINS = len(EDGES)
+HORIZON = 256
+"""Epochs for which a block is waited for. Older ones are in the last bin."""
+
+_WIDTHS = [end - start for start, end in zip(EDGES, (*EDGES[1:], HORIZON))]
+_BIN = [bisect_right(EDGES, age) - 1 for age in range(HORIZON)]
+_DECAY = 0.9
+_DECAY_EPOCHS = 32
+_PRIOR = 30.0
+"""What all classes together say of an age counts as much as so many blocks of the class itself that were seen then."""
+
+
+def bin_of(age: int) -> int:
+    return _BIN[age] if age < HORIZON else BINS - 1
+
+
+class Hazards:
+    """Counts, for each class of blocks and each bin of ages, how many waited and how many of these were asked for.
+
+    Of what was counted half is forgotten within some 200 epochs.
+    """
+
+    def __init__(self, kinds: int) -> None:
+        self.now = 0
+        """Epoch."""
+        self._waiting = [[0] * HORIZON for _ in range(kinds)]  # blocks by the epoch of their last use, a ring
+        self._population = [[0] * BINS for _ in range(kinds)]  # the same by age
+        self._asked = [[0.0] * BINS for _ in range(kinds)]
+        self._waited = [[0.0] * BINS for _ in range(kinds)]  # blocks x epochs
+
+    def add(self, kind: int) -> None:
+        """A block is used now; it is waited for."""
+        self._waiting[kind][self.now % HORIZON] += 1
+        self._population[kind][0] += 1
+
+    def discard(self, kind: int, epoch: int) -> None:
+        """A block that was used in `epoch` is not waited for any more."""
+        age = self.now - epoch
+        if age < HORIZON:
+            self._waiting[kind][epoch % HORIZON] -= 1
+            self._population[kind][_BIN[age]] -= 1
+
+    def ask(self, kind: int, epoch: int) -> None:
+        """A block that was used in `epoch` is asked for now."""
+        age = self.now - epoch
+        if age < HORIZON:
+            self._asked[kind][_BIN[age]] += 1
+        self.discard(kind, epoch)
+
+    def tick(self) -> None:
+        """The next epoch begins."""
+        self.now += 1
+        for waiting, population, waited in zip(self._waiting, self._population, self._waited):
+            for index, count in enumerate(population):
+                waited[index] += count
+            for index in range(1, BINS):
+                older = waiting[(self.now - EDGES[index]) % HORIZON]
+                population[index - 1] -= older
+                population[index] += older
+            population[-1] -= waiting[self.now % HORIZON]
+            waiting[self.now % HORIZON] = 0
+        if self.now % _DECAY_EPOCHS == 0:
+            for counts in (*self._asked, *self._waited):
+                counts[:] = [count * _DECAY for count in counts]
+
+    def worth(self) -> list[list[float]]:
+        """By class and bin of ages: how many times an epoch a slot that keeps such a block is hit, until it is given up
+        at the best age for that (Gittins' index)."""
+        asked, waited = ([sum(column) for column in zip(*counts)] for counts in (self._asked, self._waited))
+        usual = [a / (a + w) if a else 0.0 for a, w in zip(asked, waited)]
+        return [self._worth(kind, usual) for kind in range(len(self._asked))]
+
+    def _worth(self, kind: int, usual: list[float]) -> list[float]:
+        rates = [
+            (asked + rate * _PRIOR) / (asked + waited + _PRIOR)
+            for asked, waited, rate in zip(self._asked[kind], self._waited[kind], usual)
+        ]
+        # Of one that enters a bin: whether it is asked for there, and the epochs until then or the end of the bin.
+        hits = [1 - (1 - rate) ** width for rate, width in zip(rates, _WIDTHS)]
+        times = [hit / rate if rate else float(width) for hit, rate, width in zip(hits, rates, _WIDTHS)]
+        return [_best_ratio(hits[first:], times[first:]) for first in range(BINS)]
+
+
+def _best_ratio(hits: list[float], times: list[float]) -> float:
+    """Of hits to time, over all bins at whose end the block is given up."""
+    best = gained = spent = 0.0
+    left = 1.0
+    for hit, time in zip(hits, times):
+        gained += left * hit
+        spent += left * time
+        left *= 1 - hit
+        best = max(best, gained / spent if spent else 0.0)
+    return best

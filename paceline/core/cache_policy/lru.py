@@ -1,0 +1,23 @@
+"""Least recently used."""
+
+from __future__ import annotations
+
+from paceline.core.cache_policy.base import Block, CachePolicy, Name
+from paceline.core.cache_policy.queue import RankedQueue
+
+
+class LRU(CachePolicy):
+    """What was not used for the longest time goes first."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self._queue = RankedQueue()
+
+    def offer(self, block: Block) -> None:
+        self._queue.add(block.name, block.used)
+
+    def withdraw(self, block: Block) -> None:
+        self._queue.discard(block.name)
+
+    def choose(self) -> Name:
+        return self._queue.first()

@@ -1,0 +1,69 @@
+"""Replays of traces through the pool."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.cache_policy import Belady, measure, replay
+from bench.cache_traces import SYNTHETIC, make_trace, read_trace
+from paceline.core.cache_policy.lru import LRU
+from paceline.core.cache_policy.registry import POLICIES
+
+TRACE = [[1, 2, 3], [1, 2, 4], [5, 6], [1, 2, 3], [7], [1, 2, 4]]
+
+
+def test_what_is_found_is_a_prefix() -> None:
+    found = replay(TRACE, 100, LRU(100))
+    assert (found.asked, found.found, found.evicted) == (15, 8, 0)
+
+
+def test_lru_by_hand() -> None:
+    # [1 2 3], then 4 takes the place of 3, 5 6 those of 4 and 2, so that only 1 is found.
+    assert replay(TRACE[:4], 3, LRU(3)).found == 2 + 1
+
+
+def test_a_request_larger_than_the_cache_uses_all_of_it() -> None:
+    assert replay([[1, 2, 3, 4]] * 2, 2, LRU(2)).found == 2
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_nobody_beats_who_knows_the_future(name: str) -> None:
+    trace = make_trace(name, 1)[:400]
+    best = replay(trace, 150, Belady(150, trace)).found
+    assert best >= max(replay(trace, 150, make(150)).found for make in POLICIES.values())
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_synthetic_traces_are_functions_of_their_seed(name: str) -> None:
+    first = make_trace(name, 1)
+    assert first == make_trace(name, 1)
+    assert first != make_trace(name, 2)
+    parents: dict[int, int] = {}
+    for request in first:
+        assert len({*request}) == len(request)
+        for parent, block in itertools.pairwise(request):
+            assert parents.setdefault(block, parent) == parent, "a block stands behind two others"
+
+
+def test_all_policies_stand_beside_the_optimum() -> None:
+    found = measure([*TRACE, *TRACE], [5, 10], ["lru"])
+    assert [*found] == ["lru", "belady"]
+    assert found["belady"][5].found > found["lru"][5].found
+
+
+def test_recorded_traces(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(json.dumps({"timestamp": 0, "hash_ids": request}) for request in TRACE))
+    assert read_trace(file) == TRACE
+
+
+@pytest.mark.parametrize("text", ['{"ids": [1]}', "1", "{", '{"hash_ids": [1, 1]}'])
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="trace"):
+        read_trace(file)
