@@ -157,8 +157,7 @@ def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str) ->
 
 
 def slots_tail_first(groups: Sequence[KVGroup], tables: Sequence[Sequence[int]]) -> list[int]:
-    """All slots of block tables, those at the end of the context first: so given back, no block is evicted after its
-    parent."""
+    """All slots of block tables, those at the end of the context first: children before their parents."""
     placed = [
         (index * group.block_tokens, slot)
         for group, table in zip(groups, tables)
