@@ -1,0 +1,104 @@
+"""A GGUF file kept packed, one stream, beside llama.cpp: our stack through HTTP, llama.cpp called in its own process.
+
+    python -m venv VENV && VENV/bin/pip install llama-cpp-python
+    python -m bench.q4 --peer VENV --gguf FILE.gguf --rounds 3
+
+In turns, each up alone: `paceline serve FILE.gguf --quantization gguf`, and the model in llama.cpp's Python binding.
+Prompts are random token ids of the same length, then so many greedy tokens. Prompt speed counts from the request to the
+first token; token speed between the first and the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.load import Outcome, Server, ServerError, table
+from bench.services import serving
+from bench.systems import ending_on_sigterm
+from bench.workloads import Request, Workload
+
+Figures = dict[str, list[float]]
+
+
+def ours(model: str, flags: list[str], prompt_tokens: int, tokens: int, requests: int) -> Figures:
+    """Raises RuntimeError where the stack does not start, ServerError where a request fails."""
+    source = random.Random()
+    prompts = [tuple(source.choices(range(1000, 30_000), k=prompt_tokens)) for _ in range(requests + 1)]
+
+    async def run(url: str) -> list[Outcome]:
+        async with Server(url) as server:
+            return await server.run(Workload("q4", tuple(Request(prompt, tokens) for prompt in prompts), 1))
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(Path(folder, "log"), model, "--quantization=gguf", *flags) as (_, url),
+    ):
+        outcomes = asyncio.run(run(url))[1:]  # the first one warms up
+    if failed := [outcome.error for outcome in outcomes if outcome.error]:
+        raise ServerError(failed[0])
+    spans = [(outcome.chunks[0] - outcome.sent, outcome.chunks[-1] - outcome.chunks[0]) for outcome in outcomes]
+    return {
+        "prompt tok/s": [prompt_tokens / first for first, _ in spans],
+        "output tok/s": [(tokens - 1) / rest for _, rest in spans],
+    }
+
+
+def theirs(venv: Path, gguf: Path, prompt_tokens: int, tokens: int, requests: int) -> Figures:
+    """Raises RuntimeError where it does not run."""
+    sizes = (prompt_tokens, tokens, requests, os.cpu_count() or 1)
+    command = [venv / "bin" / "python", Path(__file__).with_name("llama_cpp_peer.py"), gguf, *map(str, sizes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"llama.cpp failed:\n{done.stderr[-2000:]}")
+    found = json.loads(done.stdout)
+    return {
+        "prompt tok/s": [prompt_tokens / each["prompt_seconds"] for each in found],
+        "output tok/s": [1 / each["token_seconds"] for each in found],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.q4", description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", type=Path, required=True, help="venv with llama-cpp-python")
+    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--model", default="", help="our name of it; by default the file itself")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=6, help="in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
+    options = parser.parse_args()
+    ending_on_sigterm()
+    sizes = (options.prompt_tokens, options.tokens, options.requests)
+    found: dict[str, list[Figures]] = {"ours": [], "llama.cpp": []}
+    try:
+        for number in range(options.rounds):
+            print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
+            found["ours"].append(ours(options.model or str(options.gguf), options.flags, *sizes))
+            found["llama.cpp"].append(theirs(options.peer, options.gguf, *sizes))
+    except (RuntimeError, ServerError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    rows = []
+    for figure in ("output tok/s", "prompt tok/s"):
+        own, other = ([statistics.median(each[figure]) for each in found[name]] for name in found)
+        cells = [f"{statistics.median(each):.1f} ({min(each):.1f}–{max(each):.1f})" for each in (own, other)]
+        rows.append([figure, *cells, f"{statistics.median(own) / statistics.median(other):.2f}"])
+    print(table(["figure", "ours", "llama.cpp", "ratio"], rows))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
