@@ -248,6 +248,7 @@ class Work(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer; a worker of another model refuses."""
     prompt_tokens: _builtins.int
@@ -257,6 +258,8 @@ class Work(_message.Message):
     """Address of a kvtransfer service that probably has more of the context cached than that of the worker which computes
     it: only that worker is told, and brings it over first.
     """
+    priority: _builtins.int
+    """A lower one is more urgent: where the cache policy heeds it, its blocks stay longer."""
     @_builtins.property
     def key(self) -> Global___Key: ...
     @_builtins.property
@@ -275,10 +278,11 @@ class Work(_message.Message):
         sampling: Global___Sampling | None = ...,
         cache_salt: _builtins.str = ...,
         prefix_source: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "model", b"model", "prefix_source", b"prefix_source", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -432,9 +432,12 @@ class Reserve(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     MAX_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     token_count: _builtins.int
     max_cached_tokens: _builtins.int
     """Never reuse more than this; a prefill must compute at least the last token."""
+    priority: _builtins.int
+    """Of the request, as in Work."""
     @_builtins.property
     def key(self) -> _common_pb2.Key:
         """generation must be above that of every earlier hold of (request, attempt)."""
@@ -450,10 +453,11 @@ class Reserve(_message.Message):
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         token_count: _builtins.int = ...,
         max_cached_tokens: _builtins.int = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "priority", b"priority", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

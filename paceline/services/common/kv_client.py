@@ -102,10 +102,16 @@ class KVClient:
         """The engine gets the blocks of `key`, which must be held, and may touch them until `fill` or `release`."""
         self._holds.blocks.use(key)
 
-    async def reserve(self, key: Key, hashes: Sequence[bytes], token_count: int, max_cached_tokens: int) -> Hold:
+    async def reserve(
+        self, key: Key, hashes: Sequence[bytes], token_count: int, max_cached_tokens: int, priority: int = 0
+    ) -> Hold:
         """Blocks for token_count tokens, the longest cached prefix among them. Raises BusyError if there are none."""
         operation = pb.Reserve(
-            key=key_to_pb(key), hashes=hashes, token_count=token_count, max_cached_tokens=max_cached_tokens
+            key=key_to_pb(key),
+            hashes=hashes,
+            token_count=token_count,
+            max_cached_tokens=max_cached_tokens,
+            priority=priority,
         )
         return await self._obtain(pb.Operation(reserve=operation), key)
 

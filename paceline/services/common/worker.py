@@ -221,7 +221,7 @@ class Worker:
         # The last token is always computed, because its logits are needed; scores need those of the whole prompt.
         reusable = 0 if work.sampling.HasField("prompt_logprobs") else len(token_ids) - 1
         chain.extend(token_ids)
-        return await self.kv.reserve(key, chain.hashes, token_count, reusable)
+        return await self.kv.reserve(key, chain.hashes, token_count, reusable, work.priority)
 
     def make_request(
         self,

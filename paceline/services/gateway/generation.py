@@ -143,6 +143,7 @@ class Generation:
             token_ids=prompt.token_ids,
             sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + index) % 2**64),
             cache_salt=self.plan.cache_salt,
+            priority=self.plan.priority,
             follows=index > 0,
         )
         choice = _Choice(index, prompt, self.plan, self._tokenizer)

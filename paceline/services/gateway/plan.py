@@ -38,6 +38,8 @@ class Plan:
     include_stop: bool
     skip_special_tokens: bool
     cache_salt: str
+    priority: int = 0
+    """A lower one is more urgent."""
     prompt_only: bool = False
     """Nothing is to be generated (max_tokens 0 with echo)."""
 
@@ -133,6 +135,7 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], prompt_only: bo
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         cache_salt=request.cache_salt or "",
+        priority=request.priority,
         prompt_only=prompt_only,
     )
 

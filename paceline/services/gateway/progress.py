@@ -26,6 +26,8 @@ class GenerateRequest:
     token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    priority: int = 0
+    """A lower one is more urgent."""
     follows: bool = False
     """Whether another sequence of the same client's request came before it: the client is being served already."""
 
@@ -73,6 +75,7 @@ class Progress:
             prompt_tokens=len(request.token_ids),
             sampling=sampling_to_pb(sampling),
             cache_salt=request.cache_salt,
+            priority=request.priority,
         )
 
     def end(self) -> FinishReason | None:

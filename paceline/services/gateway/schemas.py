@@ -126,7 +126,7 @@ class GenerationRequest(NamedRequest):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     request_id: str | None = None
-    priority: int = 0
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
     user: str | None = None
 
     @model_validator(mode="after")

@@ -77,7 +77,13 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
         case "reserve":
             reserve = operation.reserve
             return ledger.reserve(
-                session, key_of(reserve.key), reserve.hashes, reserve.token_count, reserve.max_cached_tokens, now
+                session,
+                key_of(reserve.key),
+                reserve.hashes,
+                reserve.token_count,
+                reserve.max_cached_tokens,
+                now,
+                reserve.priority,
             )
         case "open":
             return ledger.open(session, key_of(operation.open.key), now)

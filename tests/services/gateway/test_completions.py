@@ -212,8 +212,9 @@ async def test_characters_of_several_tokens_arrive_whole_and_each_token_shows(st
 
 
 async def test_the_sampling_reaches_the_workers(stack: Stack) -> None:
-    await stack.post("/v1/completions", prompt="x", max_tokens=5, temperature=0.5, top_k=3, cache_salt="me", seed=7)
+    asked = {"temperature": 0.5, "top_k": 3, "cache_salt": "me", "priority": -2, "seed": 7}
+    await stack.post("/v1/completions", prompt="x", max_tokens=5, **asked)
     for worker in stack.workers.values():
         work = worker.calls[0].work
         assert (work.sampling.temperature, work.sampling.top_k, work.sampling.seed) == (0.5, 3, 7)
-        assert (work.cache_salt, work.prompt_tokens, work.sampling.max_tokens) == ("me", 1, 5)
+        assert (work.cache_salt, work.priority, work.prompt_tokens, work.sampling.max_tokens) == ("me", -2, 1, 5)
