@@ -204,6 +204,8 @@ class Worker:
         chain.extend(token_ids)
         try:
             await self.kv.fetch_prefix(key, work.prefix_source, chain.hashes[: (len(token_ids) - 1) // BASE_TOKENS])
+        except BusyError:
+            return True  # without room for it there is none for the request either, which is what counts
         except PacelineError as error:
             log.warning("%s", error, extra={"request_id": key.request_id})
             return not isinstance(error, TransferError)

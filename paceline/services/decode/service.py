@@ -205,6 +205,7 @@ class _Attempt:
                     if is_first():
                         # A key is good for one reservation, granted or refused.
                         self._key = self._key._replace(generation=self._key.generation + 1)
+                        await self._worker.fetch_prefix(self._work, self._key, self._chain, self._token_ids)
                         with contextlib.suppress(BusyError):
                             return await self._reserve()
                     await asyncio.sleep(random.uniform(0.01, 0.05))
