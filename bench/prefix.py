@@ -4,7 +4,7 @@ on with it, or on another one; and how much of each turn of a conversation is co
     python -m bench.prefix ~/.cache/paceline/smollm2-135m-instruct --prompt-tokens 2000 --prompts 6 --turns 10
 
 Two hosts with a prefill and a decode worker each, on this machine: they share no memory. Prompts are random token ids,
-sent one after the other. "warm" is what each takes when it comes again with other 32 tokens at its end. Before
+sent one after the other. "warm" is what each takes when it comes again with 32 other tokens at its end. Before
 "elsewhere" the workers of host 0, where all have been computed, end: those of host 1 go on, and its kvtransfer brings
 the prefix over from that of host 0 first.
 """

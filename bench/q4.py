@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--requests", type=int, default=6, help="in each round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
     options = parser.parse_args()
     ending_on_sigterm()
@@ -95,8 +95,8 @@ def main() -> int:
         cells = [f"{statistics.median(each):.1f} ({min(each):.1f}–{max(each):.1f})" for each in (own, other)]
         rows.append([figure, *cells, f"{statistics.median(own) / statistics.median(other):.2f}"])
     print(table(["figure", "ours", "llama.cpp", "ratio"], rows))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1))
     return 0
 
 

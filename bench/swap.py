@@ -76,11 +76,9 @@ async def measure(urls: dict[str, str], rounds: list[Workload]) -> dict[str, Any
             figures["loaded_mib"] = float(_BYTES.findall(metrics)[0]) / 2**20
             if number:
                 found[name].append(figures)
-            elif name == "small":
-                before = buckets(metrics)
             if name == "small":
                 after = buckets(metrics)
-            if name == "small":
+                before = before or after
                 found |= {kind: float(count) for kind, count in _TIMES.findall(metrics)}
     found["swap_in_seconds"] = {bound: count - before[bound] for bound, count in after.items()}
     return found
@@ -111,7 +109,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", default="160MiB", help="a worker's pool with room for what runs")
     parser.add_argument("--large", default="640MiB", help="one with room for all")
-    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
     options = parser.parse_args()
     ending_on_sigterm()
@@ -129,8 +127,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     print(report(found))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1))
     return 0
 
 

@@ -186,12 +186,14 @@ class KVTransferConfig(ServiceConfig):
         "", "instead of --kv-memory, where that is the size of the pools that workers have", "memory"
     )
     kv_disk_size: str = option(
-        "", "size of a file below the shared memory, for blocks that this evicts, e.g. 64GiB; empty has none", "memory"
+        "",
+        "size of a file below the shared memory, for what this evicts, e.g. 64GiB; taken at once, empty has none",
+        "memory",
     )
     kv_disk_dir: str = option("/var/tmp", "folder of that file, on a fast disk", "memory")
     cache_policy: str = option(
         "forecast",
-        "what is evicted first where KV memory is short: forecast (what is least likely to be asked for soon), lru, "
+        "what the shared memory evicts first: forecast (what is least likely to be asked for soon), lru, "
         "arc, priority, or the name of an installed one",
         "memory",
     )
@@ -272,7 +274,7 @@ def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping
 
 def has_pools(config: WorkerConfig | ServeConfig) -> bool:
     """Whether workers compute in pools of their own, above the arena."""
-    return config.kv_pool == "device" or (config.kv_pool == "auto" and config.device != "cpu")
+    return config.kv_pool == "device" or (config.kv_pool == "auto" and config.device.partition(":")[0] != "cpu")
 
 
 def check_numbers(config: ServiceConfig | ServeConfig) -> None:

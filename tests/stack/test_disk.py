@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.stack.processes import serve
+from tests.stack.processes import Stack, serve
 
 MODEL = "smollm2-135m-instruct"
 
@@ -27,12 +28,25 @@ async def test_an_evicted_prompt_comes_back_from_the_disk(
     memory = ["--kv-memory=24MiB"] if pool == "arena" else ["--kv-memory=32MiB", "--kv-tier-memory=24MiB"]
     options = [f"--kv-pool={pool}", *memory, "--kv-disk-size=256MiB", f"--kv-disk-dir={tmp_path}"]
     with serve(tmp_path / "log", MODEL, *options) as stack:
-        first = [complete(stack.url, prompt) for prompt in prompts]
+        first = []
+        for prompt in prompts:
+            first.append(complete(stack.url, prompt))
+            await written(stack, 700 // 16 * len(first))
         assert [cached for cached, _ in first] == [0] * len(prompts)
         again = [complete(stack.url, prompt) for prompt in prompts]  # one context fits into the memory, and no more
         assert [tokens for _, tokens in again] == [tokens for _, tokens in first]
         assert all(cached > 600 for cached, _ in again), again
         await stack.settled()
+
+
+async def written(stack: Stack, blocks: int) -> None:
+    """Waits until the disk has so many."""
+    async with asyncio.timeout(30):
+        while True:
+            (stats,) = (each["stats"] for each in stack.fleet()["workers"] if each["role"] == "kvtransfer")
+            if stats["disk_written_blocks"] >= blocks:
+                return
+            await asyncio.sleep(0.1)
 
 
 def complete(url: str, prompt: list[int]) -> tuple[int, list[int]]:

@@ -196,14 +196,20 @@ class Worker:
     def hash_chain(self, work: pb.Work) -> HashChain:
         return HashChain(self.layout.fingerprint, work.cache_salt)
 
-    async def fetch_prefix(self, work: pb.Work, key: Key, chain: HashChain, token_ids: Sequence[int]) -> bool:
+    async def fetch_prefix(
+        self, work: pb.Work, key: Key, chain: HashChain, token_ids: Sequence[int], source: str
+    ) -> bool:
         """Brings what the disk tier has, and what the gateway believes to be cached elsewhere, before blocks are
-        reserved. Where it does not come, more is computed. Returns False where its source could not be read."""
-        if not (work.prefix_source or self.kv.has_disk) or work.sampling.HasField("prompt_logprobs"):
+        reserved. Where it does not come, more is computed. Returns False where its source could not be read.
+
+        Args:
+            source: address of the other host's kvtransfer service; empty where only the disk is to be asked.
+        """
+        if not (source or self.kv.has_disk) or work.sampling.HasField("prompt_logprobs"):
             return True
         chain.extend(token_ids)
         try:
-            await self.kv.fetch_prefix(key, work.prefix_source, chain.hashes[: (len(token_ids) - 1) // BASE_TOKENS])
+            await self.kv.fetch_prefix(key, source, chain.hashes[: (len(token_ids) - 1) // BASE_TOKENS])
         except BusyError:
             return True  # without room for it there is none for the request either, which is what counts
         except PacelineError as error:

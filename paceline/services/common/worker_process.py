@@ -92,16 +92,15 @@ class WorkerProcess:
             kv = KVClient(config.kvtransfer_address, config.worker_id, role, secret)
             undo.push_async_callback(kv.close)
             arena = await kv.attach(loaded.layout, config.max_model_len or loaded.max_position)
-            memory = map_arena(arena.path, arena.size)
-            tier = torch.frombuffer(memory[: arena.size], dtype=_dtype(config))
-            pool = _kv_memory(config, loaded, tier)
-            turns = _turns(config, role, memory[arena.size :], kv.session)
+            mapped = map_arena(arena.path, arena.size)
+            memory = _kv_memory(config, loaded, torch.frombuffer(mapped[: arena.size], dtype=_dtype(config)))
+            turns = _turns(config, role, mapped[arena.size :], kv.session)
             if turns is not None:
                 kernels.take_turns(turns)
-            max_model_len = _max_model_len(config, loaded, min(arena.slots, pool.slots))
+            max_model_len = _max_model_len(config, loaded, arena.slots, memory.slots)
             steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
             limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
-            worker = Worker(loaded, model_digest(Path(config.model)), pool, kv, limits, turns)
+            worker = Worker(loaded, model_digest(Path(config.model)), memory, kv, limits, turns)
             process = cls(config, role, worker, kv, arena.host_id, secret)
             add_service(process._server.server, worker)
             await process._serve(undo)
@@ -205,7 +204,7 @@ def _load(config: WorkerConfig, kernels: Kernels) -> Loaded:
 
 def _turns(config: WorkerConfig, role: Role, page: memoryview, session: int) -> Turns | None:
     """None where the worker leaves some of the machine's cores to others, or computes elsewhere."""
-    if config.device != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
+    if torch.device(config.device).type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
         return None
     return PrefillTurns(page) if role == "prefill" else DecodeTurns(page, session, config.itl_target_ms / 1000)
 
@@ -224,9 +223,10 @@ def _kv_memory(config: WorkerConfig, loaded: Loaded, arena: torch.Tensor) -> KVM
     return device_memory(loaded.layout, arena, torch.device(config.device), config.kv_memory, context_tokens)
 
 
-def _max_model_len(config: WorkerConfig, loaded: Loaded, slots: int) -> int:
+def _max_model_len(config: WorkerConfig, loaded: Loaded, arena_slots: int, pool_slots: int) -> int:
     """The longest context that the model, the KV memory and the user allow."""
-    layout = loaded.layout
+    layout, slots = loaded.layout, min(arena_slots, pool_slots)
+    option = "--kv-tier-memory" if arena_slots < pool_slots else "--kv-memory"
     wanted = config.max_model_len or loaded.max_position
     if wanted > loaded.max_position:
         raise ConfigError(f"--max-model-len {wanted} is more than the model's {loaded.max_position}")
@@ -236,8 +236,9 @@ def _max_model_len(config: WorkerConfig, loaded: Loaded, slots: int) -> int:
     if fitting < layout.alignment or (config.max_model_len and fitting < wanted):
         raise ConfigError(
             f"the KV memory has room for one context of {max(fitting, 0)} tokens, not {wanted}; "
-            "raise --kv-memory or lower --max-model-len"
+            f"raise {option} or lower --max-model-len"
         )
     if fitting < wanted:
-        log.warning("contexts are limited to %d tokens, because the KV memory has no room for %d", fitting, wanted)
+        why = "contexts are limited to %d tokens, because the KV memory has no room for %d; raise %s"
+        log.warning(why, fitting, wanted, option)
     return fitting

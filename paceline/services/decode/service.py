@@ -74,7 +74,7 @@ class _Attempt:
         self._reporter = Reporter()
 
     async def run(self, commands: Commands) -> None:
-        prefix_came = await self._worker.fetch_prefix(self._work, self._key, self._chain, self._token_ids)
+        prefix_came = await self._fetch_prefix(self._work.prefix_source)
         hold = await self._reserve()
         try:
             self._matcher = await self._worker.matcher(self._work)
@@ -102,6 +102,9 @@ class _Attempt:
             await self._write(worker_pb2.DecodeEvent(finished=finished, report=self._reporter.take(last=True)))
         finally:
             self._worker.retire(self._key)
+
+    async def _fetch_prefix(self, source: str = "") -> bool:
+        return await self._worker.fetch_prefix(self._work, self._key, self._chain, self._token_ids, source)
 
     async def _reserve(self) -> Hold:
         """Blocks for the context and the first tokens to come. Raises BusyError where there are none."""
@@ -205,7 +208,7 @@ class _Attempt:
                     if is_first():
                         # A key is good for one reservation, granted or refused.
                         self._key = self._key._replace(generation=self._key.generation + 1)
-                        await self._worker.fetch_prefix(self._work, self._key, self._chain, self._token_ids)
+                        await self._fetch_prefix()
                         with contextlib.suppress(BusyError):
                             return await self._reserve()
                     await asyncio.sleep(random.uniform(0.01, 0.05))

@@ -22,6 +22,7 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 4
 _REQUEST_TIMES = {
     f"{phase}_{kind}_seconds": (phase, kind) for phase in ("prefill", "decode") for kind in ("model", "other")
 }
+# Of `engine.TIMES`, which a gateway cannot import.
 _STEP_TIMES = ("busy", "bubble", "yielded", "plan", "output")
 _WITHIN = re.compile(r"swap_ins_within_(\d+)ms")
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
@@ -149,7 +150,8 @@ class _FleetCollector(Collector):
             label = [self._model, member.worker_id, member.role]
             up.add_metric(label, float(worker.available and member.state == "ready"))
             for name, value in member.stats.items():
-                stats.add_metric([*label, name], value)
+                if not name.startswith("swap_in"):  # which is a histogram of its own
+                    stats.add_metric([*label, name], value)
             if member.role == "kvtransfer":
                 if total := member.stats.get("blocks_total", 0):
                     used = member.stats.get("blocks_held", 0) + member.stats.get("blocks_in_flight", 0)

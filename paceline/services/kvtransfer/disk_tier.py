@@ -254,7 +254,8 @@ def _open(folder: Path, size: int) -> int:
         try:
             file = os.open(folder, flags | os.O_DIRECT, 0o600)  # the arena is what keeps blocks in memory
         except OSError:
-            file = os.open(folder, flags, 0o600)  # such as a tmpfs of a test
+            file = os.open(folder, flags, 0o600)
+            log.warning("%s takes no direct I/O: what is written there may stay in memory; is it a disk?", folder)
     except OSError as error:
         raise ConfigError(f"cannot make a file in {folder} ({error.strerror}); choose another --kv-disk-dir") from error
     try:

@@ -346,7 +346,7 @@ class Ledger:
         if slots > total:
             raise InvalidRequestError(
                 f"{token_count} tokens take {slots} blocks and the arena has {total}: "
-                "shorten the request or raise --kv-memory"
+                "shorten the request or raise --kv-memory (--kv-tier-memory, where workers have pools)"
             )
 
     def _table(self, hold: Hold, group: int) -> list[int]:

@@ -116,7 +116,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         )
 
     def take_events(self) -> BlockBatch | None:
-        """Blocks that became or ceased to be reusable since the last call."""
+        """Blocks that became or ceased to be reusable since the last call; the disk tier hears of them now, too."""
         memory = self.sessions.memory
         if memory is None or not (events := memory.ledger.take_events()):
             return None

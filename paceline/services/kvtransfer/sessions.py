@@ -181,7 +181,7 @@ class Sessions:
         if slots == 0:
             raise ConfigError(
                 f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "
-                f"{options.kv_memory_bytes}; raise --kv-memory"
+                f"{options.kv_memory_bytes}; raise --kv-memory (--kv-tier-memory, where workers have pools)"
             )
         # A predecessor under another name, or one whose workers had not gone yet when this service started.
         remove_stale_arenas(options.arena_dir)

@@ -99,7 +99,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         if request.host_id == worker.kv.host_id:
             return await worker.kv.open(key), True
         chain, token_ids = worker.hash_chain(work), list(work.token_ids)
-        prefix_came = await worker.fetch_prefix(work, key, chain, token_ids)
+        prefix_came = await worker.fetch_prefix(work, key, chain, token_ids, work.prefix_source)
         hold = await worker.reserve(work, key, chain, token_ids, len(token_ids))
         try:
             return await worker.kv.open(hold.key), prefix_came

@@ -27,9 +27,10 @@ def check_config(config: ServeConfig) -> None:
     check_numbers(config)
     if config.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"--dtype must be auto, bfloat16 or float32, not {config.dtype!r}")
-    for size in (config.kv_memory, config.kv_tier_memory or "auto", config.kv_disk_size or "auto"):
-        if size != "auto":
-            parse_bytes(size)
+    for option, without in (("kv_memory", "auto"), ("kv_tier_memory", "auto"), ("kv_disk_size", "")):
+        text = getattr(config, option)
+        if text not in (without, "") and not parse_bytes(text):
+            raise ConfigError(f"--{option.replace('_', '-')} must not be 0; write it like 512MiB or 4GiB")
     if config.kv_tier_memory and not has_pools(config):
         raise ConfigError(
             "--kv-tier-memory needs --kv-pool device; where workers compute in the arena, that is the tier as well: "
