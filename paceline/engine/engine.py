@@ -252,14 +252,15 @@ class Engine:
         with contextlib.suppress(OSError):  # who is not root copies like everybody else
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) - 10)
         while (errand := self._errands.get()).copies is not None:
-            copies = errand.copies
+            copies, began = errand.copies, time.perf_counter()
             if copies.loads:
                 pool_slots, arena_slots = zip(*copies.loads)
                 self._block_copies.load(arena_slots, pool_slots).wait()
             if copies.stores:
                 pool_slots, arena_slots = zip(*copies.stores)
                 self._block_copies.store(pool_slots, arena_slots).wait()
-            self._inbox.put(partial(self._scheduler.copied, copies, time.perf_counter() - errand.asked))
+            seconds = time.perf_counter() - began
+            self._inbox.put(partial(self._scheduler.copied, copies, seconds, began - errand.asked))
 
     def _end_copying(self) -> None:
         """Once all that was asked for is done."""

@@ -22,6 +22,9 @@ from paceline.engine.step import Event
 _WEIGHT = 0.1
 """Of a new figure in an average."""
 
+_TELLING_LOADS = 4
+"""Of blocks together, at least, that tell how long one takes."""
+
 
 class Move(NamedTuple):
     pool_slot: int
@@ -73,7 +76,7 @@ class Residency(Protocol):
         """What is to be copied since the last call, in order."""
 
     def copied(self, copies: Copies, seconds: float) -> list[Event]:
-        """These have been made, so long after they were taken. Returns what is true now."""
+        """These have been made, in so much time. Returns what is true now."""
 
 
 class InArena:
@@ -115,6 +118,8 @@ class OnDevice:
         self._groups = layout.groups
         self._pool = BlockPool(slots, len(layout.groups))
         self._copies: list[Copies] = []
+        self._refused: Request | None = None
+        """Found no room, and none has come since."""
         self._stores: list[Move] = []
         """Of what was sealed since the last `tell`."""
         self._block_seconds = 0.0
@@ -125,10 +130,13 @@ class OnDevice:
         return self._pool.counts()
 
     def enter(self, request: Request, tokens_per_second: float) -> bool:
+        if request is self._refused:
+            return False  # looking again takes long with long contexts
         blocks = list(self._needed(request))
         found = [self._pool.find(block.group, block.digest) if block.digest else None for block in blocks]
         reused = [slot for slot in found if slot is not None]
         if len(blocks) - len(reused) > self._pool.available(reused):
+            self._refused = request
             return False
         loads = sum(block.filled and slot is None for block, slot in zip(blocks, found))
         if self._is_cheaper_computed(request, loads, tokens_per_second):
@@ -170,7 +178,7 @@ class OnDevice:
     def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
         assert request.pool_tables is not None
         table = request.pool_tables[group]
-        self._pool.give_back(slot for slot in table[:first_kept_block] if slot != NO_SLOT)
+        self._give_back([slot for slot in table[:first_kept_block] if slot != NO_SLOT])
         table[:first_kept_block] = [NO_SLOT] * first_kept_block
 
     def tell(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
@@ -185,7 +193,7 @@ class OnDevice:
 
     def leave(self, request: Request) -> None:
         if request.pool_tables is not None:
-            self._pool.give_back(slots_tail_first(self._groups, request.pool_tables))
+            self._give_back(slots_tail_first(self._groups, request.pool_tables))
             request.pool_tables = None
 
     def take_copies(self) -> list[Copies]:
@@ -194,10 +202,11 @@ class OnDevice:
 
     def copied(self, copies: Copies, seconds: float) -> list[Event]:
         copies.request.copies -= 1
-        self._pool.give_back(move.pool_slot for move in copies.stores)
+        self._give_back([move.pool_slot for move in copies.stores])
         if copies.loads:
             copies.request.loading = False
-            self._block_seconds = _average(self._block_seconds, seconds / len(copies.loads))
+            if len(copies.loads) >= _TELLING_LOADS:
+                self._block_seconds = _average(self._block_seconds, seconds / len(copies.loads))
             for slot, group, digest in copies.names:
                 self._pool.seal(slot, group, digest)
         return copies.events
@@ -214,21 +223,30 @@ class OnDevice:
 
     def _is_cheaper_computed(self, request: Request, loads: int, tokens_per_second: float) -> bool:
         """Whether to compute the context again takes less time than to load so many blocks."""
-        if any(NO_SLOT in table for table in request.tables) or request.sampling.prompt_logprobs is not None:
-            return False  # the beginning has no blocks any more, or was reported already
-        return request.computed_len < loads * self._block_seconds * tokens_per_second
+        if any(group.shape.window for group in self._groups) or request.sampling.prompt_logprobs is not None:
+            return False  # of the beginning not all blocks are there to be computed in, or it was reported already
+        if request.computed_len >= loads * self._block_seconds * tokens_per_second:
+            return False
+        # No load will tell that they have become faster: so the figure does not stand for ever.
+        self._block_seconds *= 1 - _WEIGHT
+        return True
 
     def _store_partial(self, request: Request) -> None:
         assert request.pool_tables is not None
         for number, (group, table) in enumerate(zip(self._groups, request.pool_tables)):
             block, rest = divmod(request.filled_len(number), group.block_tokens)
-            if rest:
+            # One that is sealed is whole there, and others read it; here it is being computed again.
+            if rest and block >= request.sealed_blocks[number]:
                 self._store(Move(table[block], request.tables[number][block]))
 
     def _store(self, move: Move) -> None:
         # Its slot is nobody else's until it is stored, also where the request gives it back before.
         self._pool.share((move.pool_slot,))
         self._stores.append(move)
+
+    def _give_back(self, slots: Sequence[int]) -> None:
+        self._pool.give_back(slots)
+        self._refused = None
 
     def _submit(self, copies: Copies) -> None:
         copies.request.copies += 1

@@ -261,9 +261,9 @@ class Scheduler:
         """What is to be copied between the device's pool and the arena since the last call, in order."""
         return self._residency.take_copies()
 
-    def copied(self, copies: Copies, seconds: float) -> None:
-        """These have been made, so long after they were taken."""
-        self.stats.count_copies(len(copies.loads), len(copies.stores), seconds)
+    def copied(self, copies: Copies, seconds: float, waited_seconds: float) -> None:
+        """These have been made in so much time, after having waited for so long."""
+        self.stats.count_copies(len(copies.loads), len(copies.stores), waited_seconds + seconds)
         self._events += self._residency.copied(copies, seconds)
         self._end_use(copies.request)
 

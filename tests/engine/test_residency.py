@@ -142,10 +142,22 @@ class Wish:
 class Host:
     """A scheduler with everything around it happening in its own time."""
 
-    def __init__(self, layout: KVLayout, pool_slots: int, arena_slots: int, limits: Limits, rng: random.Random) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        pool_slots: int,
+        arena_slots: int,
+        limits: Limits,
+        rng: random.Random,
+        load_seconds: float = 1e-3,
+    ) -> None:
         self.layout = layout
         self.residency = OnDevice(layout, pool_slots)
         self.scheduler = Scheduler(limits, residency=self.residency)
+        self.scheduler.stats.prefill_tokens_per_second = 1e3
+        self._load_seconds = load_seconds
+        self._sealed: dict[int, Memory] = {}
+        """By slot of the arena, what is in blocks that others may read."""
         self.arena = Arena(list(range(arena_slots)))
         self.device = Device(layout, rng)
         self.outputs: dict[str, list[int]] = {}
@@ -185,6 +197,7 @@ class Host:
                 for position in range(first, computed):
                     place = table[position // group.block_tokens], position % group.block_tokens
                     self.arena.content[place] = kv_of(context, position)
+                self._note_sealed(table[first // group.block_tokens : computed // group.block_tokens])
             request = Request(
                 key,
                 list(context),
@@ -224,7 +237,9 @@ class Host:
 
     def _copy(self) -> None:
         if self._copies:
-            copies = self._copies.popleft()
+            first = next((index for index, copies in enumerate(self._copies) if copies.loads), 0)
+            copies = self._copies[first]
+            del self._copies[first]
             for moves, source, target in (
                 (copies.loads, self.arena.content, self.device.pool),
                 ([(arena, pool) for pool, arena in copies.stores], self.device.pool, self.arena.content),
@@ -234,7 +249,21 @@ class Host:
                     for old in [place for place in target if place[0] == to]:
                         del target[old]
                     target.update(own)
-            self.scheduler.copied(copies, 1e-3)
+            for slot, content in self._sealed.items():
+                assert self._content(slot) == content, "a sealed block has changed"
+            self.scheduler.copied(copies, self._load_seconds, 1e-3)
+
+    def _content(self, slot: int) -> Memory:
+        return {place: kv for place, kv in self.arena.content.items() if place[0] == slot}
+
+    def _note_sealed(self, slots: Sequence[int]) -> None:
+        self._sealed |= {slot: self._content(slot) for slot in slots if slot != NO_SLOT}
+
+    def _release(self, key: Key) -> None:
+        for table in self.arena.used[key]:
+            for slot in table:
+                self._sealed.pop(slot, None)
+        self.arena.release(key)
 
     def _take_events(self) -> None:
         for event in self.scheduler.take_events():
@@ -246,22 +275,25 @@ class Host:
                 case Sealed(key, group, first, hashes):
                     size = self.layout.groups[group].block_tokens
                     self._check(key, group, first * size, (first + len(hashes)) * size)
+                    self._note_sealed(self.arena.used[key][group][first : first + len(hashes)])
                 case Filled(key):
                     context = self._contexts[key.request_id]
                     for group in range(len(self.layout.groups)):
                         first = self.layout.groups[group].first_needed_block(len(context) - 1)
                         self._check(key, group, first * self.layout.groups[group].block_tokens, len(context) - 1)
-                    self.arena.release(key)
+                    self._release(key)
                     self.ended.add(key.request_id)
                 case Trimmed(key, group, first_kept):
+                    for slot in self.arena.used[key][group][:first_kept]:
+                        self._sealed.pop(slot, None)
                     self.arena.trim(key, group, first_kept)
                 case Removed(key):
                     self._check_untouched(key)
-                    self.arena.release(key)
+                    self._release(key)
                     self.ended.add(key.request_id)
                 case Preempted(key, request):
                     self._check_untouched(key)
-                    self.arena.release(key)
+                    self._release(key)
                     prompt, max_tokens = request.token_ids[: request.prompt_len], request.sampling.max_tokens
                     again = Wish(prompt, max_tokens, adopted=False, leaves=request.only_first_token)
                     self._waiting.append((key._replace(generation=key.generation + 1), request.token_ids, again))
@@ -299,14 +331,23 @@ class Host:
     budget=st.integers(1, 64),
     rows=st.integers(1, 8),
     drafts=st.integers(0, 3),
+    load_seconds=st.sampled_from([1e-3, 1e3]),
     seed=st.integers(0, 1 << 20),
 )
 def test_nothing_is_mixed_up_on_a_small_pool(
-    layout: KVLayout, wishes: list[Wish], spare: int, arena: int, budget: int, rows: int, drafts: int, seed: int
+    layout: KVLayout,
+    wishes: list[Wish],
+    spare: int,
+    arena: int,
+    budget: int,
+    rows: int,
+    drafts: int,
+    load_seconds: float,
+    seed: int,
 ) -> None:
     least = layout.slots_for(90 + 120 + 64)
     limits = Limits(budget, 4096, min(rows, budget), drafts)
-    host = Host(layout, least + spare, least + spare + arena, limits, random.Random(seed))
+    host = Host(layout, least + spare, least + spare + arena, limits, random.Random(seed), load_seconds)
     host.run(wishes)
     for index, wish in enumerate(wishes):
         context = list(wish.prompt)
@@ -337,7 +378,7 @@ def test_what_is_loaded_more_slowly_than_computed_is_computed(
     load_seconds: float, tokens_per_second: float, sampling: dict[str, int], computes: bool
 ) -> None:
     residency = OnDevice(FULL, 64)
-    assert residency.enter(filled_request("first", 40), tokens_per_second)
+    assert residency.enter(filled_request("first", 80), tokens_per_second)
     (copies,) = residency.take_copies()
     residency.copied(copies, load_seconds)
     request = filled_request("second", 40, **sampling)

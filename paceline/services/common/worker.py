@@ -268,7 +268,8 @@ class Worker:
         self.kv.use(request.key)
         events = EventStream()
         self._streams[request.key] = events
-        self._left_tokens[request.key] = len(request.token_ids) - request.computed_len
+        # The newest token of one that is decoded is never told as computed.
+        self._left_tokens[request.key] = len(request.token_ids) - 1 - request.computed_len
         self.engine.add(request)
         return events
 

@@ -31,7 +31,8 @@ from paceline.services.kvtransfer.transport import ArenaMemory
 
 _WAITING = 4096
 """Blocks that may wait to be written; the oldest are left out."""
-_READERS = 4
+READERS = 4
+"""Blocks that are read at the same time."""
 PROMOTION_SECONDS = 2.0
 """For all of a prefix; its request waits, and could have been computed instead."""
 
@@ -74,11 +75,14 @@ class DiskTier:
         self._pool = BlockPool(slots, groups)
         self._digests: dict[int, bytes] = {}
         """By slot of the file."""
+        self._damaged: set[int] = set()
+        """Slots whose block could not be read back; they are not found until they are written again."""
         self._memory = memory
         self._find = find
+        self._complained = False
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=_WAITING)
         self._wake = asyncio.Event()
-        self._threads = ThreadPoolExecutor(1 + _READERS, thread_name_prefix="disk")
+        self._threads = ThreadPoolExecutor(1 + READERS, thread_name_prefix="disk")
         self._buffer = mmap.mmap(-1, memory.slot_bytes)  # whole pages, as direct I/O asks for
 
         self._writer = asyncio.create_task(self._write_behind(), name="disk tier")
@@ -95,7 +99,8 @@ class DiskTier:
 
     def find(self, group: int, digest: bytes) -> int | None:
         """The slot of the file with a block."""
-        return self._pool.find(group, digest)
+        slot = self._pool.find(group, digest)
+        return None if slot in self._damaged else slot
 
     @property
     def blocks(self) -> int:
@@ -150,15 +155,20 @@ class DiskTier:
         (place,) = self._pool.take(1)
         try:
             self._digests[place] = await self._in_thread(self._store, place)
+            self._damaged.discard(place)
             self._pool.seal(place, group, digest)
             self.written_blocks += 1
+            self._complained = False
         except OSError as error:
-            log.warning("a block could not be written to the disk tier: %s", error)
+            if not self._complained:  # once, not for every block of a disk that takes none
+                log.warning("blocks cannot be written to the disk tier: %s", error)
+            self._complained = True
         finally:
             self._pool.give_back([place])
 
     def _store(self, place: int) -> bytes:
-        os.pwrite(self._file, self._buffer, place * self._memory.slot_bytes)
+        if os.pwrite(self._file, self._buffer, place * self._memory.slot_bytes) != len(self._buffer):
+            raise OSError("the disk took a part of it only")
         with memoryview(self._buffer) as view:
             return digest_of(view)
 
@@ -168,9 +178,10 @@ class DiskTier:
             count = os.preadv(self._file, [target], place * self._memory.slot_bytes)
         except OSError as error:
             log.warning("a block could not be read from the disk tier: %s", error)
-            return False
+            count = 0
         if count != len(target) or digest_of(target) != self._digests[place]:
             self.damaged_blocks += 1
+            self._damaged.add(place)
             return False
         self.read_blocks += 1
         return True
@@ -180,13 +191,16 @@ class DiskTier:
 
 
 async def _all_done(futures: Iterable[asyncio.Future[Any]]) -> None:
-    """Waits for threads, also where it is cancelled, which it is only when they are done."""
+    """Waits for threads. Where it is cancelled, however often, it is so only when they are done."""
     waiting = asyncio.gather(*futures, return_exceptions=True)
-    try:
-        await asyncio.shield(waiting)
-    except asyncio.CancelledError:
-        await waiting
-        raise
+    cancelled = False
+    while not waiting.done():
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 class Promotions:
@@ -239,12 +253,17 @@ class Promotions:
             places += [(number, index) for index in range(first, group.blocks_for(length))]
         strides = [group.block_tokens // BASE_TOKENS for group in self._layout.groups]
         names = [hashes[(index + 1) * strides[number] - 1] for number, index in places]
-        came = await self._disk.read(
-            [(number, name, hold.tables[number][index]) for (number, index), name in zip(places, names)]
-        )
-        for (number, index), name, is_here in zip(places, names, came):
-            if is_here:
-                self._ledger.seal(TRANSFER, hold.key, number, index, [name], self._clock())
+        wanted = [(number, index, name) for (number, index), name in zip(places, names)]
+        # Few at a time, from the beginning of the context on: what has come in time is not in vain.
+        wanted.sort(key=lambda block: (block[1] + 1) * self._layout.groups[block[0]].block_tokens)
+        for first in range(0, len(wanted), READERS):
+            part = wanted[first : first + READERS]
+            came = await self._disk.read([(number, name, hold.tables[number][index]) for number, index, name in part])
+            for (number, index, name), is_here in zip(part, came):
+                if is_here:
+                    self._ledger.seal(TRANSFER, hold.key, number, index, [name], self._clock())
+            if not all(came):
+                return
 
 
 def _open(folder: Path, size: int) -> int:

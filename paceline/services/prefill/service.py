@@ -15,6 +15,7 @@ from paceline.services.common.event_stream import EventStream, RequestEvent
 from paceline.services.common.kv_client import Hold
 from paceline.services.common.reports import Reporter
 from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
 from paceline.services.common.worker import Worker
 
@@ -77,7 +78,12 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 worker.retire(hold.key)
                 return
             # The client gets its first token and the decode worker its blocks, by ways of their own.
-            filled, _ = await asyncio.gather(self._fill(hold, work, events, batch), telling)
+            filling = asyncio.create_task(self._fill(hold, work, events, batch), name="fill")
+            try:
+                await telling
+                filled = await filling
+            finally:
+                await end_tasks(filling)
         except BaseException:
             worker.retire(hold.key)
             raise

@@ -96,6 +96,7 @@ async def test_a_damaged_block_is_a_miss(arena: Arena, tmp_path: Path) -> None:
     os.pwrite(tier._file, arena.memory.slot(1), place * SLOT)
     assert await tier.read([(0, name(3), 5)]) == [False]
     assert tier.damaged_blocks == 1
+    assert tier.find(0, name(3)) is None
     await tier.close()
 
 
