@@ -63,6 +63,10 @@ class HostBlocks:
         self.next_event = max(self.next_event, batch.first + len(batch.events))
         return True
 
+    @property
+    def fingerprint(self) -> str:
+        return self._layout.fingerprint
+
     def cached_tokens(self, context: Context, most: int) -> int:
         """Tokens at the front of a context that can be reused, by the rule of the host's own service."""
         hashes = context.hashes(self._layout.fingerprint)
@@ -95,6 +99,10 @@ class PrefixIndex:
         """What a host has told all. False where it has to be asked for the rest."""
         host = self._hosts.get(batch.host_id)
         return host is not None and host.apply(batch)
+
+    def layouts(self) -> Mapping[str, str]:
+        """By host, the fingerprint of its blocks."""
+        return {name: host.fingerprint for name, host in self._hosts.items()}
 
     def cached_tokens(self, context: Context, most: int) -> Mapping[str, int]:
         """By host, how many tokens at the front of a context it has, `most` at most; without hosts that have none."""

@@ -147,6 +147,7 @@ class RequestRunner:
                 context_tokens,
                 prompt_tokens=len(progress.context.token_ids),
                 cached=cached,
+                layouts=self._prefixes.layouts(),
                 refused=refused,
                 failed=progress.failed,
                 cut=self._fleet.links.cut(),

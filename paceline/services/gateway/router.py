@@ -50,6 +50,8 @@ class Need:
     """Those that are there already: their KV has to come from somewhere."""
     cached: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """By host, how many of these it has; a hint."""
+    layouts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """By host, the fingerprint of its blocks, as far as it is known."""
     refused: frozenset[str] = frozenset()
     """Workers that have just said that they are full: not asked again."""
     failed: frozenset[str] = frozenset()
@@ -226,9 +228,13 @@ def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
 
 def _source(need: Need, way: _Way) -> str:
     """The host that has the most of the context cached, and more than the computing worker's; "" where none has."""
-    here = way.computing.member.host_id
-    reachable = [(tokens, host) for host, tokens in need.cached.items() if (host, here) not in need.cut]
-    tokens, host = max(reachable, default=(0, ""))
+    here, layout = way.computing.member.host_id, way.computing.member.layout
+    readable = [
+        (tokens, host)
+        for host, tokens in need.cached.items()
+        if (host, here) not in need.cut and need.layouts.get(host, layout) == layout
+    ]
+    tokens, host = max(readable, default=(0, ""))
     return host if tokens > need.cached.get(here, 0) else ""
 
 

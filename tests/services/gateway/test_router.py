@@ -159,6 +159,11 @@ def test_a_prefix_is_brought_from_a_host_without_workers() -> None:
     found = place(prompt(2000, gone=1600, other=1024), [Candidate(m) for m in two_hosts()])
     assert found is not None
     assert (found.source, found.cached_tokens) == ("gone", 1600)
+    # Blocks of another layout are of no use here.
+    need = dataclasses.replace(prompt(2000, gone=1600, other=1024), layouts={"gone": "another", "other": "m"})
+    found = place(need, [Candidate(m) for m in two_hosts()])
+    assert found is not None
+    assert (found.source, found.cached_tokens) == ("other", 1024)
     alone = place(prompt(2000, gone=1600), [Candidate(member("d"))])
     assert alone is not None
     assert (alone.prefill, alone.source, alone.cached_tokens) == (None, "gone", 1600)
