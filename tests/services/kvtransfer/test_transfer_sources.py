@@ -47,7 +47,8 @@ async def test_damaged_blocks_are_never_handed_over(tmp_path: Path, fallback: bo
             assert (await failure(call)).code() is grpc.StatusCode.DATA_LOSS
             assert (await two.destination.ledger()).cached == 0
             assert not shut_paths(two)  # the blocks may have been others' by then
-            await two.end(reserved.key)
+            # Where the reader had gone before the prompt was filled, it is for the prefill worker to give it back.
+            await two.end(reserved.key, opened.key)
 
 
 class Liar(pb_grpc.KVTransferServicer):
