@@ -1,0 +1,307 @@
+"""A scheduler above toy memories that remember what was computed; everything around it happens in its own time."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import NO_SLOT, GroupShape, KVLayout, make_layout
+from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.request import Request
+from paceline.engine.residency import Copies, OnDevice
+from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.step import (
+    Chunk,
+    ChunkResult,
+    Filled,
+    Joined,
+    NeedsBlocks,
+    Preempted,
+    Removed,
+    Sampled,
+    Sealed,
+    Step,
+    StepResult,
+    Trimmed,
+)
+
+FULL = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
+MIXED = make_layout(
+    (GroupShape("sliding", tuple(range(4)), 1, 8, window=40), GroupShape("full", (4,), 1, 8)), 4, "test"
+)
+
+Memory = dict[tuple[int, int], int]
+"""By slot and place in the block: the KV of a token, which is a function of its whole context."""
+
+
+def kv_of(context: Sequence[int], position: int) -> int:
+    return hash(tuple(context[: position + 1]))
+
+
+def next_token(context: Sequence[int]) -> int:
+    return (sum(context) * 31 + len(context)) % 1000
+
+
+class Device:
+    """Computes from what is in the pool, and nothing else, once it comes to it."""
+
+    def __init__(self, layout: KVLayout, rng: random.Random) -> None:
+        self.pool: Memory = {}
+        self._layout = layout
+        self._rng = rng
+        self._contexts: dict[int, list[int]] = {}
+        self._limits: dict[int, int] = {}
+        self._tables: dict[int, list[list[int]]] = {}
+
+    def execute(self, step: Step) -> StepResult:
+        for update in step.updates:
+            if isinstance(update, Joined):
+                self._contexts[update.row], self._limits[update.row] = list(update.token_ids), update.limit
+            self._tables[update.row] = update.tables
+        return StepResult([self._compute(chunk) for chunk in step.chunks], seconds=1e-3)
+
+    def _compute(self, chunk: Chunk) -> ChunkResult:
+        context, limit = self._contexts[chunk.row], self._limits[chunk.row]
+        if not chunk.follows:
+            for position in range(chunk.start, chunk.end):
+                self._token(chunk.row, context, position)
+            if not chunk.samples:
+                return ChunkResult()
+            most = 1
+        else:
+            most = min(chunk.length, limit - len(context))
+        tokens: list[Token] = []
+        for _ in range(self._rng.randint(1, most) if most else 0):
+            if chunk.follows:
+                self._token(chunk.row, context, len(context) - 1)
+            context.append(next_token(context))
+            tokens.append(Token(context[-1]))
+        return ChunkResult(tokens, max(most - 1, 0))
+
+    def _token(self, row: int, context: list[int], position: int) -> None:
+        """Reads what the token sees, and writes its own."""
+        for group, table in zip(self._layout.groups, self._tables[row]):
+            first = max(0, position - group.shape.window + 1) if group.shape.window else 0
+            for seen in range(first, position):
+                place = table[seen // group.block_tokens], seen % group.block_tokens
+                assert self.pool[place] == kv_of(context, seen), f"{position} sees another content at {seen}"
+            self.pool[table[position // group.block_tokens], position % group.block_tokens] = kv_of(context, position)
+
+
+@dataclass
+class Arena:
+    """Blocks for requests, which are cleared as soon as they are given back."""
+
+    free: list[int]
+    content: Memory = field(default_factory=dict)
+    used: dict[Key, list[list[int]]] = field(default_factory=dict)
+
+    def take(self, layout: KVLayout, key: Key, tokens: int) -> bool:
+        tables = self.used.get(key, [[] for _ in layout.groups])
+        missing = [max(0, group.blocks_for(tokens) - len(table)) for group, table in zip(layout.groups, tables)]
+        if sum(missing) > len(self.free):
+            return False
+        for table, count in zip(tables, missing):
+            table += [self.free.pop() for _ in range(count)]
+        self.used[key] = tables
+        return True
+
+    def trim(self, key: Key, group: int, first_kept: int) -> None:
+        table = self.used[key][group]
+        self._clear(table[:first_kept])
+        table[:first_kept] = [NO_SLOT] * first_kept
+
+    def release(self, key: Key) -> None:
+        for table in self.used.pop(key):
+            self._clear(table)
+
+    def _clear(self, slots: Sequence[int]) -> None:
+        gone = {slot for slot in slots if slot != NO_SLOT}
+        self.free += gone
+        self.content = {place: kv for place, kv in self.content.items() if place[0] not in gone}
+
+
+@dataclass
+class Wish:
+    prompt: list[int]
+    max_tokens: int
+    adopted: bool
+    """Its prompt is in the arena already, but for the last token."""
+    leaves: bool
+    """It goes after its first token, and its blocks are handed over."""
+
+
+class Host:
+    """A scheduler with everything around it happening in its own time."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        pool_slots: int,
+        arena_slots: int,
+        limits: Limits,
+        rng: random.Random,
+        load_seconds: float = 1e-3,
+    ) -> None:
+        self.layout = layout
+        self.residency = OnDevice(layout, pool_slots)
+        self.scheduler = Scheduler(limits, residency=self.residency)
+        self.scheduler.stats.prefill_tokens_per_second = 1e3
+        self._load_seconds = load_seconds
+        self._sealed: dict[int, Memory] = {}
+        """By slot of the arena, what is in blocks that others may read."""
+        self.arena = Arena(list(range(arena_slots)))
+        self.device = Device(layout, rng)
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: set[str] = set()
+        self._rng = rng
+        self._steps: deque[Step] = deque()
+        self._results: deque[tuple[Step, StepResult]] = deque()
+        self._copies: deque[Copies] = deque()
+        self._asks: list[NeedsBlocks] = []
+        self._contexts: dict[str, list[int]] = {}
+        self._waiting: list[tuple[Key, list[int], Wish]] = []
+
+    def run(self, wishes: Sequence[Wish]) -> None:
+        for index, wish in enumerate(wishes):
+            self.outputs[str(index)] = []
+            self._waiting.append((Key(str(index), 1, 1), list(wish.prompt), wish))
+        for _ in range(30_000):
+            self._admit()
+            for act in self._rng.sample([self._answer, self._plan, self._compute, self._apply, self._copy], 5):
+                if self._rng.random() < 0.6:
+                    act()
+            self._take_events()
+            if len(self.ended) == len(wishes) and not self.arena.used:
+                return
+        raise AssertionError("it does not come to an end")
+
+    def _admit(self) -> None:
+        while self._waiting and not self._asks:  # those that are running come first
+            key, context, wish = self._waiting[0]
+            if not self.arena.take(self.layout, key, len(context) + 1):
+                return
+            self._waiting.pop(0)
+            tables = [list(table) for table in self.arena.used[key]]
+            computed = len(context) - 1 if wish.adopted else 0
+            for group, table in zip(self.layout.groups, tables):
+                first = group.first_needed_block(computed) * group.block_tokens
+                for position in range(first, computed):
+                    place = table[position // group.block_tokens], position % group.block_tokens
+                    self.arena.content[place] = kv_of(context, position)
+                self._note_sealed(table[first // group.block_tokens : computed // group.block_tokens])
+            request = Request(
+                key,
+                list(context),
+                len(wish.prompt),
+                SamplingParams(max_tokens=wish.max_tokens),
+                self.layout,
+                HashChain("x"),
+                tables,
+                computed,
+                wish.leaves,
+            )
+            self._contexts[key.request_id] = request.token_ids
+            self.scheduler.add(request)
+
+    def _answer(self) -> None:
+        if self._asks:
+            ask = self._asks.pop(0)
+            if ask.key in self.arena.used and self.arena.take(self.layout, ask.key, ask.token_count):
+                self.scheduler.grow(ask.key, [list(table) for table in self.arena.used[ask.key]])
+            else:
+                self.scheduler.starve(ask.key)
+
+    def _plan(self) -> None:
+        if len(self._steps) + len(self._results) < 2 and (step := self.scheduler.plan()):
+            self._steps.append(step)
+        self._copies += self.scheduler.take_copies()
+
+    def _compute(self) -> None:
+        if self._steps:
+            step = self._steps.popleft()
+            self._results.append((step, self.device.execute(step)))
+
+    def _apply(self) -> None:
+        if self._results:
+            self.scheduler.apply(*self._results.popleft())
+            self._copies += self.scheduler.take_copies()
+
+    def _copy(self) -> None:
+        if self._copies:
+            first = next((index for index, copies in enumerate(self._copies) if copies.loads), 0)
+            copies = self._copies[first]
+            del self._copies[first]
+            for moves, source, target in (
+                (copies.loads, self.arena.content, self.device.pool),
+                ([(arena, pool) for pool, arena in copies.stores], self.device.pool, self.arena.content),
+            ):
+                for to, begin in moves:
+                    own = {(to, place): kv for (slot, place), kv in source.items() if slot == begin}
+                    for old in [place for place in target if place[0] == to]:
+                        del target[old]
+                    target.update(own)
+            for slot, content in self._sealed.items():
+                assert self._content(slot) == content, "a sealed block has changed"
+            self.scheduler.copied(copies, self._load_seconds, 1e-3)
+
+    def _content(self, slot: int) -> Memory:
+        return {place: kv for place, kv in self.arena.content.items() if place[0] == slot}
+
+    def _note_sealed(self, slots: Sequence[int]) -> None:
+        self._sealed |= {slot: self._content(slot) for slot in slots if slot != NO_SLOT}
+
+    def _release(self, key: Key) -> None:
+        for table in self.arena.used[key]:
+            for slot in table:
+                self._sealed.pop(slot, None)
+        self.arena.release(key)
+
+    def _take_events(self) -> None:
+        for event in self.scheduler.take_events():
+            match event:
+                case Sampled(key, token, reason):
+                    self.outputs[key.request_id].append(token.id)
+                    if reason is not None:
+                        self.scheduler.remove(key)
+                case Sealed(key, group, first, hashes):
+                    size = self.layout.groups[group].block_tokens
+                    self._check(key, group, first * size, (first + len(hashes)) * size)
+                    self._note_sealed(self.arena.used[key][group][first : first + len(hashes)])
+                case Filled(key):
+                    context = self._contexts[key.request_id]
+                    for group in range(len(self.layout.groups)):
+                        first = self.layout.groups[group].first_needed_block(len(context) - 1)
+                        self._check(key, group, first * self.layout.groups[group].block_tokens, len(context) - 1)
+                    self._release(key)
+                    self.ended.add(key.request_id)
+                case Trimmed(key, group, first_kept):
+                    for slot in self.arena.used[key][group][:first_kept]:
+                        self._sealed.pop(slot, None)
+                    self.arena.trim(key, group, first_kept)
+                case Removed(key):
+                    self._check_untouched(key)
+                    self._release(key)
+                    self.ended.add(key.request_id)
+                case Preempted(key, request):
+                    self._check_untouched(key)
+                    self._release(key)
+                    prompt, max_tokens = request.token_ids[: request.prompt_len], request.sampling.max_tokens
+                    again = Wish(prompt, max_tokens, adopted=False, leaves=request.only_first_token)
+                    self._waiting.append((key._replace(generation=key.generation + 1), request.token_ids, again))
+                case NeedsBlocks():
+                    self._asks.append(event)
+
+    def _check(self, key: Key, group: int, first: int, end: int) -> None:
+        """The arena has the KV of these tokens."""
+        table, size = self.arena.used[key][group], self.layout.groups[group].block_tokens
+        context = self._contexts[key.request_id]
+        for position in range(first, end):
+            assert self.arena.content[table[position // size], position % size] == kv_of(context, position)
+
+    def _check_untouched(self, key: Key) -> None:
+        assert all(key != chunk.request.key for step in self._steps for chunk in step.chunks)
+        assert all(key != copies.request.key for copies in self._copies)
