@@ -15,9 +15,7 @@ from paceline.core.types import Key, SamplingParams
 from paceline.engine.request import Request
 from paceline.engine.residency import InArena, OnDevice
 from paceline.engine.scheduler import Limits
-from paceline.engine.step import (
-    Filled,
-)
+from paceline.engine.step import Filled
 from tests.engine.toy_host import FULL, MIXED, Host, Wish, next_token
 
 
