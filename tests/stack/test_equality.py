@@ -32,7 +32,6 @@ STACKS: dict[str, tuple[str, ...]] = {
         "--max-seqs=32",
     ),
     "aggregated, drafts": ("--prefill=0", f"--speculative-config={DRAFTS}"),
-    "pools of their own": ("--kv-pool=device", "--kv-memory=32MiB", "--kv-tier-memory=256MiB"),
 }
 
 
