@@ -24,6 +24,7 @@ _INTEGERS = {
     FieldDescriptor.TYPE_UINT32: _UNSIGNED,
     FieldDescriptor.TYPE_UINT64: _WIDE,
     FieldDescriptor.TYPE_INT32: (0, 1, -1, 2**31 - 1, -(2**31)),
+    FieldDescriptor.TYPE_SINT32: (0, 1, -1, 2**31 - 1, -(2**31)),
     FieldDescriptor.TYPE_INT64: (0, 1, -1, 2**63 - 1, -(2**63)),
 }
 
