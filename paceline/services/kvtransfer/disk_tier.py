@@ -84,7 +84,6 @@ class DiskTier:
         self._wake = asyncio.Event()
         self._threads = ThreadPoolExecutor(1 + READERS, thread_name_prefix="disk")
         self._buffer = mmap.mmap(-1, memory.slot_bytes)  # whole pages, as direct I/O asks for
-
         self._writer = asyncio.create_task(self._write_behind(), name="disk tier")
 
     async def close(self) -> None:
