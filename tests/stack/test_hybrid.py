@@ -76,8 +76,10 @@ async def test_tokens_are_those_of_transformers_also_behind_a_cached_prefix(
     with serve(tmp_path / "log", str(model), "--dtype=float32", *options) as stack:
         cold = await complete_all(stack.url, ASKED)
         assert [tokens for tokens, _ in cold] == expected
+        # In little memory it may have had to go; then it comes back.
+        (back,) = await complete_all(stack.url, ASKED[7:8])
         (warm,) = await complete_all(stack.url, ASKED[7:8])
-        assert warm[0] == expected[7]
+        assert back[0] == warm[0] == expected[7]
         # All but the last piece of a prompt of 540 tokens.
         assert warm[1] == 512
         await stack.settled()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc.aio
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
+from paceline.services.common.rpc import RpcServer, heeding_cancellation, is_cancelled, mapped_errors, unmapped_error
+from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.transport import ArenaMemory, Source
 
@@ -129,3 +132,37 @@ async def _fill(block: memoryview, pieces: AsyncIterator[bytes]) -> None:
             raise UnavailableError(f"{len(piece)} bytes came where {len(block) - done} of a block were left")
         block[done : done + len(piece)] = piece
         done += len(piece)
+
+
+@contextlib.asynccontextmanager
+async def serving_alone(
+    memory: ArenaMemory, silence_seconds: float = SILENCE_SECONDS
+) -> AsyncIterator[tuple[GrpcTransport, str]]:
+    """A transport on a server of its own on this machine, and its address: to be tested without the service.
+
+    The offer's token alone guards this memory.
+    """
+    secret = Secret()
+    channels = Channels(secret)
+    transport = GrpcTransport(memory, channels, silence_seconds)
+    server = RpcServer("127.0.0.1", 0, secret)
+    reads = _Reads(transport)  # type: ignore[abstract]  # nothing else is asked of it
+    pb_grpc.add_KVTransferServicer_to_server(reads, server.server)
+    address = f"127.0.0.1:{await server.start()}"
+    try:
+        yield transport, address
+    finally:
+        await transport.close()
+        await channels.close()
+        await server.close(0)
+
+
+class _Reads(pb_grpc.KVTransferServicer):
+    """As much of the service as the transport needs."""
+
+    def __init__(self, transport: GrpcTransport) -> None:
+        self._transport = transport
+
+    async def Read(self, request: pb.ReadRequest, context: Any) -> None:  # type: ignore[override]
+        async with mapped_errors(context):
+            await self._transport.send(request, context.write)

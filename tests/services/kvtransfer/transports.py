@@ -13,17 +13,11 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
-from paceline.proto import kvtransfer_pb2 as pb
-from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.rpc import RpcServer, mapped_errors
-from paceline.services.common.secret import Secret
-from paceline.services.kvtransfer.channels import Channels
-from paceline.services.kvtransfer.grpc_transport import GrpcTransport
+from paceline.services.kvtransfer.grpc_transport import serving_alone
 from paceline.services.kvtransfer.transport import ArenaMemory, Transport
 from paceline.services.kvtransfer.ucx import UcxTransport
 from paceline.services.kvtransfer.ucx_worker import load_ucx
@@ -43,30 +37,8 @@ async def ucx(memory: ArenaMemory) -> AsyncIterator[tuple[Transport, str]]:
         await transport.close()
 
 
-class _Reads(pb_grpc.KVTransferServicer):
-    """As much of the service as the transport needs."""
-
-    def __init__(self, transport: GrpcTransport) -> None:
-        self._transport = transport
-
-    async def Read(self, request: pb.ReadRequest, context: Any) -> None:  # type: ignore[override]
-        async with mapped_errors(context):
-            await self._transport.send(request, context.write)
-
-
-@contextlib.asynccontextmanager
-async def grpc(memory: ArenaMemory) -> AsyncIterator[tuple[Transport, str]]:
-    channels = Channels(Secret())
-    transport = GrpcTransport(memory, channels, SILENCE_SECONDS)
-    server = RpcServer("127.0.0.1", 0, Secret())
-    pb_grpc.add_KVTransferServicer_to_server(_Reads(transport), server.server)
-    address = f"127.0.0.1:{await server.start()}"
-    try:
-        yield transport, address
-    finally:
-        await transport.close()
-        await channels.close()
-        await server.close(0)
+def grpc(memory: ArenaMemory) -> AbstractAsyncContextManager[tuple[Transport, str]]:
+    return serving_alone(memory, SILENCE_SECONDS)
 
 
 # A new transport is added here.
