@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 import transformers
 
+_SHORT = 64
+"""Tokens."""
+
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):",
@@ -50,19 +53,29 @@ def tokenize(folder: Path, prompts: tuple[str, ...]) -> list[list[int]]:
 
 
 def generate(folder: Path, prompts: tuple[str, ...], max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the prompts, and greedy tokens behind each up to its end or `max_tokens`, in fp32, all together."""
+    """Token ids of the prompts, and greedy tokens behind each up to its end or `max_tokens`, in fp32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    inputs = tokenize(folder, prompts)
-    longest = max(map(len, inputs))
+    inputs, outputs = tokenize(folder, prompts), [list[int]()] * len(prompts)
+    # Together, but so that short prompts are not padded to the length of long ones.
+    short = [index for index, prompt in enumerate(inputs) if len(prompt) <= _SHORT]
+    for batch in (short, [index for index in range(len(prompts)) if index not in short]):
+        if batch:
+            for index, tokens in zip(batch, _generate(model, [inputs[index] for index in batch], max_tokens)):
+                outputs[index] = tokens
+    return inputs, outputs
+
+
+def _generate(model: transformers.PreTrainedModel, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    longest = max(map(len, prompts))
     generated = model.generate(
-        torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in inputs]),
-        attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in inputs]),
+        torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts]),
+        attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
         max_new_tokens=max_tokens,
         do_sample=False,
         pad_token_id=0,
     )
     ends = model.generation_config.eos_token_id
-    return inputs, [_until(row, ends if isinstance(ends, list) else [ends]) for row in generated[:, longest:].tolist()]
+    return [_until(row, ends if isinstance(ends, list) else [ends]) for row in generated[:, longest:].tolist()]
 
 
 def _until(tokens: list[int], ends: list[int]) -> list[int]:
