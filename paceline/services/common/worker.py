@@ -314,10 +314,25 @@ class Worker:
                     if key in self._left_tokens:
                         self._left_tokens[key] = max(0, self._left_tokens[key] - length)
                     self._tell(key, event)
-                case Sampled(key) | Filled(key) | Scored(key):
+                case Filled():
+                    self._fill(event)
+                case Sampled(key) | Scored(key):
                     self._tell(key, event)
                 case Failed(key, message):
                     self._tell(key, ConstraintError(message))
+
+    def _fill(self, filled: Filled) -> None:
+        """Gives the blocks away as soon as all that was computed is in them. The handler hears of it when that is done:
+        it has the first token to report meanwhile, for which decode's blocks do not wait."""
+        if (stream := self._streams.get(filled.key)) is None:
+            return  # it is on its way out of the engine, and what it holds will be released
+        log.info("prefilled %d tokens", filled.length, extra={"request_id": filled.key.request_id})
+
+        def tell(done: asyncio.Future[None]) -> None:
+            error = done.exception()
+            stream.put(error if isinstance(error, PacelineError) else filled)
+
+        self.kv.fill(filled.key, filled.length, stream.traceparent).add_done_callback(tell)
 
     def _tell(self, key: Key, event: RequestEvent | PacelineError) -> None:
         if stream := self._streams.get(key):
