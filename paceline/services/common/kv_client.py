@@ -147,8 +147,9 @@ class KVClient:
 
         Takes as long as the prompt does. Where it fails or is cancelled, releasing `key` ends the hold in either case.
         """
-        request = pb.AdoptRequest(session=self.session, key=key_to_pb(key))
-        hold = await self._answer(self._session.stub.Adopt(request, metadata=trace_headers()))
+        adopt = pb.Operation(adopt=pb.Adopt(key=key_to_pb(key)), traceparent=traceparent())
+        (result,) = (await self._session.call([adopt])).results
+        hold = _checked(result).hold
         if not self.holds(key):
             raise StaleError(f"the blocks of {key} were lost while they changed hands")
         self._holds.keep(hold)

@@ -61,7 +61,7 @@ def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float
     try:
         hold = _call(ledger, session, operation, now)
     except PacelineError as error:
-        return _refused(error), None
+        return refused(error), None
     if hold is None:
         return pb.Result(), None
     extra = {"request_id": hold.key.request_id}
@@ -107,19 +107,19 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
 def _renew(ledger: Ledger, session: int, message: pb.Renew, now: float) -> pb.Result:
     """Renews what can be renewed. The code is that of the first hold that cannot; `lost` names all of them."""
     if len(message.keys) > _MAX_KEYS:
-        return _refused(InvalidRequestError(f"a renewal may have {_MAX_KEYS} keys, not {len(message.keys)}"))
+        return refused(InvalidRequestError(f"a renewal may have {_MAX_KEYS} keys, not {len(message.keys)}"))
     result = pb.Result()
     for key in message.keys:
         try:
             ledger.renew(session, key_of(key), now)
         except PacelineError as error:
             if not result.lost:
-                result.MergeFrom(_refused(error))
+                result.MergeFrom(refused(error))
             result.lost.append(key)
     return result
 
 
-def _refused(error: PacelineError) -> pb.Result:
+def refused(error: PacelineError) -> pb.Result:
     return pb.Result(code=next(code for kind, code in _CODES if isinstance(error, kind)), message=str(error))
 
 
