@@ -363,7 +363,7 @@ class Result(_message.Message):
     """What is wrong and what to do, where code is not OK."""
     @_builtins.property
     def hold(self) -> Global___Hold:
-        """The hold after the operation (reserve, open, fill, extend, adopt)."""
+        """The hold after the operation (reserve, open, extend, adopt)."""
 
     @_builtins.property
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Key]:

@@ -21,6 +21,8 @@ class EventStream:
     def __init__(self) -> None:
         self.traceparent = traceparent()
         """Of the request's trace, which the engine does not know."""
+        self.sealed_at = 0.0
+        """When the results came with which all of its blocks can be sealed, on time.time()."""
         self._queue: asyncio.Queue[RequestEvent | PacelineError] = asyncio.Queue()
 
     def put(self, event: RequestEvent | PacelineError) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator
+
+from opentelemetry import trace
 
 from paceline.core import env
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError
@@ -32,22 +35,28 @@ _CODES: tuple[tuple[type[PacelineError], pb.Code.ValueType], ...] = (
 
 
 def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> pb.Result:
-    """Carries out one operation. What the ledger refuses becomes the result's code and message.
-
-    Where traces are exported, an operation of a traced request is a span of its trace.
-    """
-    name = operation.WhichOneof("op")
-    if name == "renew":
+    """Carries out one operation. What the ledger refuses becomes the result's code and message."""
+    if operation.HasField("renew"):
         return _renew(ledger, session, operation.renew, now)
+    with traced(operation) as span:
+        result, hold = _carry_out(ledger, session, operation, now)
+        if span is not None:
+            span.set_attribute("paceline.code", pb.Code.Name(result.code))
+            if hold is not None:
+                span.set_attributes({"paceline.state": hold.state.value, "paceline.blocks": len(hold.slots())})
+        return result
+
+
+@contextlib.contextmanager
+def traced(operation: pb.Operation) -> Iterator[trace.Span | None]:
+    """Makes an operation of a traced request a span of its trace, where traces are exported."""
+    name = operation.WhichOneof("op")
     if name is None or not operation.traceparent or not env.exports_traces():
-        return _carry_out(ledger, session, operation, now)[0]
+        yield None
+        return
     request_id = getattr(operation, name).key.request_id
     with request_span(name, request_id, {"traceparent": operation.traceparent}) as span:
-        result, hold = _carry_out(ledger, session, operation, now)
-        span.set_attribute("paceline.code", pb.Code.Name(result.code))
-        if hold is not None:
-            span.set_attributes({"paceline.state": hold.state.value, "paceline.blocks": len(hold.slots())})
-        return result
+        yield span
 
 
 def changed_holds(operations: Iterable[pb.Operation]) -> Iterator[Key]:
@@ -66,8 +75,10 @@ def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float
         return pb.Result(), None
     extra = {"request_id": hold.key.request_id}
     log.debug("%s: hold %s is %s", operation.WhichOneof("op"), hold.key, hold.state.value, extra=extra)
-    # Those that an extension adds are fresh, and who has filled needs none.
-    names = None if operation.WhichOneof("op") in ("extend", "fill") else ledger.names(hold)
+    if operation.HasField("fill"):
+        return pb.Result(), hold  # its blocks are not the caller's any more
+    # Those that an extension adds are fresh.
+    names = None if operation.HasField("extend") else ledger.names(hold)
     return pb.Result(hold=hold_to_pb(hold, names)), hold
 
 

@@ -26,7 +26,7 @@ from paceline.services.kvtransfer.hold import TRANSFER
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.host_socket import Answer, HostSocket
 from paceline.services.kvtransfer.keeper import Keeper
-from paceline.services.kvtransfer.operations import apply, changed_holds, hold_to_pb, key_of, refused
+from paceline.services.kvtransfer.operations import apply, changed_holds, hold_to_pb, key_of, refused, traced
 from paceline.services.kvtransfer.owners import describe_holds
 from paceline.services.kvtransfer.sessions import Sessions
 
@@ -174,7 +174,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     async def _adopt(self, memory: HostMemory, session: int, operation: pb.Operation) -> pb.BatchReply:
         try:
             key = key_of(operation.adopt.key)
-            with request_span("adopt", key.request_id, {"traceparent": operation.traceparent}):
+            with traced(operation):
                 hold = await memory.adoptions.run(session, key)
         except PacelineError as error:
             return pb.BatchReply(results=[refused(error)])

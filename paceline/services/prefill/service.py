@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import grpc.aio
 
 from paceline.core.telemetry import carrier_of, request_span
@@ -13,6 +15,8 @@ from paceline.services.common.reports import Reporter
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
 from paceline.services.common.worker import Worker
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[worker_pb2.PrefillRequest, worker_pb2.PrefillEvent]
 
@@ -71,6 +75,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 return
             while not any(isinstance(event, Filled) for event in batch):
                 batch = await events.batch()
+            log.info("prefilled %d tokens", len(work.token_ids), extra={"sealed_at": events.sealed_at})
         except BaseException:
             worker.retire(hold.key)
             raise
