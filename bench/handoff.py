@@ -27,19 +27,19 @@ from bench.load import table
 from bench.services import serving
 from bench.systems import ending_on_sigterm
 
-SEALED, ADOPTED = "prefilled", "adopted"
-"""How the lines of the log begin that tell the two instants."""
-
 
 def handoffs(lines: Iterable[str]) -> dict[str, float]:
     """Seconds between the two instants, by request id, from the log of a stack in JSON."""
-    instants: dict[str, dict[str, float]] = {SEALED: {}, ADOPTED: {}}
+    sealed: dict[str, float] = {}
+    adopted: dict[str, float] = {}
     for line in lines:
         if line.startswith("{"):
             told = json.loads(line)
-            if (word := str(told["message"]).partition(" ")[0]) in instants:
-                instants[word][told["request_id"]] = datetime.datetime.fromisoformat(told["time"]).timestamp()
-    return {name: at - instants[SEALED][name] for name, at in instants[ADOPTED].items() if name in instants[SEALED]}
+            if "sealed_at" in told:
+                sealed[told["request_id"]] = told["sealed_at"]
+            elif str(told["message"]).startswith("adopted "):
+                adopted[told["request_id"]] = datetime.datetime.fromisoformat(told["time"]).timestamp()
+    return {name: at - sealed[name] for name, at in adopted.items() if name in sealed}
 
 
 def measure(model: str, flags: list[str], prompt_tokens: int, requests: int) -> dict[str, Any]:

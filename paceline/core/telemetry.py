@@ -69,6 +69,11 @@ def trace_headers() -> tuple[tuple[str, str], ...]:
     return tuple(carrier.items())
 
 
+def traceparent() -> str:
+    """The current trace as a W3C `traceparent`; empty where there is none."""
+    return dict(trace_headers()).get("traceparent", "")
+
+
 def carrier_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
     """gRPC metadata as a carrier for `request_span`."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}

@@ -305,7 +305,7 @@ class Scheduler:
         self._settle_blocks(request)
         events += sampled
         if request.only_first_token and sampled and sampled[-1].reason is None:
-            events += self._residency.tell(request, [Filled(request.key)], whole=True)
+            events += self._residency.tell(request, [Filled(request.key, request.joined_len)], whole=True)
         if result.failure:
             events.append(Failed(request.key, result.failure))
         if result.failure or (sampled and (sampled[-1].reason is not None or request.only_first_token)):

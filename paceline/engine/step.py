@@ -134,9 +134,10 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The blocks of a request that leaves after its first token contain all that it came with."""
+    """The blocks of a request that leaves after its first token contain all `length` tokens that it came with."""
 
     key: Key
+    length: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,7 @@ class AttachEvent(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     HAS_DISK_FIELD_NUMBER: _builtins.int
+    SOCKET_PATH_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Names this stay of the worker; every BatchRequest carries it."""
     host_id: _builtins.str
@@ -212,6 +213,10 @@ class AttachEvent(_message.Message):
     """Where services of other hosts reach this one."""
     has_disk: _builtins.bool
     """Whether FetchPrefix without a source may find something."""
+    socket_path: _builtins.str
+    """The Unix socket that takes this worker's requests. There each message stands behind its length in bytes, an unsigned
+    32-bit number with the most significant byte first. A request that cannot be taken ends the connection.
+    """
     def __init__(
         self,
         *,
@@ -223,10 +228,11 @@ class AttachEvent(_message.Message):
         lease_ms: _builtins.int = ...,
         address: _builtins.str = ...,
         has_disk: _builtins.bool = ...,
+        socket_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arena_bytes", b"arena_bytes", "arena_path", b"arena_path", "has_disk", b"has_disk", "host_id", b"host_id", "lease_ms", b"lease_ms", "session", b"session", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arena_bytes", b"arena_bytes", "arena_path", b"arena_path", "has_disk", b"has_disk", "host_id", b"host_id", "lease_ms", b"lease_ms", "session", b"session", "slots", b"slots", "socket_path", b"socket_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -234,11 +240,16 @@ Global___AttachEvent: _TypeAlias = AttachEvent  # noqa: Y015
 
 @_typing.final
 class BatchRequest(_message.Message):
+    """Operations are applied in order, each with a result of its own. A failed one does not stop those behind it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
     session: _builtins.int
+    id: _builtins.int
+    """Comes back with the reply. All requests of a connection are answered in order, but for adoptions."""
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]: ...
     def __init__(
@@ -246,10 +257,11 @@ class BatchRequest(_message.Message):
         *,
         session: _builtins.int = ...,
         operations: _abc.Iterable[Global___Operation] | None = ...,
+        id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operations", b"operations", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "operations", b"operations", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,16 +272,19 @@ class BatchReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESULTS_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___Result]: ...
     def __init__(
         self,
         *,
         results: _abc.Iterable[Global___Result] | None = ...,
+        id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,6 +302,7 @@ class Operation(_message.Message):
     TRIM_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    ADOPT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
     """W3C trace context of the request, where the operation belongs to one."""
@@ -306,6 +322,10 @@ class Operation(_message.Message):
     def release(self) -> Global___Release: ...
     @_builtins.property
     def renew(self) -> Global___Renew: ...
+    @_builtins.property
+    def adopt(self) -> Global___Adopt:
+        """Alone in its request."""
+
     def __init__(
         self,
         *,
@@ -317,13 +337,14 @@ class Operation(_message.Message):
         trim: Global___Trim | None = ...,
         release: Global___Release | None = ...,
         renew: Global___Renew | None = ...,
+        adopt: Global___Adopt | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "trim", b"trim"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "trim", b"trim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "traceparent", b"traceparent", "trim", b"trim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "traceparent", b"traceparent", "trim", b"trim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["reserve", "open", "seal", "fill", "extend", "trim", "release", "renew"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["reserve", "open", "seal", "fill", "extend", "trim", "release", "renew", "adopt"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -342,7 +363,7 @@ class Result(_message.Message):
     """What is wrong and what to do, where code is not OK."""
     @_builtins.property
     def hold(self) -> Global___Hold:
-        """The hold after the operation (reserve, open, fill, extend)."""
+        """The hold after the operation (reserve, open, extend, adopt)."""
 
     @_builtins.property
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Key]:
@@ -545,12 +566,14 @@ class Fill(_message.Message):
 Global___Fill: _TypeAlias = Fill  # noqa: Y015
 
 @_typing.final
-class AdoptRequest(_message.Message):
+class Adopt(_message.Message):
+    """Makes a hold that the caller has reserved the caller's to write, as soon as it is filled, and is answered then. Raises
+    the generation. Where nobody hears the answer, releasing the key of the reservation ends the hold in either case.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
-    session: _builtins.int
     @_builtins.property
     def key(self) -> _common_pb2.Key:
         """That of the reservation."""
@@ -558,16 +581,15 @@ class AdoptRequest(_message.Message):
     def __init__(
         self,
         *,
-        session: _builtins.int = ...,
         key: _common_pb2.Key | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AdoptRequest: _TypeAlias = AdoptRequest  # noqa: Y015
+Global___Adopt: _TypeAlias = Adopt  # noqa: Y015
 
 @_typing.final
 class Extend(_message.Message):

@@ -39,16 +39,6 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.AttachRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.AttachEvent.FromString,
                 _registered_method=True)
-        self.Batch = channel.stream_stream(
-                '/paceline.v1.KVTransfer/Batch',
-                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchRequest.SerializeToString,
-                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchReply.FromString,
-                _registered_method=True)
-        self.Adopt = channel.unary_unary(
-                '/paceline.v1.KVTransfer/Adopt',
-                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.SerializeToString,
-                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.Hold.FromString,
-                _registered_method=True)
         self.Reusable = channel.unary_stream(
                 '/paceline.v1.KVTransfer/Reusable',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ReusableRequest.SerializeToString,
@@ -92,23 +82,6 @@ class KVTransferServicer:
     def Attach(self, request, context):
         """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
         When it breaks, the worker counts as dead and its holds end after a short grace.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Batch(self, request_iterator, context):
-        """Applies the operations of each request in order, and answers it before the next; each operation has a result of its
-        own. A failed operation does not stop those behind it. A request that cannot be taken ends the stream.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Adopt(self, request, context):
-        """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
-        generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
-        reservation ends it in either case.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,16 +150,6 @@ def add_KVTransferServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.AttachRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.AttachEvent.SerializeToString,
             ),
-            'Batch': grpc.stream_stream_rpc_method_handler(
-                    servicer.Batch,
-                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchRequest.FromString,
-                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.BatchReply.SerializeToString,
-            ),
-            'Adopt': grpc.unary_unary_rpc_method_handler(
-                    servicer.Adopt,
-                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.FromString,
-                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.Hold.SerializeToString,
-            ),
             'Reusable': grpc.unary_stream_rpc_method_handler(
                     servicer.Reusable,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ReusableRequest.FromString,
@@ -250,60 +213,6 @@ class KVTransfer:
             '/paceline.v1.KVTransfer/Attach',
             paceline_dot_proto_dot_kvtransfer__pb2.AttachRequest.SerializeToString,
             paceline_dot_proto_dot_kvtransfer__pb2.AttachEvent.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Batch(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/paceline.v1.KVTransfer/Batch',
-            paceline_dot_proto_dot_kvtransfer__pb2.BatchRequest.SerializeToString,
-            paceline_dot_proto_dot_kvtransfer__pb2.BatchReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Adopt(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.KVTransfer/Adopt',
-            paceline_dot_proto_dot_kvtransfer__pb2.AdoptRequest.SerializeToString,
-            paceline_dot_proto_dot_kvtransfer__pb2.Hold.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,15 +37,6 @@ class KVTransferStub:
     """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
     When it breaks, the worker counts as dead and its holds end after a short grace.
     """
-    Batch: _grpc.StreamStreamMultiCallable[_kvtransfer_pb2.BatchRequest, _kvtransfer_pb2.BatchReply]
-    """Applies the operations of each request in order, and answers it before the next; each operation has a result of its
-    own. A failed operation does not stop those behind it. A request that cannot be taken ends the stream.
-    """
-    Adopt: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.AdoptRequest, _kvtransfer_pb2.Hold]
-    """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
-    generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
-    reservation ends it in either case.
-    """
     Reusable: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ReusableRequest, _kvtransfer_pb2.ReusableReply]
     """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
     cluster's stream of block events. Ends when all is told.
@@ -78,15 +69,6 @@ class KVTransferAsyncStub(KVTransferStub):
     Attach: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.AttachRequest, _kvtransfer_pb2.AttachEvent]  # type: ignore[assignment]
     """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
     When it breaks, the worker counts as dead and its holds end after a short grace.
-    """
-    Batch: _aio.StreamStreamMultiCallable[_kvtransfer_pb2.BatchRequest, _kvtransfer_pb2.BatchReply]  # type: ignore[assignment]
-    """Applies the operations of each request in order, and answers it before the next; each operation has a result of its
-    own. A failed operation does not stop those behind it. A request that cannot be taken ends the stream.
-    """
-    Adopt: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.AdoptRequest, _kvtransfer_pb2.Hold]  # type: ignore[assignment]
-    """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
-    generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
-    reservation ends it in either case.
     """
     Reusable: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ReusableRequest, _kvtransfer_pb2.ReusableReply]  # type: ignore[assignment]
     """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
@@ -123,27 +105,6 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.AttachEvent], _abc.AsyncIterator[_kvtransfer_pb2.AttachEvent]]:
         """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
         When it breaks, the worker counts as dead and its holds end after a short grace.
-        """
-
-    @_abc_1.abstractmethod
-    def Batch(
-        self,
-        request_iterator: _MaybeAsyncIterator[_kvtransfer_pb2.BatchRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.BatchReply], _abc.AsyncIterator[_kvtransfer_pb2.BatchReply]]:
-        """Applies the operations of each request in order, and answers it before the next; each operation has a result of its
-        own. A failed operation does not stop those behind it. A request that cannot be taken ends the stream.
-        """
-
-    @_abc_1.abstractmethod
-    def Adopt(
-        self,
-        request: _kvtransfer_pb2.AdoptRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvtransfer_pb2.Hold, _abc.Awaitable[_kvtransfer_pb2.Hold]]:
-        """Waits until a hold that the caller has reserved is filled, and makes it the caller's to write. Raises the
-        generation. Cancelling the call leaves the hold as it is, unless that has happened: releasing the key of the
-        reservation ends it in either case.
         """
 
     @_abc_1.abstractmethod

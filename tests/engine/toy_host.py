@@ -271,8 +271,9 @@ class Host:
                     size = self.layout.groups[group].block_tokens
                     self._check(key, group, first * size, (first + len(hashes)) * size)
                     self._note_sealed(self.arena.used[key][group][first : first + len(hashes)])
-                case Filled(key):
+                case Filled(key, length):
                     context = self._contexts[key.request_id]
+                    assert length == len(context) - 1  # it has its first token
                     for group in range(len(self.layout.groups)):
                         first = self.layout.groups[group].first_needed_block(len(context) - 1)
                         self._check(key, group, first * self.layout.groups[group].block_tokens, len(context) - 1)

@@ -43,6 +43,8 @@ class Valid:
     """Of kvtransfer."""
     session: int = 0
     """An open one of ours."""
+    socket_path: str = ""
+    """Where its requests are taken."""
 
     def message(self, rng: random.Random, kind: type[Message]) -> Message:
         if kind is kvtransfer_pb2.AttachRequest:
@@ -81,6 +83,20 @@ class Valid:
         fetch = worker_pb2.DecodeCommand(fetch=worker_pb2.Fetch(key=_key(rng), source=self.address))
         handed = worker_pb2.DecodeCommand(handoff=handoff)
         return rng.choice(([], [here], [here, here], [handed], [fetch], [fetch, handed]))
+
+    def on_socket(self, rng: random.Random) -> bytes:
+        """Some requests of that session, a little broken, and perhaps not as long as they claim to be."""
+        data = b""
+        for _ in range(rng.choice((1, 1, 3, 20))):
+            message = self.message(rng, kvtransfer_pb2.BatchRequest)
+            for _ in range(rng.choice((0, 0, 1, 5))):
+                mutate(rng, message)
+            body = message.SerializeToString()
+            if rng.random() < 0.05:
+                body = break_bytes(rng, body)
+            length = len(body) if rng.random() < 0.97 else rng.choice((len(body) + 1, rng.getrandbits(32)))
+            data += length.to_bytes(4, "big") + body
+        return data
 
     def _work(self, rng: random.Random) -> common_pb2.Work:
         ids = [rng.randrange(300) for _ in range(rng.choice((1, 5, 40)))]

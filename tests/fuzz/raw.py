@@ -63,10 +63,13 @@ _FIELDS = """
 """
 
 
-async def send(address: tuple[str, int], data: bytes, rng: random.Random) -> None:
-    """Sends bytes, perhaps in pieces; then leaves: at once, after an answer, or by a reset."""
+async def send(address: tuple[str, int] | str, data: bytes, rng: random.Random) -> None:
+    """Sends bytes to a port or a socket, perhaps in pieces; then leaves: at once, after an answer, or by a reset."""
     with contextlib.suppress(OSError, TimeoutError):
-        reader, writer = await asyncio.open_connection(*address)
+        if isinstance(address, str):
+            reader, writer = await asyncio.open_unix_connection(address)
+        else:
+            reader, writer = await asyncio.open_connection(*address)
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
                 cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice((0, 0, 1, 5))))

@@ -101,7 +101,10 @@ async def attack(stack: FuzzStack, role: str, secret: Secret, valid: Valid, seco
             kind = rng.choice(("noise", "http1", "http2", "calls", "calls", "calls", "calls"))
             if role == "gateway":
                 kind = rng.choice(("noise", "http1", "http1", "http1", "http1", "http2"))
-            if kind == "calls":
+            if role == "kvtransfer" and valid.socket_path and rng.random() < 0.3:
+                kind = "socket"
+                await raw.send(valid.socket_path, valid.on_socket(rng), rng)
+            elif kind == "calls":
                 await caller.attack()
             else:
                 data = {"noise": raw.noise, "http1": raw.http1, "http2": raw.http2}[kind](rng)
@@ -121,7 +124,7 @@ async def neighbour(stack: FuzzStack, valid: Valid) -> AsyncIterator[Valid]:
         request = kvtransfer_pb2.AttachRequest(worker_id="mad", role="decode", layout=valid.layout, context_tokens=64)
         call = kvtransfer_pb2_grpc.KVTransferStub(channel).Attach(request)
         event = await call.read()
-        yield dataclasses.replace(valid, session=event.session)
+        yield dataclasses.replace(valid, session=event.session, socket_path=event.socket_path)
         call.cancel()
 
 

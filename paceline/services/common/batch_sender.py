@@ -77,7 +77,6 @@ class BatchSender:
         """Sends until it is cancelled. Raises where a reply makes no sense."""
         while True:
             await self._came.wait()
-            await asyncio.sleep(0)  # what is submitted for the same reason travels along
             await self._may_send.wait()
             batch, pauses = self._take_batch(), self._pauses
             try:

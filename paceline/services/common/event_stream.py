@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from paceline.core.errors import PacelineError
+from paceline.core.telemetry import traceparent
 from paceline.engine.step import Computed, Filled, Preempted, Sampled, Scored
 
 RequestEvent = Sampled | Computed | Filled | Scored | Preempted
@@ -18,6 +19,10 @@ class EventStream:
     """What happens to one request, in order."""
 
     def __init__(self) -> None:
+        self.traceparent = traceparent()
+        """Of the request's trace, which the engine does not know."""
+        self.sealed_at = 0.0
+        """When the results came with which all of its blocks can be sealed, on time.time()."""
         self._queue: asyncio.Queue[RequestEvent | PacelineError] = asyncio.Queue()
 
     def put(self, event: RequestEvent | PacelineError) -> None:

@@ -12,7 +12,7 @@ import grpc.aio
 
 from paceline.core.errors import BusyError, PacelineError, StaleError, UnavailableError
 from paceline.core.kv_layout import KVLayout
-from paceline.core.telemetry import trace_headers
+from paceline.core.telemetry import trace_headers, traceparent
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.kv_holds import KVHolds
@@ -119,20 +119,37 @@ class KVClient:
         """Becomes the writer of what another worker reserved."""
         return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), _next(key))
 
-    async def fill(self, key: Key, filled_tokens: int) -> Hold:
-        """Ends writing; the one who reserved the blocks gets them."""
+    def fill(self, key: Key, filled_tokens: int, traceparent: str = "") -> asyncio.Future[None]:
+        """Ends writing; the one who reserved the blocks gets them. What is returned is done when it does.
+
+        Args:
+            traceparent: of the request, where it is traced.
+        """
         self._holds.let_go(key)  # before: a renewal behind it would be refused and taken for a loss
         self._holds.blocks.give_back(key)
-        operation = pb.Operation(fill=pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens))
-        return await self._obtain(operation, key, keeps=False)
+        fill = pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens)
+        filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def answer(done: asyncio.Future[pb.Result]) -> None:
+            try:
+                _checked(done.result())
+                filled.set_result(None)
+            except PacelineError as error:
+                if isinstance(error, UnavailableError):
+                    self.release(key)  # nobody here knows whether it was filled
+                filled.set_exception(error)
+
+        self._session.sender.submit(pb.Operation(fill=fill, traceparent=traceparent)).add_done_callback(answer)
+        return filled
 
     async def adopt(self, key: Key) -> Hold:
         """Takes over blocks that this worker has reserved, as soon as they are filled.
 
         Takes as long as the prompt does. Where it fails or is cancelled, releasing `key` ends the hold in either case.
         """
-        request = pb.AdoptRequest(session=self.session, key=key_to_pb(key))
-        hold = await self._answer(self._session.stub.Adopt(request, metadata=trace_headers()))
+        adopt = pb.Operation(adopt=pb.Adopt(key=key_to_pb(key)), traceparent=traceparent())
+        (result,) = (await self._session.call([adopt])).results
+        hold = _checked(result).hold
         if not self.holds(key):
             raise StaleError(f"the blocks of {key} were lost while they changed hands")
         self._holds.keep(hold)
@@ -229,13 +246,13 @@ class KVClient:
 
         self._session.sender.submit(operation, may_linger).add_done_callback(note)
 
-    async def _obtain(self, operation: pb.Operation, key: Key, keeps: bool = True) -> Hold:
-        """Submits what yields a hold under `key`, which stays ours unless not `keeps`.
+    async def _obtain(self, operation: pb.Operation, key: Key) -> Hold:
+        """Submits what yields a hold under `key`.
 
         Where the caller is cancelled meanwhile, or no answer comes, nobody here knows of the hold that may have been
         made: it is given back.
         """
-        operation.traceparent = dict(trace_headers()).get("traceparent", "")
+        operation.traceparent = traceparent()
         future = self._session.sender.submit(operation)
 
         def keep(done: asyncio.Future[pb.Result]) -> None:
@@ -247,8 +264,7 @@ class KVClient:
             if done.exception() is not None or done.result().code == pb.CODE_OK:
                 self.release(key)
 
-        if keeps:
-            future.add_done_callback(keep)
+        future.add_done_callback(keep)
         try:
             result = await asyncio.shield(future)
         except asyncio.CancelledError:

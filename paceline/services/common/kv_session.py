@@ -18,9 +18,10 @@ from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.batch_sender import BatchSender
+from paceline.services.common.framed import HostConnection
 from paceline.services.common.kv_holds import KVHolds
 from paceline.services.common.layout import layout_to_pb
-from paceline.services.common.rpc import heeding_cancellation, is_cancelled, open_channel, unmapped_error
+from paceline.services.common.rpc import heeding_cancellation, open_channel, unmapped_error
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb
@@ -32,7 +33,6 @@ RETURN_SECONDS = 10.0
 """For a service that was killed to be back."""
 
 Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
-Batches: TypeAlias = "grpc.aio.StreamStreamCall[pb.BatchRequest, pb.BatchReply]"
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class KVSession:
 
     def __init__(self, address: str, worker_id: str, role: str, secret: Secret, holds: KVHolds) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.sender = BatchSender(self._call)
+        self.sender = BatchSender(self._send)
         self.id = 0
         self.host_id = ""
         self.source = ""
@@ -72,7 +72,9 @@ class KVSession:
         self._arena_path = Path()
         self._layout: KVLayout | None = None
         self._context_tokens = 0
-        self._batches: Batches | None = None
+        self._socket_path = ""
+        self._connection: HostConnection | None = None
+        self._connecting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def attach(self, layout: KVLayout, context_tokens: int) -> Arena:
@@ -111,6 +113,7 @@ class KVSession:
         self.id, self._arena_path = event.session, Path(event.arena_path)
         self.host_id, self.source, self.has_disk = event.host_id, event.address, event.has_disk
         self._lease_seconds = event.lease_ms / 1000
+        self._socket_path = event.socket_path
 
     async def _try_to_attach(self, request: pb.AttachRequest) -> tuple[Stream, object]:
         """The stream and what it says first. A service that goes away meanwhile is asked again, as long as there is the
@@ -137,25 +140,25 @@ class KVSession:
             **again,
         )
 
-    async def _call(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
-        """Sends a batch on the stream of them, or on a new one where that has ended. Raises UnavailableError."""
-        if self._batches is None or self._batches.done():
-            self._batches = self.stub.Batch()  # type: ignore[call-arg]  # a wrong stub
-        call = self._batches
+    async def call(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
+        """One request of its own, beside those of `sender`. Raises UnavailableError."""
+        if self.lost.done():
+            raise UnavailableError("this worker has no session with kvtransfer")
+        async with self._connecting:
+            if self._connection is None or not self._connection.is_open:
+                try:
+                    self._connection = await HostConnection.connect(self._socket_path)
+                except OSError as error:
+                    raise UnavailableError(f"kvtransfer cannot be reached at {self._socket_path}: {error}") from error
+        return await self._connection.call(pb.BatchRequest(session=self.id, operations=operations))
+
+    async def _send(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
+        """A batch, which is answered soon. Raises UnavailableError."""
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                await heeding_cancellation(call.write(pb.BatchRequest(session=self.id, operations=operations)))
-                if isinstance(reply := await heeding_cancellation(call.read()), pb.BatchReply):
-                    return reply
+                return await self.call(operations)
         except TimeoutError:
-            call.cancel()  # what it answers yet is not for the next batch
             raise UnavailableError(f"kvtransfer does not answer within {CALL_SECONDS:g} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"kvtransfer: {error.details()}") from error
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-        raise UnavailableError("kvtransfer ended the call")
 
     # ---- leases
 
@@ -195,6 +198,7 @@ class KVSession:
         """
         assert self._layout is not None
         self.sender.pause()
+        self._disconnect()
         await asyncio.sleep(0)  # until the answers that have come are where they belong
         self._holds.lose_all(keep_used=self._role == "decode")
         claims = self._holds.claims(self._layout)
@@ -224,8 +228,14 @@ class KVSession:
         for task in self._tasks:
             task.cancel()
         self.sender.close()
+        self._disconnect()
         if not self.lost.done():
             self.lost.set_result(None)
+
+    def _disconnect(self) -> None:
+        """Nobody hears answers of the service any more."""
+        if self._connection is not None:
+            self._connection.close()
 
 
 def _exists(path: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -294,7 +295,9 @@ class Worker:
         self._left_tokens.pop(key, None)
 
     def _dispatch(self, events: list[Event]) -> None:
-        """Carries out what concerns blocks, in the engine's order; hands the rest to the requests' handlers."""
+        """Carries out what concerns blocks, in the engine's order. Only then the requests' handlers hear of the rest:
+        they write to gRPC, and that takes longer than a handoff."""
+        came = time.time()
         for event in events:
             match event:
                 case Sealed(key, group, first_block, hashes):
@@ -305,19 +308,36 @@ class Worker:
                     self._extend(key, token_count)
                 case Removed(key):
                     self.kv.release(key)
+                case Filled():
+                    self._fill(event, came)
                 case Preempted(key):
                     # At once, so that the request that was short of blocks finds them when it asks next.
                     self.kv.release(key)
+        for event in events:
+            match event:
+                case Preempted(key):
                     self._tell(key, event)
                     self.forget(key)
                 case Computed(key, _, length):
                     if key in self._left_tokens:
                         self._left_tokens[key] = max(0, self._left_tokens[key] - length)
                     self._tell(key, event)
-                case Sampled(key) | Filled(key) | Scored(key):
+                case Sampled(key) | Scored(key):
                     self._tell(key, event)
                 case Failed(key, message):
                     self._tell(key, ConstraintError(message))
+
+    def _fill(self, filled: Filled, came: float) -> None:
+        """Gives the blocks away as soon as all that was computed is in them. The handler hears when it is done."""
+        if (stream := self._streams.get(filled.key)) is None:
+            return  # it is on its way out of the engine, and what it holds will be released
+        stream.sealed_at = came
+
+        def tell(done: asyncio.Future[None]) -> None:
+            error = done.exception()
+            stream.put(error if isinstance(error, PacelineError) else filled)
+
+        self.kv.fill(filled.key, filled.length, stream.traceparent).add_done_callback(tell)
 
     def _tell(self, key: Key, event: RequestEvent | PacelineError) -> None:
         if stream := self._streams.get(key):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator
+
+from opentelemetry import trace
 
 from paceline.core import env
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError
@@ -32,22 +35,28 @@ _CODES: tuple[tuple[type[PacelineError], pb.Code.ValueType], ...] = (
 
 
 def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> pb.Result:
-    """Carries out one operation. What the ledger refuses becomes the result's code and message.
-
-    Where traces are exported, an operation of a traced request is a span of its trace.
-    """
-    name = operation.WhichOneof("op")
-    if name == "renew":
+    """Carries out one operation. What the ledger refuses becomes the result's code and message."""
+    if operation.HasField("renew"):
         return _renew(ledger, session, operation.renew, now)
+    with traced(operation) as span:
+        result, hold = _carry_out(ledger, session, operation, now)
+        if span is not None:
+            span.set_attribute("paceline.code", pb.Code.Name(result.code))
+            if hold is not None:
+                span.set_attributes({"paceline.state": hold.state.value, "paceline.blocks": len(hold.slots())})
+        return result
+
+
+@contextlib.contextmanager
+def traced(operation: pb.Operation) -> Iterator[trace.Span | None]:
+    """Makes an operation of a traced request a span of its trace, where traces are exported."""
+    name = operation.WhichOneof("op")
     if name is None or not operation.traceparent or not env.exports_traces():
-        return _carry_out(ledger, session, operation, now)[0]
+        yield None
+        return
     request_id = getattr(operation, name).key.request_id
     with request_span(name, request_id, {"traceparent": operation.traceparent}) as span:
-        result, hold = _carry_out(ledger, session, operation, now)
-        span.set_attribute("paceline.code", pb.Code.Name(result.code))
-        if hold is not None:
-            span.set_attributes({"paceline.state": hold.state.value, "paceline.blocks": len(hold.slots())})
-        return result
+        yield span
 
 
 def changed_holds(operations: Iterable[pb.Operation]) -> Iterator[Key]:
@@ -61,13 +70,15 @@ def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float
     try:
         hold = _call(ledger, session, operation, now)
     except PacelineError as error:
-        return _refused(error), None
+        return refused(error), None
     if hold is None:
         return pb.Result(), None
     extra = {"request_id": hold.key.request_id}
     log.debug("%s: hold %s is %s", operation.WhichOneof("op"), hold.key, hold.state.value, extra=extra)
-    # Those that an extension adds are fresh, and who has filled needs none.
-    names = None if operation.WhichOneof("op") in ("extend", "fill") else ledger.names(hold)
+    if operation.HasField("fill"):
+        return pb.Result(), hold  # its blocks are not the caller's any more
+    # Those that an extension adds are fresh.
+    names = None if operation.HasField("extend") else ledger.names(hold)
     return pb.Result(hold=hold_to_pb(hold, names)), hold
 
 
@@ -107,19 +118,19 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
 def _renew(ledger: Ledger, session: int, message: pb.Renew, now: float) -> pb.Result:
     """Renews what can be renewed. The code is that of the first hold that cannot; `lost` names all of them."""
     if len(message.keys) > _MAX_KEYS:
-        return _refused(InvalidRequestError(f"a renewal may have {_MAX_KEYS} keys, not {len(message.keys)}"))
+        return refused(InvalidRequestError(f"a renewal may have {_MAX_KEYS} keys, not {len(message.keys)}"))
     result = pb.Result()
     for key in message.keys:
         try:
             ledger.renew(session, key_of(key), now)
         except PacelineError as error:
             if not result.lost:
-                result.MergeFrom(_refused(error))
+                result.MergeFrom(refused(error))
             result.lost.append(key)
     return result
 
 
-def _refused(error: PacelineError) -> pb.Result:
+def refused(error: PacelineError) -> pb.Result:
     return pb.Result(code=next(code for kind, code in _CODES if isinstance(error, kind)), message=str(error))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import secrets
@@ -25,8 +24,9 @@ from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.kvtransfer.hold import TRANSFER
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
+from paceline.services.kvtransfer.host_socket import Answer, HostSocket
 from paceline.services.kvtransfer.keeper import Keeper
-from paceline.services.kvtransfer.operations import apply, changed_holds, hold_to_pb, key_of
+from paceline.services.kvtransfer.operations import apply, changed_holds, hold_to_pb, key_of, refused, traced
 from paceline.services.kvtransfer.owners import describe_holds
 from paceline.services.kvtransfer.sessions import Sessions
 
@@ -72,22 +72,26 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     def __init__(self, options: HostOptions) -> None:
         self.sessions = Sessions(options)
         self._keeper = Keeper(self.sessions, options.clock)
+        self.socket = HostSocket(options.arena_dir, lambda request: self.serve(request))
         self._options = options
         self._address = ""
 
     async def start(self, address: str = "") -> None:
-        """Call it before workers can come. Raises ConfigError where an arena of this size cannot be made.
+        """Call it before workers can come. Raises ConfigError where an arena of this size, or a socket beside it,
+        cannot be made.
 
         Args:
             address: where services of other hosts reach this one.
         """
         self._address = address
         self.sessions.start()
+        await self.socket.start()
         self._keeper.start()
 
     async def close(self) -> None:
         """Ends all sessions and removes the arena. Calls that come later are refused."""
         await self._keeper.stop()
+        await self.socket.close()
         await self.sessions.close()
 
     @property
@@ -142,6 +146,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                     lease_ms=round(self._options.lease_seconds * 1000),
                     address=self._address,
                     has_disk=memory.disk is not None,
+                    socket_path=str(self.socket.path),
                 )
                 await self.sessions.closing.wait()
                 raise UnavailableError("the kvtransfer service is stopping")
@@ -149,19 +154,15 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 self.sessions.leave(session)
                 self._keeper.note_change()
 
-    async def Batch(self, requests: AsyncIterator[pb.BatchRequest], context: Context) -> None:  # type: ignore[override]
-        # A stream, because a call takes gRPC twice as long as a message of one.
-        async with mapped_errors(context):
-            async for request in requests:
-                reply = self.apply(request)
-                await asyncio.sleep(0)  # who waits to adopt what was filled is answered first
-                await context.write(reply)
-
-    def apply(self, request: pb.BatchRequest) -> pb.BatchReply:
-        """Applies a batch in one go. Raises PacelineError where the session is over."""
+    def serve(self, request: pb.BatchRequest) -> Answer:
+        """Applies a batch in one go, or waits to adopt. Raises PacelineError where the session is over."""
         memory = self.sessions.check(request.session)
         if len(request.operations) > _MAX_OPERATIONS:
             raise InvalidRequestError(f"a batch may have {_MAX_OPERATIONS} operations, not {len(request.operations)}")
+        if any(each.HasField("adopt") for each in request.operations):
+            if len(request.operations) > 1:
+                raise InvalidRequestError("an adoption is alone in its request: it may take its time")
+            return self._adopt(memory, request.session, request.operations[0])
         self._keeper.note_change()
         now = self._options.clock()
         results = [apply(memory.ledger, request.session, each, now) for each in request.operations]
@@ -170,15 +171,15 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             memory.exports.note(key)
         return pb.BatchReply(results=results)
 
-    async def Adopt(self, request: pb.AdoptRequest, context: Context) -> pb.Hold:
-        async with mapped_errors(context):
-            memory = self.sessions.check(request.session)
-            key = key_of(request.key)
-            with request_span("adopt", key.request_id, carrier_of(context.invocation_metadata())):
-                hold = await memory.adoptions.run(request.session, key)
-                self._keeper.note_change()
-                return hold_to_pb(hold, memory.ledger.names(hold))
-        raise AssertionError("mapped_errors ended the call")
+    async def _adopt(self, memory: HostMemory, session: int, operation: pb.Operation) -> pb.BatchReply:
+        try:
+            key = key_of(operation.adopt.key)
+            with traced(operation):
+                hold = await memory.adoptions.run(session, key)
+        except PacelineError as error:
+            return pb.BatchReply(results=[refused(error)])
+        self._keeper.note_change()
+        return pb.BatchReply(results=[pb.Result(hold=hold_to_pb(hold, memory.ledger.names(hold)))])
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
         async with mapped_errors(context):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Sequence
 
 import grpc.aio
 
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.engine.step import Filled, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.event_stream import EventStream, RequestEvent
+from paceline.services.common.event_stream import RequestEvent
 from paceline.services.common.kv_client import Hold
 from paceline.services.common.reports import Reporter
 from paceline.services.common.rpc import mapped_errors
-from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
 from paceline.services.common.worker import Worker
 
@@ -70,33 +67,20 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                     break
                 if (report := reporter.take()) is not None or (not batch and worker.goes_on):
                     await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive(), report=report))
-            log.info("prefilled %d tokens", len(work.token_ids))
             first = worker_pb2.FirstToken(token=token_to_pb(event.token), finish_reason=reason_to_pb(event.reason))
-            telling = context.write(worker_pb2.PrefillEvent(first_token=first, report=reporter.take()))
+            # The client gets its first token and the decode worker its blocks, by ways of their own.
+            await context.write(worker_pb2.PrefillEvent(first_token=first, report=reporter.take()))
             if event.reason is not None:
-                await telling
                 worker.retire(hold.key)
                 return
-            # The client gets its first token and the decode worker its blocks, by ways of their own.
-            filling = asyncio.create_task(self._fill(hold, work, events, batch), name="fill")
-            try:
-                await telling
-                filled = await filling
-            finally:
-                await end_tasks(filling)
+            while not any(isinstance(event, Filled) for event in batch):
+                batch = await events.batch()
+            log.info("prefilled %d tokens", len(work.token_ids), extra={"sealed_at": events.sealed_at})
         except BaseException:
             worker.retire(hold.key)
             raise
         worker.forget(hold.key)
-        await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(filled.key))))
-
-    async def _fill(
-        self, hold: Hold, work: common_pb2.Work, events: EventStream, batch: Sequence[RequestEvent]
-    ) -> Hold:
-        """Gives the blocks away as soon as all that was computed is in them."""
-        while not any(isinstance(event, Filled) for event in batch):
-            batch = await events.batch()
-        return await self._worker.kv.fill(hold.key, len(work.token_ids))
+        await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(hold.key))))
 
     async def _open(self, request: worker_pb2.PrefillRequest) -> tuple[Hold, bool]:
         """Becomes the writer of what decode has reserved; where that is on another host, of blocks of this one, which

@@ -15,6 +15,7 @@ from paceline.core.machine import available_memory
 from paceline.services.common.secret import make_secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer.arena import remove_stale_arenas
+from paceline.services.kvtransfer.host_socket import remove_stale_sockets
 from paceline.services.serve import checks, welcome
 from paceline.services.serve.child import Child
 from paceline.services.serve.post import Post
@@ -189,8 +190,10 @@ class Supervisor:
         for posts in self._stages.values():
             await asyncio.gather(*(post.clear(grace, self._hurry) for post in posts))
         if self._stages["kvtransfer"]:
-            # One that had to be killed leaves its arena behind.
-            remove_stale_arenas(Path(KVTransferConfig().arena_dir))
+            # One that had to be killed leaves its arena and its socket behind.
+            folder = Path(KVTransferConfig().arena_dir)
+            remove_stale_arenas(folder)
+            remove_stale_sockets(folder)
 
 
 def _port(address: str) -> int:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TypeVar
 
-import grpc
-import grpc.aio
 import pytest
 
 from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
@@ -27,15 +23,14 @@ from paceline.services.kvtransfer import keeper
 from paceline.services.kvtransfer.hold import Hold, State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
 from paceline.services.kvtransfer.host_memory import HostOptions
+from paceline.services.kvtransfer.host_socket import Answer
 from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
-from paceline.services.kvtransfer.service import Context, KVTransferService
+from paceline.services.kvtransfer.service import KVTransferService
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
 SLOTS = 8
 LEASE = 0.6
 KEY = Key("r", 1, 1)
-
-T = TypeVar("T")
 
 
 class Unreliable(KVTransferService):
@@ -50,33 +45,25 @@ class Unreliable(KVTransferService):
         self.forgets_results = 0
         self.pause = 0.0
 
-    async def Batch(self, requests: AsyncIterator[pb.BatchRequest], context: Context) -> None:  # type: ignore[override]
-        async for request in requests:
-            if all(operation.HasField("renew") for operation in request.operations):
-                reply = self.apply(request)
-            else:
-                reply = await self._answer(functools.partial(self._apply_later, request), context)
-                if self.forgets_results:
-                    self.forgets_results -= 1
-                    del reply.results[-1]
-            await context.write(reply)
+    def serve(self, request: pb.BatchRequest) -> Answer:
+        if all(operation.HasField("renew") for operation in request.operations):
+            return super().serve(request)
+        return self._serve_later(request)
 
-    async def _apply_later(self, request: pb.BatchRequest) -> pb.BatchReply:
-        return self.apply(request)
-
-    async def Adopt(self, request: pb.AdoptRequest, context: Context) -> pb.Hold:
-        return await self._answer(lambda: super(Unreliable, self).Adopt(request, context), context)
-
-    async def _answer(self, call: Callable[[], Awaitable[T]], context: Context) -> T:
+    async def _serve_later(self, request: pb.BatchRequest) -> pb.BatchReply:
         if self.loses_calls:
             self.loses_calls -= 1
             await asyncio.sleep(self.pause)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the line broke")
-        reply = await call()
+            raise UnavailableError("the line broke")
+        answer = super().serve(request)
+        reply = answer if isinstance(answer, pb.BatchReply) else await answer
         await asyncio.sleep(self.pause)
         if self.loses_answers:
             self.loses_answers -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the line broke")
+            raise UnavailableError("the line broke")
+        if self.forgets_results:
+            self.forgets_results -= 1
+            del reply.results[-1]
         return reply
 
 
@@ -125,7 +112,7 @@ lost_on_the_way = pytest.mark.parametrize("trouble", ["loses_calls", "loses_answ
 @lost_on_the_way
 async def test_what_was_reserved_without_an_answer_is_given_back(host: Host, trouble: str) -> None:
     setattr(host.service, trouble, 1)
-    with pytest.raises(UnavailableError, match="the line broke"):
+    with pytest.raises(UnavailableError, match="has ended"):
         await host.decode.reserve(KEY, [], 64, 0)
     await host.all_free()
 
@@ -342,6 +329,7 @@ async def restart(host: Host) -> None:
     assert shaped is not None
     await killed._keeper.stop()
     await host.server.server.stop(None)
+    await killed.socket.close()
     os.close(shaped.arena._descriptor)
     host.service = Unreliable(shaped.arena.path.parent)
     await host.service.start()

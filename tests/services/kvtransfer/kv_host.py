@@ -14,6 +14,7 @@ import grpc.aio
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.proto.common_pb2 import Key
+from paceline.services.common.framed import HostConnection
 from paceline.services.common.rpc import RpcServer, open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.host_memory import HostOptions
@@ -30,24 +31,26 @@ def layout(slot_bytes: int = SLOT, groups: tuple[tuple[int, int], ...] = ((16, 0
     return pb.KVLayout(slot_bytes=slot_bytes, groups=made, **values)  # type: ignore[arg-type]
 
 
-async def batch(stub: pb_grpc.KVTransferAsyncStub, request: pb.BatchRequest) -> pb.BatchReply:
-    """One batch, on a stream of its own."""
-    async for reply in stub.Batch([request], timeout=10):
-        return reply
-    raise AssertionError("no answer")
+async def batch(socket_path: str, request: pb.BatchRequest) -> pb.BatchReply:
+    """One batch, on a connection of its own. Raises UnavailableError where it is not taken."""
+    connection = await HostConnection.connect(socket_path)
+    try:
+        async with asyncio.timeout(10):
+            return await connection.call(request)
+    finally:
+        connection.close()
 
 
 class Worker:
     """A worker that has attached."""
 
-    def __init__(self, stub: pb_grpc.KVTransferAsyncStub, stream: grpc.aio.UnaryStreamCall, arena: pb.AttachEvent):
-        self.stub = stub
+    def __init__(self, stream: grpc.aio.UnaryStreamCall, arena: pb.AttachEvent):
         self.stream = stream
         self.arena = arena
 
     async def batch(self, *operations: pb.Operation) -> list[pb.Result]:
-        reply = await batch(self.stub, pb.BatchRequest(session=self.arena.session, operations=operations))
-        return list(reply.results)
+        request = pb.BatchRequest(session=self.arena.session, operations=operations)
+        return list((await batch(self.arena.socket_path, request)).results)
 
     async def do(self, operation: pb.Operation) -> pb.Result:
         """One operation, which must succeed."""
@@ -57,7 +60,7 @@ class Worker:
 
     async def adopt(self, key: Key) -> pb.Hold:
         """Waits until the hold is filled."""
-        return await self.stub.Adopt(pb.AdoptRequest(session=self.arena.session, key=key), timeout=10)
+        return (await self.do(pb.Operation(adopt=pb.Adopt(key=key)))).hold
 
     async def leave(self) -> None:
         self.stream.cancel()
@@ -103,7 +106,7 @@ class Host:
             arena = await stream.read()
         if not isinstance(arena, pb.AttachEvent):
             raise AssertionError(f"refused: {await stream.details()}")
-        return Worker(self.stub, stream, arena)
+        return Worker(stream, arena)
 
     async def ledger(self) -> pb.LedgerReply:
         reply = await self.stub.Ledger(pb.LedgerRequest(with_holds=True), timeout=10)

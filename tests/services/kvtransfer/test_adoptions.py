@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
-import grpc
-import grpc.aio
 import pytest
 
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.proto.common_pb2 import Key
 from tests.services.kvtransfer.kv_host import Host, Worker, key, release, reserve
 from tests.services.kvtransfer.kv_toolkit import LEASE
 
@@ -20,21 +20,23 @@ async def begin(host: Host) -> tuple[Worker, Worker, pb.Hold]:
     return decode, prefill, (await prefill.do(pb.Operation(open=pb.Open(key=key())))).hold
 
 
-async def waiting(host: Host, decode: Worker) -> asyncio.Task[pb.Hold]:
+async def waiting(host: Host, decode: Worker) -> asyncio.Task[list[pb.Result]]:
     """A call that has come to where it waits."""
     memory = host.service.sessions.memory
     assert memory is not None
-    call = asyncio.create_task(decode.adopt(key()))
+    call = asyncio.create_task(decode.batch(adopt(key())))
     async with asyncio.timeout(5):
         while not memory.adoptions._waiting:
             await asyncio.sleep(0.001)
     return call
 
 
-async def refused(call: asyncio.Task[pb.Hold]) -> grpc.StatusCode:
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return error.value.code()
+def adopt(of: Key) -> pb.Operation:
+    return pb.Operation(adopt=pb.Adopt(key=of))
+
+
+async def codes(answer: Awaitable[list[pb.Result]]) -> list[pb.Code]:
+    return [result.code for result in await answer]
 
 
 def fill(hold: pb.Hold) -> pb.Operation:
@@ -46,7 +48,8 @@ async def test_who_waits_gets_the_blocks_when_they_are_filled(host: Host) -> Non
     adopting = await waiting(host, decode)
     assert await host.counts() == (4, 0, 4, 0)
     await prefill.do(fill(opened))
-    adopted = await adopting
+    (result,) = await adopting
+    adopted = result.hold
     assert (adopted.key.generation, adopted.filled_tokens) == (3, 50)
     assert adopted.tables == opened.tables
     assert await host.counts() == (4, 4, 0, 0)
@@ -71,7 +74,7 @@ async def test_the_end_of_a_reservation_is_the_end_of_waiting_for_it(host: Host)
     decode, prefill, opened = await begin(host)
     adopting = await waiting(host, decode)
     await decode.do(release(key()))
-    assert await refused(adopting) is grpc.StatusCode.ABORTED
+    assert await codes(adopting) == [pb.CODE_UNKNOWN]
     await prefill.do(release(opened.key))
     assert (await host.counts())[1:3] == (0, 0)
 
@@ -81,15 +84,15 @@ async def test_the_end_of_a_lease_is_noticed_while_waiting(host: Host, monkeypat
     decode, _, _ = await begin(host)
     adopting = await waiting(host, decode)
     host.now += LEASE
-    assert await refused(adopting) is grpc.StatusCode.ABORTED
+    assert await codes(adopting) == [pb.CODE_UNKNOWN]
 
 
 async def test_only_who_reserved_may_wait_and_only_once(host: Host) -> None:
     decode, prefill, opened = await begin(host)
-    assert await refused(asyncio.create_task(prefill.adopt(opened.key))) is grpc.StatusCode.ABORTED
+    assert await codes(prefill.batch(adopt(opened.key))) == [pb.CODE_STALE]
     adopting = await waiting(host, decode)
-    assert await refused(asyncio.create_task(decode.adopt(key()))) is grpc.StatusCode.ABORTED
+    assert await codes(decode.batch(adopt(key()))) == [pb.CODE_STALE]
     await prefill.do(fill(opened))
-    adopted = await adopting
-    assert await refused(asyncio.create_task(decode.adopt(adopted.key))) is grpc.StatusCode.ABORTED
+    (result,) = await adopting
+    assert await codes(decode.batch(adopt(result.hold.key))) == [pb.CODE_STALE]
     assert await host.counts() == (4, 4, 0, 0)

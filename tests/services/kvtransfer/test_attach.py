@@ -84,7 +84,7 @@ async def test_an_arena_that_nobody_uses_takes_a_new_shape(host: Host) -> None:
     again = await host.attach(shape=layout(slot_bytes=2 * SLOT, fingerprint="model-b"))
     assert again.arena.slots == SLOTS // 2
     assert again.arena.arena_path != worker.arena.arena_path
-    assert [str(path) for path in host.folder.iterdir()] == [again.arena.arena_path]
+    assert [str(path) for path in host.folder.glob("*.arena")] == [again.arena.arena_path]
 
 
 async def test_an_arena_of_the_same_shape_keeps_its_cache(host: Host) -> None:
@@ -113,7 +113,7 @@ async def test_what_is_no_layout(host: Host, shape: pb.KVLayout, message: str) -
     stream = host.stub.Attach(pb.AttachRequest(worker_id="w", layout=shape), timeout=10)
     assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert message in await stream.details()
-    assert list(host.folder.iterdir()) == []
+    assert list(host.folder.glob("*.arena")) == []
 
 
 async def test_a_worker_needs_a_name(host: Host) -> None:

@@ -28,7 +28,7 @@ def left_arena(folder: Path) -> str:
 
 
 def arenas(folder: Path) -> list[str]:
-    return [str(path) for path in folder.iterdir()]
+    return [str(path) for path in folder.glob("*.arena")]
 
 
 def claim(of: object, *slots: int, sealed: str = "", active: bool = True) -> pb.Claim:
@@ -91,7 +91,7 @@ async def test_what_is_claimed_stays_and_the_rest_is_free(again: Return) -> None
         pb.BatchRequest(session=events[2].session, operations=[reserve(key("d"), "xyz")]),
     ]
     for request in requests:
-        (*_, result) = (await batch(again.host.stub, request)).results
+        (*_, result) = (await batch(events[0].socket_path, request)).results
         assert result.code == pb.CODE_OK
     assert (result.hold.filled_tokens, list(result.hold.tables[0].slots[:2])) == (32, [0, 1])
 

@@ -13,35 +13,39 @@ import grpc
 import grpc.aio
 import pytest
 
+from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.kvtransfer.awake_clock import AwakeClock
 from tests.services.kvtransfer.kv_host import SLOTS, Host, batch, key, layout, release, reserve
 from tests.services.kvtransfer.kv_toolkit import LEASE
 
 
-async def test_a_session_ends_with_its_stream(host: Host) -> None:
+async def test_a_session_ends_with_its_stream(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     worker = await host.attach()
     await worker.leave()
     await host.attach()
     for session in (worker.arena.session, 0, 12345):
-        with pytest.raises(grpc.aio.AioRpcError, match="attach again") as caught:
-            await batch(host.stub, pb.BatchRequest(session=session))
-        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        with pytest.raises(UnavailableError, match="has ended"):
+            await batch(worker.arena.socket_path, pb.BatchRequest(session=session))
+        assert f"session {session} is over" in caplog.text
 
 
 async def test_a_killed_worker_gives_its_blocks_back(host: Host) -> None:
     survivor = await host.attach("survivor")
     await survivor.do(reserve(key("survivor"), tokens=16))
     code = (
-        "import sys, time, grpc\n"
+        "import socket, sys, time, grpc\n"
         "from paceline.proto import kvtransfer_pb2 as pb, kvtransfer_pb2_grpc, common_pb2\n"
         "stub = kvtransfer_pb2_grpc.KVTransferStub(grpc.insecure_channel(sys.argv[1]))\n"
         "layout = pb.KVLayout.FromString(bytes.fromhex(sys.argv[2]))\n"
         "stream = stub.Attach(pb.AttachRequest(worker_id='victim', layout=layout))\n"
-        "session = next(stream).session\n"
+        "arena = next(stream)\n"
         "key = common_pb2.Key(request_id='victim', attempt=1, generation=1)\n"
         "reserve = pb.Operation(reserve=pb.Reserve(key=key, token_count=48))\n"
-        "next(stub.Batch(iter([pb.BatchRequest(session=session, operations=[reserve])])))\n"
+        "request = pb.BatchRequest(session=arena.session, operations=[reserve]).SerializeToString()\n"
+        "connection = socket.socket(socket.AF_UNIX)\n"
+        "connection.connect(arena.socket_path)\n"
+        "connection.sendall(len(request).to_bytes(4, 'big') + request)\n"
         "time.sleep(60)\n"
     )
     shape = layout().SerializeToString().hex()
@@ -131,7 +135,7 @@ async def test_stopping_ends_sessions_and_leaves_nothing(host: Host) -> None:
     await host.service.close()
     assert await worker.stream.code() is grpc.StatusCode.UNAVAILABLE
     assert list(host.folder.iterdir()) == []
-    with pytest.raises(grpc.aio.AioRpcError, match="attach again"):
+    with pytest.raises(FileNotFoundError):
         await worker.batch(release(key()))
     late = host.stub.Attach(pb.AttachRequest(worker_id="late", layout=layout()), timeout=10)
     assert await late.code() is grpc.StatusCode.UNAVAILABLE

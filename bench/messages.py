@@ -1,0 +1,170 @@
+"""How long a message takes over three processes, as a handoff's does: from a sender, by a middle, to a receiver.
+
+    python -m bench.messages --messages 200
+
+The ways are those that a worker and the kvtransfer of its host may have: calls of gRPC, streams of gRPC that are open
+all the time, and the Unix socket. Messages are as long as those of a prompt of 2,000 tokens, and far enough apart for
+all processes to be asleep. They do nothing else; what a handoff takes in a stack is told by `bench.handoff`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from bench.load import table
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.framed import HostConnection
+from paceline.services.common.rpc import RpcServer, open_channel
+from paceline.services.common.secret import Secret
+from paceline.services.kvtransfer.host_socket import HostSocket
+
+WAYS = ("calls", "streams", "socket")
+BLOCKS = 125
+PUT, GET = 1, 2
+"""Sessions of the sender and the receiver."""
+PAUSE_SECONDS = 0.02
+
+Ask = Callable[[pb.BatchRequest], Awaitable[pb.BatchReply]]
+
+_HASHES = [os.urandom(16) for _ in range(BLOCKS)]
+_SERVER: dict[str, Any] = {
+    "request_deserializer": pb.BatchRequest.FromString,
+    "response_serializer": pb.BatchReply.SerializeToString,
+}
+_CLIENT: dict[str, Any] = {
+    "request_serializer": pb.BatchRequest.SerializeToString,
+    "response_deserializer": pb.BatchReply.FromString,
+}
+
+
+class Middle:
+    """Gives each message of the sender to the receiver, who waits for it."""
+
+    def __init__(self) -> None:
+        self._came: asyncio.Queue[str] = asyncio.Queue()
+
+    def serve(self, request: pb.BatchRequest) -> Any:
+        """On the socket: a reply, or what gives it later."""
+        if request.session == GET:
+            return self._get()
+        self._came.put_nowait(request.operations[0].traceparent)
+        return pb.BatchReply()
+
+    async def _get(self) -> pb.BatchReply:
+        instant = await self._came.get()
+        hold = pb.Hold(tables=[pb.BlockTable(slots=range(BLOCKS), hashes=_HASHES)])
+        return pb.BatchReply(results=[pb.Result(message=instant, hold=hold)])
+
+    async def call(self, request: pb.BatchRequest, context: object) -> pb.BatchReply:
+        answer = self.serve(request)
+        return answer if isinstance(answer, pb.BatchReply) else await answer
+
+    async def stream(self, requests: AsyncIterator[pb.BatchRequest], context: Any) -> None:
+        async for request in requests:
+            await context.write(await self.call(request, context))
+
+
+async def be_middle(folder: Path) -> None:
+    """Serves all ways, until it is killed; says its port."""
+    middle, server = Middle(), RpcServer("127.0.0.1", 0, Secret())
+    methods = {
+        "call": grpc.unary_unary_rpc_method_handler(middle.call, **_SERVER),
+        "stream": grpc.stream_stream_rpc_method_handler(middle.stream, **_SERVER),
+    }
+    server.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("messages", methods)])
+    host_socket = HostSocket(folder, middle.serve)
+    await host_socket.start()
+    print(await server.start(), host_socket.path, flush=True)
+    await asyncio.Event().wait()
+
+
+async def connect(way: str, port: str, path: str) -> Ask:
+    if way == "socket":
+        return (await HostConnection.connect(path)).call
+    channel = open_channel(f"127.0.0.1:{port}", Secret())
+    if way == "calls":
+        return channel.unary_unary("/messages/call", **_CLIENT)
+    stream: Any = channel.stream_stream("/messages/stream", **_CLIENT)()
+
+    async def ask(request: pb.BatchRequest) -> pb.BatchReply:
+        await stream.write(request)
+        return await stream.read()  # type: ignore[no-any-return]
+
+    return ask
+
+
+async def be_receiver(way: str, port: str, path: str) -> None:
+    """Says how many microseconds each message took."""
+    ask = await connect(way, port, path)
+    print("ready", flush=True)
+    while True:
+        (result,) = (await ask(pb.BatchRequest(session=GET))).results
+        print((time.perf_counter_ns() - int(result.message)) / 1000, flush=True)
+
+
+async def be_sender(way: str, port: str, path: str, messages: int) -> None:
+    ask = await connect(way, port, path)
+    for _ in range(messages):
+        await asyncio.sleep(PAUSE_SECONDS)
+        seal = pb.Operation(seal=pb.Seal(hashes=_HASHES), traceparent=str(time.perf_counter_ns()))
+        await ask(pb.BatchRequest(session=PUT, operations=[seal]))
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "bench.messages", *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def measure(folder: str, messages: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds, by way; the ways take turns."""
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    with start("--middle", folder) as middle:
+        assert middle.stdout is not None
+        port, path = middle.stdout.readline().split()
+        for _ in range(rounds):
+            for way in WAYS:
+                with start("--receiver", way, port, path) as receiver:
+                    assert receiver.stdout is not None
+                    receiver.stdout.readline()
+                    asyncio.run(be_sender(way, port, path, messages))
+                    found[way] += [float(receiver.stdout.readline()) for _ in range(messages)][messages // 4 :]
+                    receiver.kill()
+        middle.kill()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.messages", description=__doc__.splitlines()[0])
+    parser.add_argument("--messages", type=int, default=200, help="in a round; its first quarter is not counted")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--middle", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--receiver", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.middle:
+        asyncio.run(be_middle(Path(options.middle)))
+    elif options.receiver:
+        asyncio.run(be_receiver(*options.receiver))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(folder, options.messages, options.rounds)
+        rows = [
+            [way, f"{statistics.median(each):.0f}", f"{statistics.quantiles(each, n=10)[-1]:.0f}"]
+            for way, each in found.items()
+        ]
+        print(table(["way", "median, µs", "90 % below, µs"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
