@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.core.block_pool import BlockEvent, BlockPool
+from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.lru import LRU
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.kv_layout import BASE_TOKENS, KVLayout
 from paceline.core.prefix import match_prefix
@@ -59,12 +61,20 @@ class DiskTier:
 
     Args:
         find: the slot of the arena with a block, by group and hash.
+        policy: makes what chooses the blocks to evict, for so many slots.
 
     Raises:
         ConfigError: there is no such folder, or no room in it.
     """
 
-    def __init__(self, options: DiskOptions, groups: int, memory: ArenaMemory, find: Find) -> None:
+    def __init__(
+        self,
+        options: DiskOptions,
+        groups: int,
+        memory: ArenaMemory,
+        find: Find,
+        policy: Callable[[int], CachePolicy] = LRU,
+    ) -> None:
         slots = options.size // memory.slot_bytes
         if slots == 0:
             raise ConfigError(
@@ -72,7 +82,7 @@ class DiskTier:
             )
         self._file = _open(options.folder, slots * memory.slot_bytes)
         self.written_blocks = self.read_blocks = self.damaged_blocks = 0
-        self._pool = BlockPool(slots, groups)
+        self._pool = BlockPool(slots, groups, policy(slots))
         self._digests: dict[int, bytes] = {}
         """By slot of the file."""
         self._damaged: set[int] = set()

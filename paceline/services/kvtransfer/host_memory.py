@@ -50,7 +50,7 @@ class HostOptions:
     """A tier below the arena."""
     make_transports: MakeTransports = lambda memory: ()
     cache_policy: Callable[[int], CachePolicy] = LRU
-    """Makes what chooses the blocks to evict, for so many slots."""
+    """Makes what chooses the blocks to evict, in the arena and on disk, for so many slots."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     """Monotonic seconds of the ledger, by default those in which this process ran."""
 
@@ -78,7 +78,8 @@ class HostMemory:
         offer = pb.Offer(host_id=options.host_id, transports={each.name: each.offer() for each in transports})
         self.disk = promotions = None
         if options.disk is not None:
-            self.disk = DiskTier(options.disk, len(layout.groups), blocks, self.ledger.slot_of)
+            find, policy = self.ledger.slot_of, options.cache_policy
+            self.disk = DiskTier(options.disk, len(layout.groups), blocks, find, policy)
             promotions = Promotions(layout, self.ledger, self.disk, options.clock)
         self.exports = Exports(layout, self.ledger, blocks, options.clock, offer)
         self.adoptions = Adoptions(self.ledger, options.clock)
