@@ -33,8 +33,10 @@ from paceline.services.kvtransfer.transport import ArenaMemory
 
 _WAITING = 4096
 """Blocks that may wait to be written; the oldest are left out."""
-READERS = 4
+READERS = 8
 """Blocks that are read at the same time."""
+_TOGETHER = 4 * READERS
+"""Blocks that are read before the next ones are begun, so that readers seldom wait for the last one."""
 PROMOTION_SECONDS = 2.0
 """For all of a prefix; its request waits, and could have been computed instead."""
 
@@ -263,10 +265,10 @@ class Promotions:
         strides = [group.block_tokens // BASE_TOKENS for group in self._layout.groups]
         names = [hashes[(index + 1) * strides[number] - 1] for number, index in places]
         wanted = [(number, index, name) for (number, index), name in zip(places, names)]
-        # Few at a time, from the beginning of the context on: what has come in time is not in vain.
+        # Some at a time, from the beginning of the context on: what has come in time is not in vain.
         wanted.sort(key=lambda block: (block[1] + 1) * self._layout.groups[block[0]].block_tokens)
-        for first in range(0, len(wanted), READERS):
-            part = wanted[first : first + READERS]
+        for first in range(0, len(wanted), _TOGETHER):
+            part = wanted[first : first + _TOGETHER]
             came = await self._disk.read([(number, name, hold.tables[number][index]) for number, index, name in part])
             for (number, index, name), is_here in zip(part, came):
                 if is_here:
