@@ -7,6 +7,11 @@ Two hosts with a prefill and a decode worker each, on this machine: they share n
 sent one after the other. "warm" is what each takes when it comes again with 32 other tokens at its end. Before
 "elsewhere" the workers of host 0, where all have been computed, end: those of host 1 go on, and its kvtransfer brings
 the prefix over from that of host 0 first.
+
+    python -m bench.prefix ~/.cache/paceline/smollm2-135m-instruct --disk /var/tmp --kv-memory 256MiB
+
+One host with a disk tier in that folder. Before "disk" other prompts have driven all out of the arena; the disk is read
+by direct I/O, past the page cache.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from bench.namespaces import ONE_HOST
 from bench.services import Services
 from bench.systems import ending_on_sigterm
 
-KINDS = ("cold", "warm", "elsewhere")
+KINDS = ("cold", "warm", "elsewhere", "disk")
 START_SECONDS = 180.0
 KNOWN_SECONDS = 1.0
 """In which gateways learn of blocks that became full."""
@@ -95,11 +100,11 @@ def random_tokens(count: int) -> list[int]:
     return random.choices(range(1000, 20_000), k=count)
 
 
-def start_two_hosts(services: Services) -> None:
+def start_hosts(services: Services, count: int) -> None:
     """A kvtransfer, a prefill and a decode worker on each."""
-    for host in (0, 1):
+    for host in range(count):
         services.start_kvtransfer(host)
-    workers = [services.start_worker(role, host, host=host) for host in (0, 1) for role in ("prefill", "decode")]
+    workers = [services.start_worker(role, host, host=host) for host in range(count) for role in ("prefill", "decode")]
     services.wait_ready(*workers)
 
 
@@ -150,6 +155,39 @@ async def measure(services: Services, prompt_tokens: int, prompts: int, turns: i
     return found
 
 
+async def measure_disk(services: Services, prompt_tokens: int, prompts: int) -> dict[str, list[Answer]]:
+    """The answers of each kind, one a prompt. Raises RuntimeError where it is not the disk that is measured."""
+    found: dict[str, list[Answer]] = {kind: [] for kind in KINDS}
+    async with connect(services.url) as http:
+        await until_complete(http, 2)
+        for _ in range(2):
+            await ask(http, random_tokens(prompt_tokens), 4)
+        known = [random_tokens(prompt_tokens) for _ in range(prompts)]
+        for prompt in known:
+            found["cold"].append(await ask(http, prompt, 4))
+            await asyncio.sleep(KNOWN_SECONDS)
+            found["warm"].append(await ask(http, prompt[:-NEW] + random_tokens(NEW), 4))
+        before = await kvtransfer_stats(http)
+        now = before
+        while now["evicted_blocks"] - before["evicted_blocks"] < before["blocks_cached"]:
+            await ask(http, random_tokens(prompt_tokens))
+            now = await kvtransfer_stats(http)
+        for prompt in known:
+            found["disk"].append(await ask(http, prompt[:-NEW] + random_tokens(NEW), 4))
+        read = (await kvtransfer_stats(http))["disk_read_blocks"] - now["disk_read_blocks"]
+    if not read or "no direct I/O" in services.processes["kvtransfer-0"].text:
+        raise RuntimeError("nothing was read from the disk, or the folder takes no direct I/O: choose another one")
+    print(f"{read:.0f} blocks were read from the disk", file=sys.stderr)
+    return found
+
+
+async def kvtransfer_stats(http: httpx.AsyncClient) -> dict[str, float]:
+    """What the only kvtransfer reports, once it has heard of what was before."""
+    await asyncio.sleep(KNOWN_SECONDS)
+    fleet = (await http.get("/fleet")).json()["workers"]
+    return dict(next(member["stats"] for member in fleet if member["role"] == "kvtransfer"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.prefix", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of the model")
@@ -157,23 +195,42 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--kv-memory", default="1GiB", help="of each host")
+    parser.add_argument("--disk", type=Path, help="folder of a disk tier, which is measured instead of another host")
+    parser.add_argument("--kv-disk-size", default="2GiB")
     parser.add_argument("--out", type=Path, help="JSON file for all figures")
     options = parser.parse_args()
     ending_on_sigterm()
+    memory = [f"--kv-memory={options.kv_memory}"]
+    if options.disk:
+        # With the default, prompts that are never asked for again would not drive out those that were.
+        memory += [f"--kv-disk-dir={options.disk}", f"--kv-disk-size={options.kv_disk_size}", "--cache-policy=lru"]
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
-            Services(Path(folder), options.model, ONE_HOST, kvtransfer=(f"--kv-memory={options.kv_memory}",)) as stack,
+            Services(Path(folder), options.model, ONE_HOST, kvtransfer=memory) as stack,
         ):
-            start_two_hosts(stack)
+            start_hosts(stack, 1 if options.disk else 2)
             stack.start_gateway()
-            found = asyncio.run(measure(stack, options.prompt_tokens, options.prompts, options.turns))
+            if options.disk:
+                found = asyncio.run(measure_disk(stack, options.prompt_tokens, options.prompts))
+            else:
+                found = asyncio.run(measure(stack, options.prompt_tokens, options.prompts, options.turns))
     except (RuntimeError, TimeoutError) as error:
         print(f"bench.prefix: {error}", file=sys.stderr)
         return 1
+    print(report(found, options.prompt_tokens))
+    if options.out:
+        figures = {kind: [dataclasses.asdict(answer) for answer in answers] for kind, answers in found.items()}
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def report(found: dict[str, list[Answer]], prompt_tokens: int) -> str:
+    """Tables of the medians of each kind, and of the conversation."""
+    measured = [kind for kind in KINDS if found[kind]]
     cold, *_ = medians = [
         (statistics.median(each.ttft for each in found[kind]), statistics.median(each.second for each in found[kind]))
-        for kind in KINDS
+        for kind in measured
     ]
     rows = [
         [
@@ -181,17 +238,16 @@ def main() -> int:
             f"{statistics.median(each.computed_tokens for each in found[kind]):g}",
             *(f"{1e3 * seconds:.0f} ({cold[which] / seconds:.1f})" for which, seconds in enumerate(times)),
         ]
-        for kind, times in zip(KINDS, medians)
+        for kind, times in zip(measured, medians)
     ]
     columns = ["computed tokens", "first token, ms (cold takes times)", "second token, ms (cold takes times)"]
-    print(table([f"{options.prompt_tokens} tokens, medians", *columns], rows))
-    print(f"\nconversation: each turn brings {MESSAGE} tokens and the {ANSWER} of the answer before")
-    sizes = [[str(turn.prompt_tokens), str(turn.computed_tokens)] for turn in found["turns"]]
-    print(table(["turn", "prompt tokens", "computed"], [[str(number), *size] for number, size in enumerate(sizes, 1)]))
-    if options.out:
-        figures = {kind: [dataclasses.asdict(answer) for answer in answers] for kind, answers in found.items()}
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0
+    text = table([f"{prompt_tokens} tokens, medians", *columns], rows)
+    if turns := found.get("turns"):
+        sizes = [[str(turn.prompt_tokens), str(turn.computed_tokens)] for turn in turns]
+        numbered = [[str(number), *size] for number, size in enumerate(sizes, 1)]
+        text += f"\n\nconversation: each turn brings {MESSAGE} tokens and the {ANSWER} of the answer before\n"
+        text += table(["turn", "prompt tokens", "computed"], numbered)
+    return text
 
 
 if __name__ == "__main__":

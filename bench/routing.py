@@ -24,7 +24,7 @@ import httpx
 
 from bench.load import percentile, table
 from bench.namespaces import ONE_HOST
-from bench.prefix import Answer, ask, connect, random_tokens, start_two_hosts, until_complete
+from bench.prefix import Answer, ask, connect, random_tokens, start_hosts, until_complete
 from bench.services import Services
 from bench.systems import ending_on_sigterm
 
@@ -119,7 +119,7 @@ def main() -> int:
                 decode=worker,
             ) as services,
         ):
-            start_two_hosts(services)
+            start_hosts(services, 2)
             found = asyncio.run(measure(services, options))
     except (RuntimeError, TimeoutError) as error:
         print(f"bench.routing: {error}", file=sys.stderr)

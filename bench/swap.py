@@ -6,27 +6,34 @@ Two stacks of `paceline serve --kv-pool device`, in turns with the same requests
 eight at a time. In the one the workers' pools have room for what runs and little more, so that every request loads its
 prompt's blocks, in the prefill worker and again in the decode worker, and stores what it generates; in the other one
 they have room for all, and nothing is loaded behind the first round. The difference is what swapping costs. How long
-loading took is what the decode worker reports.
+loading took is what the decode worker reports. "join" is the gap behind a first token, "later" are the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import re
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.load import Server, ServerError, summarize, table
+from bench.load import Server, ServerError, percentile, summarize, table
 from bench.services import serving
 from bench.systems import ending_on_sigterm
 from bench.workloads import Request, Workload
 
+FIGURES = (
+    *(f"itl_ms_p{percent}" for percent in (50, 90, 99)),
+    *("join_ms_p50", "join_ms_p90", "later_ms_p50", "later_ms_p99"),
+    *("ttft_ms_p50", "output_tokens_per_s"),
+)
 HEARTBEAT_SECONDS = 1.5
 """After this the gateway has the workers' newest figures."""
 
@@ -60,6 +67,22 @@ def quantile(counts: dict[float, float], share: float) -> float:
     return float("nan")
 
 
+def gaps(requests: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Of the times between messages with tokens, those behind a first token, when the request joins those that are
+    decoded, and the others, in milliseconds.
+
+    Args:
+        requests: when the messages of each came, in seconds.
+    """
+    pairs = [[later - earlier for earlier, later in itertools.pairwise(times)] for times in requests]
+    first, others = [own[0] for own in pairs if own], [gap for own in pairs for gap in own[1:]]
+    return {
+        f"{name}_ms_p{percent}": 1000 * percentile(values, percent)
+        for name, values in (("join", first), ("later", others))
+        for percent in (50, 90, 99)
+    }
+
+
 async def measure(urls: dict[str, str], rounds: list[Workload]) -> dict[str, Any]:
     """Raises ServerError where a request fails."""
     found: dict[str, Any] = {name: [] for name in urls}
@@ -67,9 +90,11 @@ async def measure(urls: dict[str, str], rounds: list[Workload]) -> dict[str, Any
     for number, workload in enumerate(rounds):
         for name, url in urls.items():
             async with Server(url) as server:
-                figures = summarize(await server.run(workload))["all"]
+                outcomes = await server.run(workload)
+                figures = summarize(outcomes)["all"]
                 if figures["failures"]:
                     raise ServerError(f"{name}: {figures['failures']:.0f} requests failed")
+                figures |= gaps([outcome.chunks for outcome in outcomes])
                 await asyncio.sleep(HEARTBEAT_SECONDS)
                 metrics = await server.metrics()
             print(f"round {number} of {len(rounds) - 1}: {name}", file=sys.stderr)
@@ -86,7 +111,7 @@ async def measure(urls: dict[str, str], rounds: list[Workload]) -> dict[str, Any
 
 def report(found: dict[str, Any]) -> str:
     rows = []
-    for figure in ("itl_ms_p50", "itl_ms_p90", "itl_ms_p99", "ttft_ms_p50", "output_tokens_per_s"):
+    for figure in FIGURES:
         small, large = (statistics.median(each[figure] for each in found[name]) for name in ("small", "large"))
         rows.append([figure, f"{small:.1f}", f"{large:.1f}", f"{small / large:.3f}"])
     swaps = found["swap_in_seconds"]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from paceline.core.block_pool import BlockPool, Counts
+from paceline.core.block_pool import BlockPool
 from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
 from paceline.engine.request import Request
 from paceline.engine.step import Event
@@ -78,6 +78,9 @@ class Residency(Protocol):
     def copied(self, copies: Copies, seconds: float) -> list[Event]:
         """These have been made, in so much time. Returns what is true now."""
 
+    def stats(self) -> dict[str, float]:
+        """For load reports: slots of a pool of its own, by what is done with them. Any thread may call this."""
+
 
 class InArena:
     """The device computes in the arena: nothing is ever copied."""
@@ -107,6 +110,9 @@ class InArena:
     def copied(self, copies: Copies, seconds: float) -> list[Event]:
         return copies.events
 
+    def stats(self) -> dict[str, float]:
+        return {}
+
 
 class OnDevice:
     """The device has `slots` slots of its own.
@@ -124,10 +130,6 @@ class OnDevice:
         """Of what was sealed since the last `tell`."""
         self._block_seconds = 0.0
         """To load a block; 0 as long as nobody knows."""
-
-    def counts(self) -> Counts:
-        """Slots of the pool by what is done with them."""
-        return self._pool.counts()
 
     def enter(self, request: Request, tokens_per_second: float) -> bool:
         if request is self._refused:
@@ -210,6 +212,9 @@ class OnDevice:
             for slot, group, digest in copies.names:
                 self._pool.seal(slot, group, digest)
         return copies.events
+
+    def stats(self) -> dict[str, float]:
+        return {f"blocks_{name}": count for name, count in self._pool.counts()._asdict().items()}
 
     def _needed(self, request: Request) -> Iterator[_Block]:
         """The blocks that a request goes on with."""

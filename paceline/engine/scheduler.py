@@ -258,7 +258,11 @@ class Scheduler:
             self._end_use(request)
 
     def take_copies(self) -> list[Copies]:
-        """What is to be copied between the device's pool and the arena since the last call, in order."""
+        """What is to be copied between the device's pool and the arena since the last call, in order.
+
+        Whoever has come since the last plan is loaded while the steps in flight are computed, to be in the next one.
+        """
+        self._settle_in()
         return self._residency.take_copies()
 
     def copied(self, copies: Copies, seconds: float, waited_seconds: float) -> None:

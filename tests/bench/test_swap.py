@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bench.swap import buckets, make_rounds, quantile
+from bench.swap import buckets, gaps, make_rounds, quantile
 
 METRICS = """
 paceline:kv_swap_in_seconds_bucket{le="0.005",model_name="m",role="prefill",worker="prefill-0"} 9.0
@@ -20,6 +20,12 @@ def test_a_quantile_lies_within_its_bucket() -> None:
     assert quantile(counts, 0.5) == pytest.approx(0.0075)
     assert quantile(counts, 0.95) == 0.01  # all that is known is that it took longer
     assert math.isnan(quantile({math.inf: 0.0}, 0.5))
+
+
+def test_the_gap_behind_a_first_token_is_told_apart() -> None:
+    found = gaps([[1.0, 1.5, 1.6, 1.7], [2.0, 2.5], [3.0]])
+    assert [found["join_ms_p50"], found["join_ms_p99"]] == pytest.approx([500, 500])
+    assert [found["later_ms_p50"], found["later_ms_p99"]] == pytest.approx([100, 100])
 
 
 def test_every_round_asks_for_the_same_prompts_in_another_order() -> None:

@@ -14,7 +14,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.request import Request
 from paceline.engine.residency import InArena, OnDevice
-from paceline.engine.scheduler import Limits
+from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import Filled
 from tests.engine.toy_host import FULL, MIXED, Host, Wish, next_token
 
@@ -61,8 +61,8 @@ def test_nothing_is_mixed_up_on_a_small_pool(
         for _ in range(1 if wish.leaves else wish.max_tokens):
             context.append(next_token(context))
         assert host.outputs[str(index)] == context[len(wish.prompt) :]
-    counts = host.residency.counts()
-    assert counts.free + counts.cached == counts.total
+    stats = host.residency.stats()
+    assert stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
 
 
 def filled_request(name: str, computed: int, **sampling: int) -> Request:
@@ -108,6 +108,21 @@ def test_blocks_that_are_in_the_pool_are_not_loaded_again() -> None:
     assert len(copies.loads) == 1  # the last one is not full, and so has no name
     assert again.pool_tables is not None
     assert len(set(again.pool_tables[0])) == 3
+
+
+def test_who_comes_while_steps_are_in_flight_is_loaded_meanwhile() -> None:
+    scheduler = Scheduler(Limits(16, 4096, 2), residency=OnDevice(FULL, 64))
+    scheduler.add(filled_request("first", 40))
+    (first,) = scheduler.take_copies()
+    scheduler.copied(first, 0.001, 0.0)
+    assert scheduler.plan() is not None
+    scheduler.add(filled_request("second", 40))
+    (second,) = scheduler.take_copies()
+    assert len(second.loads) == 3
+    scheduler.copied(second, 0.001, 0.0)
+    step = scheduler.plan()
+    assert step is not None
+    assert [chunk.request.key.request_id for chunk in step.chunks] == ["first", "second"]
 
 
 def test_in_the_arena_nothing_is_copied() -> None:

@@ -70,6 +70,8 @@ class Plan:
     prompts: tuple[str, ...] = PROMPTS
     model: str = MODEL
     kv_memory: str = "512MiB"
+    options: tuple[str, ...] = ()
+    """More of them, for `paceline serve`."""
 
 
 @dataclass
@@ -123,7 +125,7 @@ class Prey(Protocol):
 async def one_host(plan: Plan, folder: Path) -> AsyncIterator[Prey]:
     """`paceline serve`."""
     options = (f"--prefill={plan.prefill}", f"--decode={plan.decode}", f"--kv-memory={plan.kv_memory}")
-    with serve(folder / "log", plan.model, *options) as stack:
+    with serve(folder / "log", plan.model, *options, *plan.options) as stack:
         yield stack
 
 

@@ -85,11 +85,16 @@ async def test_tokens_are_those_of_transformers_also_behind_a_cached_prefix(
         await stack.settled()
 
 
+@pytest.mark.parametrize(
+    ("memory", "options"),
+    [("2MiB", ()), ("1MiB", ("--kv-pool=device", "--kv-tier-memory=3MiB", "--max-model-len=1024"))],
+    ids=["in the arena", "pools of their own"],
+)
 async def test_streams_survive_kills_in_little_memory(
-    model: Path, reference: transformers.PreTrainedModel, tmp_path: Path
+    model: Path, reference: transformers.PreTrainedModel, tmp_path: Path, memory: str, options: tuple[str, ...]
 ) -> None:
-    kills = {"prefill": 2, "decode": 2, "kvtransfer": 1}
-    plan = Plan(kills, 8, 120, pause=(0.2, 1.0), prompts=PROMPTS[:10], model=str(model), kv_memory="2MiB")
+    kills = {"prefill": 1, "decode": 2, "kvtransfer": 1}
+    plan = Plan(kills, 8, 120, (0.2, 1.0), prompts=PROMPTS[:10], model=str(model), kv_memory=memory, options=options)
     report = await chaos(plan, seed=1, starting=one_host(plan, tmp_path))
     assert report.wrong == []
     assert report.leftovers == []

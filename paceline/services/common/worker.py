@@ -106,8 +106,9 @@ class Worker:
         self.engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
         self.runner = loaded.runner(memory.pool, self.engine_limits)
         adaptive = loaded.speculative is None or loaded.speculative.adaptive
+        self._residency = memory.residency()
         self.engine = Engine(
-            Scheduler(self.engine_limits, Speculation(loaded.max_drafts, adaptive), memory.residency()),
+            Scheduler(self.engine_limits, Speculation(loaded.max_drafts, adaptive), self._residency),
             self.runner,
             on_events=self._on_loop(self._dispatch),
             on_failure=self._on_loop(self._fail),
@@ -164,7 +165,7 @@ class Worker:
         """Counters by name, for load reports and metrics."""
         stats, slot_bytes = self.engine.report(), self.layout.slot_bytes
         moved = {f"{name}_bytes": stats[f"{name}_blocks"] * slot_bytes for name in ("loaded", "stored")}
-        return stats | moved | {"queued_tokens": self.queued_tokens}
+        return stats | moved | self._residency.stats() | {"queued_tokens": self.queued_tokens}
 
     @property
     def goes_on(self) -> bool:

@@ -152,10 +152,10 @@ class _FleetCollector(Collector):
             for name, value in member.stats.items():
                 if not name.startswith("swap_in"):  # which is a histogram of its own
                     stats.add_metric([*label, name], value)
+            if total := member.stats.get("blocks_total", 0):
+                used = member.stats.get("blocks_held", 0) + member.stats.get("blocks_in_flight", 0)
+                usage.add_metric(label, used / total)
             if member.role == "kvtransfer":
-                if total := member.stats.get("blocks_total", 0):
-                    used = member.stats.get("blocks_held", 0) + member.stats.get("blocks_in_flight", 0)
-                    usage.add_metric(label, used / total)
                 continue
             running.add_metric(label, member.running)
             waiting.add_metric(label, member.waiting)

@@ -119,6 +119,7 @@ class RequestRunner:
         try:
             attempt = await self.line.admit(
                 lambda: self._try_to_admit(progress, own, deadline, again),
+                priority=progress.request.priority,
                 first=again,
                 patient=progress.request.follows and not again,
             )

@@ -16,18 +16,24 @@ from paceline.core.errors import BusyError
 POLL_SECONDS = (0.025, 0.1)
 """How often the first in line asks while none of this gateway's own calls ends; another gateway's may."""
 
+ASIDE_SECONDS = 0.2
+"""Who has waited so long for an answer lets the next one ask, too. Most come within milliseconds; not where a prefix is
+brought to the worker first."""
+
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    place: tuple[bool, int]
-    """Whether it yields to those who lost their worker, and a ticket."""
+    place: tuple[bool, int, int]
+    """Whether it yields to those who lost their worker, its priority, and a ticket."""
     may_ask: asyncio.Event = field(default_factory=asyncio.Event)
+    aside: bool = False
+    """It asks, and others do not wait for the answer."""
 
 
 class WaitingLine:
-    """First come, first served; for two kinds of requests there are rules of their own.
+    """First come, first served among the equally urgent; for two kinds of requests there are rules of their own.
 
     Those that lost their worker stand before all others, in the order of their coming.
 
@@ -36,7 +42,8 @@ class WaitingLine:
     together take as much room from the others as one more client would, and each gets its turn.
 
     While nobody waits, newcomers ask at once, several at a time, so that a slow answer delays only the one that waits
-    for it. One that gets no room stands before those that came after it, however long the answer took.
+    for it. In the line one asks after the other, but a slow answer is not waited for by those behind. One that gets no
+    room stands before those that came after it, however long the answer took.
 
     Args:
         max_waiting: places for requests of neither kind.
@@ -57,12 +64,18 @@ class WaitingLine:
         return self._waiting
 
     async def admit(
-        self, attempt: Callable[[], Awaitable[T | None]], *, first: bool = False, patient: bool = False
+        self,
+        attempt: Callable[[], Awaitable[T | None]],
+        *,
+        priority: int = 0,
+        first: bool = False,
+        patient: bool = False,
     ) -> T:
         """Tries until there is room, in turn.
 
         Args:
             attempt: returns None where there is no room now.
+            priority: a lower one is more urgent.
             first: for a request that had its place already and lost it with its worker.
             patient: for a sequence whose client is being served already; waits as long as it takes.
 
@@ -79,7 +92,7 @@ class WaitingLine:
         self._ordinary += ordinary
         try:
             async with self._turn_of_patient if patient else contextlib.nullcontext():
-                turn = _Turn((not first, next(self._tickets) if patient else ticket))
+                turn = _Turn((not first, priority, next(self._tickets) if patient else ticket))
                 if not ordinary:
                     # Others have asked just now, or stand behind somebody who has.
                     turn.may_ask.set()
@@ -90,8 +103,12 @@ class WaitingLine:
 
     def wake(self) -> None:
         """Room may have come: the first in line asks again."""
-        if self._line:
-            self._line[0].may_ask.set()
+        if (turn := self._next()) is not None:
+            turn.may_ask.set()
+
+    def _next(self) -> _Turn | None:
+        """Whose turn it is to ask."""
+        return next((turn for turn in self._line if not turn.aside), None)
 
     async def _stand(self, turn: _Turn, attempt: Callable[[], Awaitable[T | None]], seconds: float | None) -> T:
         """From joining the line to leaving it."""
@@ -100,7 +117,7 @@ class WaitingLine:
             async with asyncio.timeout(seconds) as limit:
                 while True:
                     await self._wait(turn)
-                    if self._line[0] is turn and (admitted := await attempt()) is not None:
+                    if self._next() is turn and (admitted := await self._ask(turn, attempt)) is not None:
                         limit.reschedule(None)
                         return admitted
         except TimeoutError:
@@ -111,8 +128,20 @@ class WaitingLine:
             self._line.remove(turn)
             self.wake()
 
+    async def _ask(self, turn: _Turn, attempt: Callable[[], Awaitable[T | None]]) -> T | None:
+        timer = asyncio.get_running_loop().call_later(ASIDE_SECONDS, self._step_aside, turn)
+        try:
+            return await attempt()
+        finally:
+            timer.cancel()
+            turn.aside = False
+
+    def _step_aside(self, turn: _Turn) -> None:
+        turn.aside = True
+        self.wake()
+
     async def _wait(self, turn: _Turn) -> None:
-        patience = random.uniform(*POLL_SECONDS) if self._line[0] is turn else None
+        patience = random.uniform(*POLL_SECONDS) if self._next() is turn else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 await turn.may_ask.wait()

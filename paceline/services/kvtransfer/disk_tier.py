@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.core.block_pool import BlockEvent, BlockPool
+from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.lru import LRU
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.kv_layout import BASE_TOKENS, KVLayout
 from paceline.core.prefix import match_prefix
@@ -31,8 +33,10 @@ from paceline.services.kvtransfer.transport import ArenaMemory
 
 _WAITING = 4096
 """Blocks that may wait to be written; the oldest are left out."""
-READERS = 4
+READERS = 8
 """Blocks that are read at the same time."""
+_TOGETHER = 4 * READERS
+"""Blocks that are read before the next ones are begun, so that readers seldom wait for the last one."""
 PROMOTION_SECONDS = 2.0
 """For all of a prefix; its request waits, and could have been computed instead."""
 
@@ -59,12 +63,20 @@ class DiskTier:
 
     Args:
         find: the slot of the arena with a block, by group and hash.
+        policy: makes what chooses the blocks to evict, for so many slots.
 
     Raises:
         ConfigError: there is no such folder, or no room in it.
     """
 
-    def __init__(self, options: DiskOptions, groups: int, memory: ArenaMemory, find: Find) -> None:
+    def __init__(
+        self,
+        options: DiskOptions,
+        groups: int,
+        memory: ArenaMemory,
+        find: Find,
+        policy: Callable[[int], CachePolicy] = LRU,
+    ) -> None:
         slots = options.size // memory.slot_bytes
         if slots == 0:
             raise ConfigError(
@@ -72,7 +84,7 @@ class DiskTier:
             )
         self._file = _open(options.folder, slots * memory.slot_bytes)
         self.written_blocks = self.read_blocks = self.damaged_blocks = 0
-        self._pool = BlockPool(slots, groups)
+        self._pool = BlockPool(slots, groups, policy(slots))
         self._digests: dict[int, bytes] = {}
         """By slot of the file."""
         self._damaged: set[int] = set()
@@ -253,10 +265,10 @@ class Promotions:
         strides = [group.block_tokens // BASE_TOKENS for group in self._layout.groups]
         names = [hashes[(index + 1) * strides[number] - 1] for number, index in places]
         wanted = [(number, index, name) for (number, index), name in zip(places, names)]
-        # Few at a time, from the beginning of the context on: what has come in time is not in vain.
+        # Some at a time, from the beginning of the context on: what has come in time is not in vain.
         wanted.sort(key=lambda block: (block[1] + 1) * self._layout.groups[block[0]].block_tokens)
-        for first in range(0, len(wanted), READERS):
-            part = wanted[first : first + READERS]
+        for first in range(0, len(wanted), _TOGETHER):
+            part = wanted[first : first + _TOGETHER]
             came = await self._disk.read([(number, name, hold.tables[number][index]) for number, index, name in part])
             for (number, index, name), is_here in zip(part, came):
                 if is_here:

@@ -23,6 +23,7 @@ from paceline.services.kvtransfer.fetches import Fetches
 from paceline.services.kvtransfer.grpc_transport import GrpcTransport
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.paths import Paths
+from paceline.services.kvtransfer.prefixes import Prefixes
 from paceline.services.kvtransfer.transport import ArenaMemory, Transport
 
 MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]
@@ -49,7 +50,7 @@ class HostOptions:
     """A tier below the arena."""
     make_transports: MakeTransports = lambda memory: ()
     cache_policy: Callable[[int], CachePolicy] = LRU
-    """Makes what chooses the blocks to evict, for so many slots."""
+    """Makes what chooses the blocks to evict, in the arena and on disk, for so many slots."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     """Monotonic seconds of the ledger, by default those in which this process ran."""
 
@@ -75,15 +76,17 @@ class HostMemory:
         self.grpc = GrpcTransport(blocks, self._channels)
         self._transports = transports = [*options.make_transports(blocks), self.grpc]
         offer = pb.Offer(host_id=options.host_id, transports={each.name: each.offer() for each in transports})
-        self.disk = self.promotions = None
+        self.disk = promotions = None
         if options.disk is not None:
-            self.disk = DiskTier(options.disk, len(layout.groups), blocks, self.ledger.slot_of)
-            self.promotions = Promotions(layout, self.ledger, self.disk, options.clock)
+            find, policy = self.ledger.slot_of, options.cache_policy
+            self.disk = DiskTier(options.disk, len(layout.groups), blocks, find, policy)
+            promotions = Promotions(layout, self.ledger, self.disk, options.clock)
         self.exports = Exports(layout, self.ledger, blocks, options.clock, offer)
         self.adoptions = Adoptions(self.ledger, options.clock)
         self.fetches = Fetches(
             layout, self.ledger, blocks, options.clock, self._channels, Paths(transports), self.adoptions.note
         )
+        self.prefixes = Prefixes(layout, self.ledger, self.fetches, promotions)
 
     async def sweep(self) -> None:
         """Lets go of hosts that have not been heard of for long."""

@@ -197,13 +197,10 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             memory = self.sessions.check(request.session)
             key = key_of(request.key)
             with request_span("fetch prefix", key.request_id, carrier_of(context.invocation_metadata())) as span:
-                if memory.promotions is not None:
-                    await memory.promotions.run(key, request.hashes)
-                if not request.source:
-                    return pb.FetchReply()
-                reply = await memory.fetches.run_prefix(key, request.source, request.hashes)
+                reply = await memory.prefixes.bring(key, request.source, request.hashes)
                 span.set_attributes({"paceline.path": reply.path, "paceline.bytes": reply.bytes})
-                log.info("%d blocks of a prefix came from %s over %s", reply.blocks, request.source, reply.path)
+                if reply.blocks:
+                    log.info("%d blocks of a prefix came from %s over %s", reply.blocks, request.source, reply.path)
                 return reply
         raise AssertionError("mapped_errors ended the call")
 

@@ -27,7 +27,7 @@ class Room:
         return attempt
 
 
-async def queue_up(line: WaitingLine, room: Room, *names: str, **kind: bool) -> list[asyncio.Task[str]]:
+async def queue_up(line: WaitingLine, room: Room, *names: str, **kind: int) -> list[asyncio.Task[str]]:
     tasks = []
     for name in names:
         length = len(line)
@@ -162,6 +162,42 @@ async def test_who_asks_for_long_keeps_its_place_and_holds_up_nobody() -> None:
     while len(line) == 1:
         await asyncio.sleep(0)
     assert await serve_one_by_one(line, room, [slow, *waiting]) == ["a", "c"]
+
+
+async def test_those_behind_do_not_wait_for_a_slow_answer() -> None:
+    line, room = WaitingLine(10, 60), Room()
+    answered = asyncio.Event()
+    ask, asked = room.ask("a"), 0
+
+    async def ask_a_slow_worker() -> str | None:
+        nonlocal asked
+        if (asked := asked + 1) == 3:
+            await answered.wait()
+        return await ask()
+
+    slow = asyncio.create_task(line.admit(ask_a_slow_worker))
+    while asked < 3:
+        await asyncio.sleep(0.001)
+    (other,) = await queue_up(line, room, "b")
+    room.places = 1
+    assert await other == "b"
+    waiting = await queue_up(line, room, "c", "d")
+    answered.set()
+    while line._next() is not line._line[0]:
+        await asyncio.sleep(0.001)
+    assert await serve_one_by_one(line, room, [slow, *waiting]) == ["a", "c", "d"]
+
+
+async def test_the_more_urgent_stand_before_the_others() -> None:
+    line, room = WaitingLine(10, 60), Room()
+    tasks = await queue_up(line, room, "a", "b")
+    tasks += await queue_up(line, room, "later", priority=1)
+    tasks += await queue_up(line, room, "c")
+    tasks += await queue_up(line, room, "p1", "p2", priority=-1, patient=True)
+    tasks += await queue_up(line, room, "urgent", "too", priority=-1)
+    tasks += await queue_up(line, room, "lost its worker", priority=5, first=True)
+    served = await serve_one_by_one(line, room, tasks)
+    assert served == ["lost its worker", "p1", "urgent", "too", "p2", "a", "b", "c", "later"]
 
 
 async def test_the_patient_are_not_refused_and_wait_behind_the_others() -> None:

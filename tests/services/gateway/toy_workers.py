@@ -43,6 +43,8 @@ _WORKER_STATS = {
     "swap_in_seconds": 0.03,
     "swap_ins_within_10ms": 2,
     "decode_model_seconds": 0.25,
+    "blocks_total": 4.0,
+    "blocks_held": 1.0,
 }
 _HOST_STATS = {"blocks_total": 10.0, "blocks_held": 2.0, "blocks_in_flight": 3.0}
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.tasks import end_tasks
-from paceline.services.kvtransfer import fetches
+from paceline.services.kvtransfer import prefixes
 from paceline.services.kvtransfer.exports import Exports, Write
 from paceline.services.kvtransfer.operations import key_of
 from tests.services.kvtransfer.kv_host import SLOT, key, layout, release, reserve
@@ -152,7 +152,7 @@ async def test_blocks_of_another_context_are_not_taken(tmp_path: Path, monkeypat
 
 
 async def test_a_slow_source_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetches, "PREFIX_SECONDS", 0.2)
+    monkeypatch.setattr(prefixes, "PREFIX_SECONDS", 0.2)
 
     async def silent(self: Exports, of: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write) -> None:
         await asyncio.sleep(60)

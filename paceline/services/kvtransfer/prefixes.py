@@ -1,0 +1,90 @@
+"""A prefix that a request lacks comes into the host's cache, from its disk or from another host: once, however many ask
+for it at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.errors import TransferError
+from paceline.core.kv_layout import BASE_TOKENS, KVLayout
+from paceline.core.prefix import match_prefix
+from paceline.core.types import Key
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.kvtransfer.disk_tier import Promotions
+from paceline.services.kvtransfer.fetches import Fetches
+from paceline.services.kvtransfer.ledger import Ledger
+
+PREFIX_SECONDS = 5.0
+"""For all of a prefix, waiting for others included; its request waits, and could have been computed instead."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """A prefix that is being brought."""
+
+    lacking: frozenset[bytes]
+    """Links of its context's chain that were not here when it began."""
+    landed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Prefixes:
+    """Brings prefixes in.
+
+    Args:
+        promotions: from the disk, where there is one.
+    """
+
+    def __init__(self, layout: KVLayout, ledger: Ledger, fetches: Fetches, promotions: Promotions | None) -> None:
+        self._layout = layout
+        self._ledger = ledger
+        self._fetches = fetches
+        self._promotions = promotions
+        self._flights: list[_Flight] = []
+
+    async def bring(self, key: Key, source: str, hashes: Sequence[bytes]) -> pb.FetchReply:
+        """Has cached here, if it can, what the disk or another host has of a context. Tells what came from the latter.
+
+        Args:
+            key: of the request for which it is brought.
+            source: address of the service that has it; empty where only the disk is to be asked.
+            hashes: chain of the context, no more of it than can be reused.
+
+        Raises:
+            BusyError: there are no blocks to bring it into.
+            TransferError: it could not be brought.
+        """
+        try:
+            async with asyncio.timeout(PREFIX_SECONDS), self._flight(hashes) as is_needed:
+                if is_needed and self._promotions is not None:
+                    await self._promotions.run(key, hashes)
+                if is_needed and source:
+                    return await self._fetches.run_prefix(key, source, hashes)
+        except TimeoutError:
+            self._fetches.totals.failures += bool(source)
+            raise TransferError(f"the prefix of {key} did not come within {PREFIX_SECONDS:g} s") from None
+        return pb.FetchReply()
+
+    @contextlib.asynccontextmanager
+    async def _flight(self, hashes: Sequence[bytes]) -> AsyncIterator[bool]:
+        """Waits for others that bring what this context lacks first. Yields whether it lacks anything then."""
+        while lacking := self._lacking(hashes):
+            other = next((flight for flight in self._flights if lacking[0] in flight.lacking), None)
+            if other is None:
+                break
+            await other.landed.wait()
+        own = _Flight(frozenset(lacking))
+        self._flights.append(own)
+        try:
+            yield bool(lacking)
+        finally:
+            self._flights.remove(own)
+            own.landed.set()
+
+    def _lacking(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The part of the chain that could be cached here, and is not."""
+        most = len(hashes) * BASE_TOKENS // self._layout.alignment * self._layout.alignment
+        length, _ = match_prefix(self._layout, self._ledger.slot_of, hashes, most)
+        return hashes[length // BASE_TOKENS : most // BASE_TOKENS]

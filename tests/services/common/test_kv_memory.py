@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.core.config import KV_TOKENS
+from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import GroupShape, make_layout
+from paceline.engine.residency import InArena, OnDevice
+from paceline.services.common.kv_memory import KVMemory, device_memory
+
+LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
+CPU = torch.device("cpu")
+ELEMENTS = LAYOUT.slot_bytes // 4
+
+
+def arena(slots: int, rest: int = 0) -> torch.Tensor:
+    return torch.arange(slots * ELEMENTS + rest, dtype=torch.float32)
+
+
+def test_one_memory_needs_no_copies() -> None:
+    memory = KVMemory(LAYOUT, arena(3))
+    assert memory.slots == 3
+    assert memory.copies is None
+    assert isinstance(memory.residency(), InArena)
+    assert memory.residency().stats() == {}
+
+
+def test_a_pool_has_the_size_that_was_asked_for() -> None:
+    memory = device_memory(LAYOUT, arena(4), CPU, str(5 * LAYOUT.slot_bytes + 1), 64)
+    assert memory.slots == 5
+    assert memory.pool.dtype is torch.float32
+    assert isinstance(memory.residency(), OnDevice)
+    stats = memory.residency().stats()
+    assert (stats["blocks_total"], stats["blocks_free"], stats["blocks_held"]) == (5, 5, 0)
+
+
+@pytest.mark.parametrize("context_tokens", [64, 2 * KV_TOKENS])
+def test_by_itself_it_has_room_for_the_longest_context(context_tokens: int) -> None:
+    memory = device_memory(LAYOUT, arena(4), CPU, "auto", context_tokens)
+    assert memory.slots == LAYOUT.slots_for(max(KV_TOKENS, context_tokens))
+
+
+def test_blocks_go_down_into_the_arena_and_come_back() -> None:
+    below = arena(4, rest=7)  # what is behind the last whole slot is nobody's
+    memory = device_memory(LAYOUT, below, CPU, str(2 * LAYOUT.slot_bytes), 64)
+    assert memory.copies is not None
+    memory.copies.load([3], [1]).wait()
+    assert torch.equal(memory.pool[ELEMENTS:], below[3 * ELEMENTS : 4 * ELEMENTS])
+    memory.copies.store([1], [0]).wait()
+    assert torch.equal(below[:ELEMENTS], below[3 * ELEMENTS : 4 * ELEMENTS])
+
+
+def test_a_pool_for_which_there_is_no_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lower it with --kv-memory"):
+        device_memory(LAYOUT, arena(4), CPU, "1000TiB", 64)

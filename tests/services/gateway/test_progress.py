@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from paceline.core.types import FinishReason, SamplingParams, Token
+from paceline.services.gateway.attempt import Generated, HandedOver, PromptScores
+from paceline.services.gateway.progress import GenerateRequest, Progress
+from paceline.services.gateway.record import AttemptRecord
+
+
+def progress(**sampling: object) -> Progress:
+    params = SamplingParams(**{"max_tokens": 4, **sampling})  # type: ignore[arg-type]
+    return Progress(
+        GenerateRequest(request_id="r", token_ids=[1, 2, 3], sampling=params, cache_salt="salt", priority=-2)
+    )
+
+
+def tokens(*ids: int) -> list[Token]:
+    return [Token(id) for id in ids]
+
+
+def test_a_try_goes_on_from_what_has_come() -> None:
+    own, record = progress(), AttemptRecord()
+    first = own.work("model")
+    assert (first.key.request_id, first.key.attempt, first.key.generation) == ("r", 1, 1)
+    assert list(first.token_ids) == [1, 2, 3]
+    assert (first.model, first.prompt_tokens, first.cache_salt, first.priority) == ("model", 3, "salt", -2)
+    assert own.note(Generated(tokens(7)), record) == Generated(tokens(7))
+    assert own.note(HandedOver(), record) == HandedOver()
+    own.note(Generated(tokens(8, 9)), record)
+    second = own.work("model")
+    assert second.key.attempt == 2
+    assert (list(second.token_ids), second.prompt_tokens) == ([1, 2, 3, 7, 8, 9], 3)
+    assert own.known == 3
+    assert (record.tokens, len(record.token_times)) == (3, 2)
+    assert record.handed_over is not None
+
+
+def test_scores_are_told_once_and_asked_for_until_all_have_come() -> None:
+    own, record = progress(prompt_logprobs=0), AttemptRecord()
+    assert own.needs_scores
+    assert own.work("model").sampling.HasField("prompt_logprobs")
+    assert own.note(PromptScores(1, tokens(2)), record) == PromptScores(1, tokens(2))
+    again = PromptScores(1, tokens(2, 3))  # the next attempt begins at the front
+    assert own.note(again, record) == PromptScores(2, tokens(3))
+    assert own.note(again, record) is None
+    assert not own.needs_scores
+    assert not own.work("model").sampling.HasField("prompt_logprobs")
+
+
+def test_an_end_that_was_reached_is_known_without_the_worker() -> None:
+    own, record = progress(stop_token_ids=frozenset({5})), AttemptRecord()
+    assert own.end() is None
+    own.note(Generated(tokens(6, 5)), record)
+    assert own.end() is FinishReason.STOP
+    own = progress()
+    own.note(Generated(tokens(6, 5, 6)), record)
+    assert own.end() is None
+    own.note(Generated(tokens(6)), record)
+    assert own.end() is FinishReason.LENGTH
+
+
+def test_who_could_not_be_reached_is_named_where_it_is_known() -> None:
+    own = progress()
+    assert "no worker has come back" in str(own.unreachable())
