@@ -98,10 +98,11 @@ def test_a_fork_ends_without_the_threads_that_it_lacks() -> None:
 
 def test_threads_that_cannot_be_had_are_done_without() -> None:
     done = run("""
+        x = torch.ones(64, 64)
+        weight = NativeKernels(1).pack(x)
         leave_room(20)  # for the stacks of two threads, not of eight
         kernels = NativeKernels(8)
-        x = torch.ones(64, 64)
-        print(kernels.linear(x, kernels.pack(x)).mean().item())
+        print(kernels.linear(x, weight).mean().item())
     """)
     assert done.stdout == "64.0\n", done.stderr
 

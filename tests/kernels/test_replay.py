@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.kernels import quantize_q4_1
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import AttentionBatch, Forward, LayerCache, PackedWeight
 from paceline.kernels.native import NativeKernels
@@ -209,25 +211,35 @@ def test_tokens_of_another_type_are_refused(kernels: NativeKernels, paged_case: 
 
 
 class CountingOperations(NativeKernels):
+    """Of a replay: how many there are, and how many of those that follow each is computed with."""
+
     operations = 0
+    joined: Sequence[int] = ()
 
     def execute(self, ops: Any, count: int, step: Any) -> None:
-        self.operations = count
+        if isinstance(ops, ctypes.Array):
+            self.operations, self.joined = count, [op.joined for op in ops]
         super().execute(ops, count, step)
 
 
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ["silu_and_mul", "gelu_tanh_and_mul"])
-@pytest.mark.parametrize(("how", "operations"), [("", 2), ("bias", 4), ("gate is used again", 5), ("other input", 5)])
+@pytest.mark.parametrize(
+    ("how", "operations"),
+    [("", 2), ("quantized", 2), ("bias", 4), ("gate is used again", 5), ("other input", 5), ("up is quantized", 4)],
+)
 def test_a_gated_layer_is_one_operation_with_the_same_bits(
     paged_case: Callable[..., Any], instruction_set: str, dtype: torch.dtype, activation: str, how: str, operations: int
 ) -> None:
     kernels = CountingOperations(2, instruction_set)
     generator = torch.Generator().manual_seed(0)
-    embedding, gate_weight, up_weight = (
-        kernels.pack(torch.randn(shape, generator=generator).to(dtype)) for shape in ((99, 70), (50, 70), (50, 70))
+    embedding, gate, up = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((99, 70), (50, 70), (50, 70))
     )
+    embedding = kernels.pack(embedding)
+    gate_weight = kernels.pack(quantize_int8(gate) if how == "quantized" else gate)
+    up_weight = kernels.pack(quantize_int8(up) if "quantized" in how else up)
     bias = torch.randn(50, generator=generator).to(dtype) if how == "bias" else None
 
     def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: int | None = None) -> Tensor:
@@ -243,6 +255,36 @@ def test_a_gated_layer_is_one_operation_with_the_same_bits(
         inputs = (ids, ids, [case.cache], case.batch)
         replayed = replay(*inputs)
         assert kernels.operations == operations
+        assert torch.equal(replayed, forward(*inputs))
+
+
+@pytest.mark.parametrize("instruction_set", instruction_sets())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("quantize", [None, quantize_int8, quantize_q4_1], ids=["packed", "int8", "q4_1"])
+def test_layers_of_one_input_are_computed_together_with_the_same_bits(
+    paged_case: Callable[..., Any], instruction_set: str, dtype: torch.dtype, quantize: Any
+) -> None:
+    kernels = CountingOperations(2, instruction_set)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(99, 96), *[(60, 96)] * 6]
+    embedding, *layers = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    embedding, bias = kernels.pack(embedding), torch.randn(60, generator=generator).to(dtype)
+    weights = [kernels.pack(quantize(each) if quantize and each is not layers[5] else each) for each in layers]
+
+    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: int | None = None) -> Tensor:
+        x = kernels.embed(token_ids, embedding)
+        first, *others = [kernels.linear(x, own, bias if own is weights[1] else None) for own in weights]
+        for other in others:
+            first = kernels.silu_and_mul(first, other)
+        return first
+
+    case, replay = paged_case(kernels, [(2, 30)]), kernels.compile(forward)
+    for tokens in (1, 7, 40):
+        ids = torch.arange(tokens)
+        inputs = (ids, ids, [case.cache], case.batch)
+        replayed = replay(*inputs)
+        # Four at most; and what is not quantized is apart.
+        assert kernels.joined[1:7] == ([3, 0, 0, 0, 1, 0] if quantize is None else [3, 0, 0, 0, 0, 0])
         assert torch.equal(replayed, forward(*inputs))
 
 

@@ -28,6 +28,7 @@ from paceline.kernels.native.library import (
     load_library,
     make_step,
 )
+from paceline.kernels.native.memory import WeightMemory
 from paceline.kernels.native.replay import Operands, Recorder, Replay
 from paceline.kernels.native.tiles import pack_tiles, tile_format, tiles_bytes
 from paceline.kernels.quantized import QuantizedMatrix
@@ -59,6 +60,7 @@ class NativeKernels(Composed):
         if self.instruction_set not in known:
             raise ConfigError(f"{instruction_set!r} does not run here; choose one of: {', '.join(['auto', *known])}")
         self._library = load_library()
+        self._memory = WeightMemory(self._library)
         self.packing = f"native-{library_digest()}"
         self._team = self._library.paceline_team_start(threads, self.instruction_set.encode())
         if self._team is None:
@@ -79,16 +81,15 @@ class NativeKernels(Composed):
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         out, size_in = weight.shape
         if isinstance(weight, QuantizedMatrix):
-            tiles = torch.empty(tiles_bytes(weight), dtype=torch.uint8)
-            self._library.paceline_use_large_pages(tiles.data_ptr(), tiles.nbytes)
-            pack_tiles(weight, tiles)
-            return PackedWeight(tiles, out, size_in, weight.dtype, tile_format(weight))
+            tiles, how = self._memory.take(tiles_bytes(weight)), tile_format(weight, self.instruction_set)
+            pack_tiles(weight, how, tiles)
+            return PackedWeight(tiles, out, size_in, weight.dtype, how)
         if weight.is_meta:
             return PackedWeight(weight, out, size_in, weight.dtype)
         _check(weight)
         kind, weight = TYPES[weight.dtype], weight.contiguous()
         packed_bytes = self._library.paceline_packed_bytes(kind, out, size_in)
-        data = torch.empty(packed_bytes // weight.itemsize, dtype=weight.dtype)
+        data = self._memory.take(packed_bytes).view(weight.dtype)
         self._library.paceline_pack(kind, weight.data_ptr(), out, size_in, data.data_ptr())
         return PackedWeight(data, out, size_in, weight.dtype)
 
@@ -101,8 +102,7 @@ class NativeKernels(Composed):
             _need("the bias", bias, x.dtype, weight.size_out)
         x = _with_dense_rows(x)
         out = x.new_empty(x.shape[0], weight.size_out)
-        kind = Kind.LINEAR if weight.format is None else Kind.QUANTIZED_LINEAR
-        op = Op(kind, rows=x.shape[0], n0=weight.size_in, n1=weight.size_out, n2=x.stride(0))
+        op = Op(Kind.LINEAR, rows=x.shape[0], n0=weight.size_in, n1=weight.size_out, n2=x.stride(0))
         op.format = weight.format or 0
         self._run(op, out, (x, weight.data, bias))
         return out
@@ -111,8 +111,7 @@ class NativeKernels(Composed):
         token_ids = _ints("token ids", token_ids)
         out = token_ids.new_empty(len(token_ids), weight.size_in, dtype=weight.dtype)
         factor = float(torch.tensor(scale, dtype=out.dtype))
-        kind = Kind.EMBED if weight.format is None else Kind.QUANTIZED_EMBED
-        op = Op(kind, rows=len(token_ids), n0=weight.size_in, n1=weight.size_out, f0=factor)
+        op = Op(Kind.EMBED, rows=len(token_ids), n0=weight.size_in, n1=weight.size_out, f0=factor)
         op.format = weight.format or 0
         self._run(op, out, (token_ids, weight.data))
         return out

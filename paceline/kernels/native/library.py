@@ -39,11 +39,9 @@ class Kind(IntEnum):
     ADD = 9
     LINEAR_SILU_AND_MUL = 10
     LINEAR_GELU_TANH_AND_MUL = 11
-    QUANTIZED_LINEAR = 12
-    QUANTIZED_EMBED = 13
-    SCALE = 14
-    CAUSAL_CONV = 15
-    SELECTIVE_SCAN = 16
+    SCALE = 12
+    CAUSAL_CONV = 13
+    SELECTIVE_SCAN = 14
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -64,6 +62,8 @@ class Cache(ctypes.Structure):
 
 
 POINTERS = ("out", "a", "b", "c")
+MOST_JOINED = 4
+"""Operations that are computed together: `kMostJoined`."""
 
 
 class Op(ctypes.Structure):
@@ -74,7 +74,7 @@ class Op(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("n0", "n1", "n2")),
         *((name, ctypes.c_float) for name in ("f0", "f1")),
         ("cache", Cache),
-        *((name, ctypes.c_int64) for name in ("group", "format")),
+        *((name, ctypes.c_int64) for name in ("group", "format", "joined")),
     ]
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupTables
-from paceline.kernels.native.library import POINTERS, Kind, Op, Step, make_step
+from paceline.kernels.native.library import MOST_JOINED, POINTERS, Kind, Op, Step, make_step
 
 RECORDED_TOKENS = 2
 """So many that a row's stride cannot be overlooked, as it can with one."""
@@ -67,6 +67,7 @@ def fuse_gated_layers(operations: Sequence[tuple[Op, Operands]], result: Tensor)
             (gate, (gate_out, x, gate_weight, gate_bias)), (up, (up_out, up_x, up_weight, up_bias)) = fused[-3:-1]
             if (
                 gate.kind == up.kind == Kind.LINEAR
+                and gate.format == up.format
                 and gate_bias is up_bias is None
                 and (x is up_x and gate_out is operands[1] and up_out is operands[2])
                 and (is_between(gate_out) and is_between(up_out))
@@ -74,6 +75,26 @@ def fuse_gated_layers(operations: Sequence[tuple[Op, Operands]], result: Tensor)
                 gate.kind = _GATED[Kind(op.kind)]
                 fused[-3:] = [(gate, (operands[0], x, gate_weight, up_weight))]
     return fused
+
+
+def join_layers(operations: Sequence[tuple[Op, Operands]]) -> None:
+    """Lets linear layers of one input that follow each other be computed together: one job for all threads."""
+    first: tuple[Op, Operands] | None = None
+    for op, operands in operations:
+        if first is not None and _can_join(first, op, operands):
+            first[0].joined += 1
+        else:
+            first = (op, operands) if op.kind == Kind.LINEAR else None
+
+
+def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
+    own, (_, x, *_) = first
+    return (
+        op.kind == Kind.LINEAR
+        and operands[1] is x
+        and bool(op.format) == bool(own.format)
+        and own.joined + 1 < MOST_JOINED
+    )
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -113,6 +134,7 @@ class Program:
 
     def __init__(self, recorder: Recorder, inputs: Sequence[Tensor], result: Tensor) -> None:
         operations = fuse_gated_layers(recorder.operations, result)
+        join_layers(operations)
         self._operands = [operands for _, operands in operations]
         self._ops = (Op * len(operations))(*(op for op, _ in operations))
         self._row = (*result.shape[1:],)

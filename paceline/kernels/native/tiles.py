@@ -12,17 +12,20 @@ LANES = 16
 """Outputs of one tile."""
 _ROWS = 1024 * LANES
 """That are packed at once: a vocabulary's matrix has many."""
-EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES = 1, 2, 4, 8
+EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS = 1, 2, 4, 8, 16, 32
 
 
-def tile_format(matrix: QuantizedMatrix) -> int:
-    """The `Format` that tells the kernels how the tiles of this matrix look."""
+def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
+    """The `Format` that tells the kernels how the tiles of this matrix look, for those of an instruction set."""
     blocks = -(-matrix.shape[1] // BLOCK)
+    one_scale = matrix.scales.shape[1] == blocks
     return (
-        EIGHT_BITS * (matrix.bits == 8)
+        BLOCKS
+        + ROWS * (instruction_set == "amx" and matrix.dtype == torch.bfloat16 and matrix.bits == 4 and one_scale)
+        + EIGHT_BITS * (matrix.bits == 8)
         + WIDE_SCALES * (matrix.scales.dtype == torch.float32)
         + OFFSETS * (matrix.offsets is not None)
-        + TWO_SCALES * (matrix.scales.shape[1] == 2 * blocks)
+        + TWO_SCALES * (not one_scale)
     )
 
 
@@ -33,20 +36,24 @@ def tiles_bytes(matrix: QuantizedMatrix) -> int:
     return groups * LANES * (blocks * BLOCK * matrix.bits // 8 + scales)
 
 
-def pack_tiles(matrix: QuantizedMatrix, to: Tensor) -> None:
+def pack_tiles(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
     """Writes the tiles of sixteen outputs and one block each to `to`, uint8, flat."""
     done = 0
     for first in range(0, matrix.shape[0], _ROWS):
-        tiles = _pack_rows(matrix.rows(first, first + _ROWS))
+        tiles = _pack_rows(matrix.rows(first, first + _ROWS), tile_format)
         to[done : done + len(tiles)] = tiles
         done += len(tiles)
 
 
-def _pack_rows(matrix: QuantizedMatrix) -> Tensor:
+def _pack_rows(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
     size_out, size_in = matrix.shape
     padding = (0, -size_in % BLOCK, 0, -size_out % LANES)
     values = F.pad(matrix.values, padding)
-    codes = _nibbles(values, 0 if matrix.offsets is not None else 8) if matrix.bits == 4 else _bytes(values)
+    if matrix.bits == 4:
+        nibbles = (values + (0 if matrix.offsets is not None else 8)).to(torch.uint8)
+        codes = _nibble_rows(nibbles) if tile_format & ROWS else _nibbles(nibbles)
+    else:
+        codes = _bytes(values)
     parts = [codes, _by_tile(matrix.scales, codes.shape[1])]
     if matrix.offsets is not None:
         parts.append(_by_tile(matrix.offsets, codes.shape[1]))
@@ -56,12 +63,18 @@ def _pack_rows(matrix: QuantizedMatrix) -> Tensor:
     return torch.cat((pairs.flatten(), tiles[paired:].flatten()))
 
 
-def _nibbles(values: Tensor, zero: int) -> Tensor:
-    """[out, in] -> bytes [out / 16, in / 32, 256]; `zero` is the code of 0."""
-    codes = (values + zero).to(torch.uint8)
-    parts = codes.view(-1, 2, 8, values.shape[1] // BLOCK, 4, 4, 2)
+def _nibbles(codes: Tensor) -> Tensor:
+    """uint8 [out, in] -> bytes [out / 16, in / 32, 256]."""
+    parts = codes.view(-1, 2, 8, codes.shape[1] // BLOCK, 4, 4, 2)
     both = parts[:, 0] | parts[:, 1] << 4  # [tiles, 8 outputs, blocks, 4 words, 4 pairs, 2 of a pair]
     return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 2)
+
+
+def _nibble_rows(codes: Tensor) -> Tensor:
+    """The same, by outputs."""
+    parts = codes.view(-1, 4, 2, 2, codes.shape[1] // BLOCK, BLOCK)
+    both = parts[:, :, :, 0] | parts[:, :, :, 1] << 4  # [tiles, 4 words, 2 bytes of a word, blocks, 32 values]
+    return both.permute(0, 3, 1, 4, 2).reshape(len(both), -1, LANES * BLOCK // 2)
 
 
 def _bytes(values: Tensor) -> Tensor:

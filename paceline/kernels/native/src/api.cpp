@@ -126,7 +126,6 @@ void paceline_use_large_pages(void* to, int64_t bytes) {
 // Packs weight [out, in], contiguous; see program.h.
 void paceline_pack(int32_t type, const void* weight, int64_t out, int64_t in, void* to) {
     using namespace paceline;
-    paceline_use_large_pages(to, paceline_packed_bytes(type, out, in));
     if (type == kBf16) {
         pack<uint16_t>(kBf16, weight, out, in, to);
     } else {

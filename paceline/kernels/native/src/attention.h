@@ -284,11 +284,10 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
         Rows rows;
         Prefetch next;  // of what is most likely this thread's next task
     };
-    const int64_t threads = attention.team.threads();
     const auto find = [&](int64_t task) {
         const Rows rows = attention.tasks.rows_of(task);
-        if (task + threads >= tasks) return Task{rows, {rows, 0, 0}};
-        const Rows next = attention.tasks.rows_of(task + threads);
+        if (task + 1 >= tasks) return Task{rows, {rows, 0, 0}};
+        const Rows next = attention.tasks.rows_of(task + 1);
         return Task{rows, attention.prefetch_of(next, attention.first_piece(next))};
     };
     attention.team.for_each_restartable(tasks, find, [=](const Task& task, Worker& worker) {

@@ -24,8 +24,7 @@ struct Table {
     static constexpr Kernel kernels[kKinds] = {
         linear<T>,   embed<T>,     rms_norm<T>,     rotation<T>,          rotate<T>,
         store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>, linear_silu_and_mul<T>,
-        linear_gelu_tanh_and_mul<T>, quantized_linear<T>, quantized_embed<T>,
-        scale<T>, causal_conv<T>, selective_scan<T>,
+        linear_gelu_tanh_and_mul<T>, scale<T>, causal_conv<T>, selective_scan<T>,
     };
 };
 

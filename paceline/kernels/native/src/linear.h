@@ -4,21 +4,6 @@ constexpr int64_t kChunkBytes = 1 << 20;  // of x that stay in a core's second c
 constexpr int64_t kPartDepth = 320;       // along `in`, so many of a block of weights stay in its first cache
 constexpr int64_t kTaskOut = 64;          // outputs of one task where there are many
 
-// x with rows of length `in`: where op.n0 is less, a copy with zeros behind each row.
-template <class T>
-static const T* pad_rows(const Op& op, Team& team, int64_t rows, int64_t in, int64_t* stride) {
-    const T* x = static_cast<const T*>(op.a);
-    *stride = op.n2;
-    if (in == op.n0) return x;
-    T* copy = static_cast<T*>(team.shared(rows * in * sizeof(T)));
-    team.for_each(rows, [&](int64_t row, Worker&) {
-        memcpy(copy + row * in, x + row * op.n2, op.n0 * sizeof(T));
-        memset(copy + row * in + op.n0, 0, (in - op.n0) * sizeof(T));
-    });
-    *stride = in;
-    return copy;
-}
-
 template <class T>
 static inline void finish(const float* sums, const T* bias, T* out, int64_t count) {
     int64_t i = 0;
@@ -31,7 +16,7 @@ static inline void finish(const float* sums, const T* bias, T* out, int64_t coun
     }
 }
 
-// Weights of kOutBlock outputs, and those of the task that a thread will probably take next.
+// Weights of kOutBlock outputs, and those that the thread will probably read next.
 template <class T>
 struct Panel {
     const T* weights;
@@ -43,6 +28,7 @@ struct Panel {
 template <class T>
 struct Input {
     const T* x;
+    const T* columns;  // the same as [in / 2][rows][2], where somebody takes it: up to kLanes rows of bf16
     int64_t stride, in, rows;
     int64_t chunk = rows_of_chunk(), chunks = (rows + chunk - 1) / chunk;
 
@@ -69,7 +55,7 @@ struct Input {
                 for (int64_t i = 0; i < count; ++i) {
                     Panel<T>& panel = panels[i];
                     const int64_t depth = least(part, in - k);
-                    const Extra extra{k > 0, row_blocks > 1 && panel.next ? lines : 0, panel.next};
+                    const Extra extra{k > 0, row_blocks > 1 && panel.next ? lines : 0, panel.next, row_blocks == 1};
                     multiply(worker, x + row * stride + k, stride, panel.weights + k * kLanes, in * kLanes, depth,
                              height, panel.groups, sums + i * kOutBlock, kTaskOut, extra);
                     if (panel.next) panel.next += lines * 64 * (depth / kDepth);
@@ -78,60 +64,132 @@ struct Input {
             for (int64_t i = 0; i < height; ++i) finish(row + i, sums + i * kTaskOut);
         }
     }
-
-    // Outputs [first, first + kOutBlock) of weights [outputs, in].
-    Panel<T> panel(const void* packed, int64_t outputs, int64_t first, int64_t next) const {
-        const T* weights = static_cast<const T*>(packed);
-        const char* ahead = next < outputs ? reinterpret_cast<const char*>(weights + next * in) : nullptr;
-        return {weights + first * in, ahead, outputs - first > kLanes ? 2 : 1};
-    }
 };
 
+// [in / 2][rows][2] of x, whose rows are `stride` apart; in: a multiple of kDepth. Writes up to 64 bytes more.
 template <class T>
-static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in) {
-    const int64_t rows = op.rows * step.tokens;
-    int64_t stride;
-    const T* x = pad_rows<T>(op, team, rows, in, &stride);
-    return {x, stride, in, rows};
+static void pack_columns(const T* x, int64_t stride, int64_t in, int64_t rows, T* to) {
+    for (int64_t k = 0; k < in; k += kDepth) {
+        u32x16 square[kLanes] = {};
+        for (int64_t row = 0; row < rows; ++row) square[row] = read<u32x16>(x + row * stride + k);
+        transpose(square);
+        for (int64_t i = 0; i < kLanes; ++i, to += 2 * rows) memcpy(to, &square[i], 64);
+    }
+}
+
+// Rows of op.a in length `in`: where op.n0 is less, copies with zeros behind each.
+template <class T>
+static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in, bool takes_columns) {
+    const int64_t rows = op.rows * step.tokens, bytes = rows * in * sizeof(T);
+    const bool pads = in != op.n0, packs = takes_columns && rows > 1 && rows <= kLanes;
+    T* copies = pads || packs ? static_cast<T*>(team.shared(2 * bytes + 64)) : nullptr;
+    Input<T> input{static_cast<const T*>(op.a), nullptr, op.n2, in, rows};
+    if (pads) {
+        const T* x = input.x;
+        team.for_each(rows, [&](int64_t row, Worker&) {
+            memcpy(copies + row * in, x + row * op.n2, op.n0 * sizeof(T));
+            memset(copies + row * in + op.n0, 0, (in - op.n0) * sizeof(T));
+        });
+        input.x = copies;
+        input.stride = in;
+    }
+    if (takes_columns && rows == 1) input.columns = input.x;
+    if (packs) {
+        pack_columns(input.x, input.stride, in, rows, copies + rows * in);
+        input.columns = copies + rows * in;
+    }
+    return input;
 }
 
 static int64_t itself(int64_t task) { return task; }
 
+// Outputs [first, first + kOutBlock) of a matrix.
+template <class Matrix>
+struct Slice {
+    const Matrix* matrix;
+    int64_t first;
+};
+
+// A matrix [outputs, in] in bf16 or fp32.
 template <class T>
-static void linear(const Op& op, const Step& step, Team& team) {
-    if (op.rows * step.tokens == 0) return;
-    const Input<T> input = input_of<T>(op, step, team, padded<T>(op.n0));
-    const void* weights = op.b;
-    const T* bias = static_cast<const T*>(op.c);
-    T* out = static_cast<T*>(op.out);
-    const int64_t outputs = op.n1;
-    const int64_t width = outputs >= 4 * team.threads() * kTaskOut ? kTaskOut : kOutBlock;
-    const int64_t blocks = (outputs + width - 1) / width, next = team.threads() * width;
-    team.for_each_restartable(input.chunks * blocks, itself, [=](int64_t task, Worker& worker) {
-        const int64_t first = task % blocks * width, count = least(width, outputs - first);
+struct Packed {
+    static constexpr int64_t kMostOut = kTaskOut;  // of one task
+
+    const T* weights;
+    int64_t outputs;
+
+    static Packed of(const void* data, const Op& op) { return {static_cast<const T*>(data), op.n1}; }
+    static int64_t depth(int64_t in) { return padded<T>(in); }
+    static bool takes_columns(const Op&) { return false; }
+
+    // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order.
+    template <class Finish>
+    static void multiply_slices(const Input<T>& input, Worker& worker, int64_t chunk, const Slice<Packed>* slices,
+                                int64_t count, const Finish& finish) {
         Panel<T> panels[kTaskOut / kOutBlock];
-        int64_t panel = 0;
-        for (int64_t i = first; i < first + count; i += kOutBlock)
-            panels[panel++] = input.panel(weights, outputs, i, i + next);
-        input.multiply_chunk(worker, task / blocks, panels, panel, [&](int64_t row, const float* sums) {
-            finish(sums, bias ? bias + first : nullptr, out + row * outputs + first, count);
+        for (int64_t i = 0; i < count; ++i) {
+            const Packed& own = *slices[i].matrix;
+            const int64_t first = slices[i].first, width = slices[count - 1].first + kOutBlock - slices[0].first;
+            const T* next = first + width < own.outputs ? own.weights + (first + width) * input.in : nullptr;
+            panels[i] = {own.weights + first * input.in, reinterpret_cast<const char*>(next),
+                         own.outputs - first > kLanes ? 2 : 1};
+        }
+        input.multiply_chunk(worker, chunk, panels, count, finish);
+    }
+};
+
+// One linear layer, or several of the same input, which follow each other in the program.
+template <class T, class Matrix>
+static void linear_layers(const Op& op, const Step& step, Team& team) {
+    if (op.rows * step.tokens == 0) return;
+    bool takes_columns = false;
+    for (int64_t i = 0; i <= op.joined; ++i) takes_columns |= Matrix::takes_columns((&op)[i]);
+    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), takes_columns);
+    struct Layer {
+        Matrix matrix;
+        const T* bias;
+        T* out;
+        int64_t outputs, width, end;  // its blocks of outputs end there, those of all layers counted
+    };
+    struct {
+        Layer own[kMostJoined];
+    } layers;
+    int64_t blocks = 0;
+    for (int64_t i = 0; i <= op.joined; ++i) {
+        const Op& each = (&op)[i];
+        const int64_t width = each.n1 >= 4 * team.threads() * Matrix::kMostOut ? Matrix::kMostOut : kOutBlock;
+        blocks += (each.n1 + width - 1) / width;
+        layers.own[i] = {Matrix::of(each.b, each), static_cast<const T*>(each.c), static_cast<T*>(each.out), each.n1,
+                         width, blocks};
+    }
+    team.for_each_restartable(input.chunks * blocks, itself, [=](int64_t task, Worker& worker) {
+        const Layer* layer = layers.own;
+        int64_t block = task % blocks;
+        for (; block >= layer->end; ++layer) {
+        }
+        if (layer != layers.own) block -= layer[-1].end;
+        const int64_t first = block * layer->width, count = least(layer->width, layer->outputs - first);
+        Slice<Matrix> slices[kTaskOut / kOutBlock];
+        int64_t slice = 0;
+        for (int64_t i = 0; i < count; i += kOutBlock) slices[slice++] = {&layer->matrix, first + i};
+        Matrix::multiply_slices(input, worker, task / blocks, slices, slice, [&](int64_t row, const float* sums) {
+            finish(sums, layer->bias ? layer->bias + first : nullptr, layer->out + row * layer->outputs + first, count);
         });
     });
 }
 
 // Two linear layers, each rounded as it would be alone, and what joins them: activation(gate, up).
-template <class T, class Activation>
-static void gated_linear(const Op& op, const Step& step, Team& team, const Activation& activation) {
+template <class T, class Matrix, class Activation>
+static void gated_layers(const Op& op, const Step& step, Team& team, const Activation& activation) {
     if (op.rows * step.tokens == 0) return;
-    const Input<T> input = input_of<T>(op, step, team, padded<T>(op.n0));
-    const void *gates = op.b, *ups = op.c;
+    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), Matrix::takes_columns(op));
+    const Matrix gates = Matrix::of(op.b, op), ups = Matrix::of(op.c, op);
     T* outs = static_cast<T*>(op.out);
-    const int64_t outputs = op.n1, blocks = (outputs + kOutBlock - 1) / kOutBlock, next = team.threads() * kOutBlock;
+    const int64_t outputs = op.n1, blocks = (outputs + kOutBlock - 1) / kOutBlock;
     team.for_each_restartable(input.chunks * blocks, itself, [=](int64_t task, Worker& worker) {
         const int64_t first = task % blocks * kOutBlock, count = least(kOutBlock, outputs - first);
-        Panel<T> panels[] = {input.panel(gates, outputs, first, first + next),
-                             input.panel(ups, outputs, first, first + next)};
-        input.multiply_chunk(worker, task / blocks, panels, 2, [&](int64_t row, const float* sums) {
+        const Slice<Matrix> slices[] = {{&gates, first}, {&ups, first}};
+        Matrix::multiply_slices(input, worker, task / blocks, slices, 2, [&](int64_t row, const float* sums) {
             T* out = outs + row * outputs + first;
             for (int64_t i = 0; i < count; i += kLanes) {
                 const f32x16 gate = round_to(out, load(sums + i)), up = round_to(out, load(sums + kOutBlock + i));
@@ -139,16 +197,6 @@ static void gated_linear(const Op& op, const Step& step, Team& team, const Activ
             }
         });
     });
-}
-
-template <class T>
-static void linear_silu_and_mul(const Op& op, const Step& step, Team& team) {
-    gated_linear<T>(op, step, team, silu_and_mul_lanes<T>);
-}
-
-template <class T>
-static void linear_gelu_tanh_and_mul(const Op& op, const Step& step, Team& team) {
-    gated_linear<T>(op, step, team, gelu_tanh_and_mul_lanes<T>);
 }
 
 // to[size] = row `lane` of sixteen packed ones, times the factor.
@@ -165,7 +213,7 @@ static void copy_row(const T* packed, int64_t lane, int64_t size, float factor, 
 }
 
 template <class T>
-static void embed(const Op& op, const Step& step, Team& team) {
+static void packed_embed(const Op& op, const Step& step, Team& team) {
     const int64_t* ids = op.a ? static_cast<const int64_t*>(op.a) : step.token_ids;
     const T* weights = static_cast<const T*>(op.b);
     const int64_t in = padded<T>(op.n0);

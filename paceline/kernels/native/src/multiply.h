@@ -21,11 +21,13 @@ static inline f32x16 multiply_add(const bf16* x, const bf16* w, f32x16 sum) {
 }
 
 // What else a product does: it can go on from the sums that are in `out`, and fetch memory that will be needed later,
-// so many cache lines for each kDepth of `in`. Where vectors compute, memory is fast enough by itself.
+// so many cache lines for each kDepth of `in`; or, where one row block reads its weights from memory, those that come
+// next. Where vectors compute, memory is fast enough by itself.
 struct Extra {
     bool add = false;
     int64_t lines = 0;
     const char* ahead = nullptr;
+    bool comes_from_memory = false;
 };
 
 template <int Rows, int Groups, class T>
@@ -108,6 +110,24 @@ static inline void configure_tiles(Worker& worker, int rows) {
     _tile_loadconfig(&config);
 }
 
+// The same for products from the left: sums and x have as many columns as x has rows.
+static inline void configure_columns(Worker& worker, int columns) {
+    if (worker.tile_rows == -columns) return;
+    worker.tile_rows = -columns;
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile)
+        config.rows[tile] = 16, config.row_bytes[tile] = static_cast<uint16_t>(tile < 6 ? 4 * columns : 64);
+    finish_writes();
+    _tile_loadconfig(&config);
+}
+
+constexpr int64_t kWeightsAhead = 2048;  // bytes
+
+static inline void prefetch_tile(const bf16* weights) {
+    const char* ahead = reinterpret_cast<const char*>(weights) + kWeightsAhead;
+    for (int64_t line = 0; line < 16; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+}
+
 // A tile product takes 32 values along `in` at once; a row's sum does not depend on how many rows the tile has.
 template <bool TwoRowBlocks, bool TwoGroups>
 static inline void multiply_tiles(
@@ -142,6 +162,10 @@ static inline void multiply_tiles(
             if (TwoGroups) _tile_dpbf16ps(3, 5, 7);
         }
         for (int64_t i = 0; i < extra.lines; ++i, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+        if (!TwoRowBlocks && extra.comes_from_memory) {
+            prefetch_tile(w + k * kLanes);
+            if (TwoGroups) prefetch_tile(w2 + k * kLanes);
+        }
     }
     _tile_stored(0, out, out_stride * 4);
     if (TwoGroups) _tile_stored(1, out + kLanes, out_stride * 4);

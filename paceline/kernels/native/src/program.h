@@ -19,10 +19,13 @@ constexpr int64_t round_up(int64_t count, int64_t unit) { return (count + unit -
 // [in / 8][out / 2 and in % 2], the lower ones of [in / 2 % 4][out / 8]. Scales and offsets are one for each output, or
 // two, for 16 values each.
 enum Format : int64_t {
+    kFormatWhole = 0,  // not quantized
     kFormatEightBits = 1,   // signed bytes, else nibbles: with offsets from 0 to 15, without from -8 to 7
     kFormatWideScales = 2,  // fp32, else fp16
     kFormatOffsets = 4,
     kFormatTwoScales = 8,
+    kFormatBlocks = 16,  // of all that are quantized
+    kFormatRows = 32,    // nibbles for tables, with one scale: 16-bit words [out / 4][in] of four outputs each
 };
 
 enum Kind : int32_t {
@@ -38,8 +41,6 @@ enum Kind : int32_t {
     kAdd,
     kLinearSiluAndMul,  // out[rows, n1] = silu(a * b) * (a * c), as kLinear
     kLinearGeluTanhAndMul,
-    kQuantizedLinear,  // as kLinear and kEmbed, b being quantized as `format` says
-    kQuantizedEmbed,
     kScale,          // out[rows, n0] = a * f0
     kCausalConv,     // out[tokens, n0 channels]; a: x; b: weight [n1 taps, channels]; c: bias, or null
     kSelectiveScan,  // out[tokens, heads * head_dim]; a: x; b: time steps; c: rates, fp32 [3, heads]; n0: state size
@@ -71,8 +72,11 @@ struct Op {
     float f0, f1;
     Cache cache;
     int64_t group;
-    int64_t format;
+    int64_t format;  // of the matrices
+    // So many kLinear of the same a, all quantized or none, stand behind it and are computed with it.
+    int64_t joined;
 };
+constexpr int64_t kMostJoined = 4;  // with the first one
 
 // See `GroupTables` of ../../interface.py.
 struct Group {

@@ -9,13 +9,15 @@ constexpr int64_t kStrip = 4 * kDepth;    // values along `in` whose unpacked ti
 
 struct TileLayout {
     int64_t bits, scale_bytes, scales_per_block;
-    bool offsets;
+    bool offsets, rows;
 
+    TileLayout() = default;
     explicit TileLayout(int64_t format)
         : bits(format & kFormatEightBits ? 8 : 4),
           scale_bytes(format & kFormatWideScales ? 4 : 2),
           scales_per_block(format & kFormatTwoScales ? 2 : 1),
-          offsets(format & kFormatOffsets) {}
+          offsets(format & kFormatOffsets),
+          rows(format & kFormatRows) {}
 
     int64_t code_bytes() const { return kLanes * kDepth * bits / 8; }
     int64_t scales_bytes() const { return kLanes * scale_bytes * scales_per_block; }
@@ -111,64 +113,178 @@ static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, T*
     }
 }
 
+static inline void prefetch_tile(const uint8_t* tile, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(tile + kPrefetchBytes + line);
+}
+
+#ifdef PACELINE_AMX
+// Nibbles that lie by outputs, to [16][32]. The sixteen numbers that an output's codes can stand for are computed once,
+// and looked up: half the arithmetic of computing every weight.
+static inline void unpack_rows(const uint8_t* tile, const TileLayout& layout, bf16* to) {
+    constexpr f32x16 digits = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const uint8_t* scales = tile + layout.code_bytes();
+    alignas(64) float scale[kLanes], offset[kLanes];
+    store(scale, load_scales(scales, layout.scale_bytes));
+    store(offset, layout.offsets ? load_scales(scales + layout.scales_bytes(), layout.scale_bytes) : f32x16{});
+    finish_writes();  // one number for all lanes comes from memory for nothing, from another register for much
+    const f32x16 values = digits - (layout.offsets ? 0.0f : 8.0f);
+    const auto numbers = [&](int64_t output) {
+        return bits<__m512>(fma(values, splat(scale[output]), splat(offset[output])));
+    };
+    // One table has the numbers of two outputs; the fifth bit of an index says of which.
+    const __m512i four_bits = _mm512_set1_epi16(15), fifth = _mm512_set1_epi16(16);
+#pragma GCC unroll 8
+    for (int64_t output = 0; output < kLanes; output += 2) {
+        const __m512i codes = read<__m512i>(tile + output / 4 * 64);
+        const __m512i table = bits<__m512i>(_mm512_cvtne2ps_pbh(numbers(output + 1), numbers(output)));
+        const __m512i first = _mm512_and_si512(_mm512_srli_epi16(codes, output % 4 * 4), four_bits);
+        const __m512i second = _mm512_ternarylogic_epi32(
+            _mm512_srli_epi16(codes, output % 4 * 4 + 4), four_bits, fifth, 0xea);  // (codes & four_bits) | fifth
+        const __m512i rows[2] = {_mm512_permutexvar_epi16(first, table), _mm512_permutexvar_epi16(second, table)};
+        memcpy(to + output * kDepth, rows, sizeof(rows));
+    }
+}
+
+// To the layout of packed weights, where the nibbles lie by outputs.
+static inline bool unpack_nibble_rows(const uint8_t* tile, const TileLayout& layout, bf16* to) {
+    if (!layout.rows) return false;
+    alignas(64) bf16 rows[kLanes * kDepth];
+    unpack_rows(tile, layout, rows);
+    u32x16 square[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) square[i] = read<u32x16>(rows + i * kDepth);
+    transpose(square);
+    for (int64_t i = 0; i < kLanes; ++i) memcpy(to + i * kDepth, &square[i], 64);
+    return true;
+}
+
+// Sums of up to two groups of sixteen outputs, [group][16][columns], `stride` floats apart. The product has the weights
+// on its left, as they are unpacked, and x [in / 2][columns][2] on its right: each sum is the same in the same order.
+static inline void multiply_nibble_rows(Worker& worker, const uint8_t* tiles, const TileLayout& layout, int64_t groups,
+                                        const bf16* x, int64_t columns, int64_t in, float* sums, int64_t stride) {
+    configure_columns(worker, static_cast<int>(columns));
+    alignas(64) bf16 unpacked[2 * kStrip * kLanes];
+    const int64_t bytes = layout.tile_bytes();
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t k = 0; k < in; k += kStrip) {
+        const int64_t count = least(kStrip, in - k) / kDepth;
+        for (int64_t i = 0; i < count * groups; ++i, tiles += bytes) {
+            prefetch_tile(tiles, bytes);
+            unpack_rows(tiles, layout, unpacked + i * kLanes * kDepth);
+        }
+        finish_writes();
+        const bf16* weights = unpacked;
+        for (int64_t i = 0; i < count; ++i) {
+            _tile_loadd(4, x + (k + i * kDepth) * columns, 4 * columns);
+            _tile_loadd(6, weights, 64);
+            _tile_dpbf16ps(0, 6, 4);
+            weights += kLanes * kDepth;
+            if (groups == 1) continue;
+            _tile_loadd(7, weights, 64);
+            _tile_dpbf16ps(1, 7, 4);
+            weights += kLanes * kDepth;
+        }
+    }
+    _tile_stored(0, sums, 4 * stride);
+    if (groups == 2) _tile_stored(1, sums + kLanes * stride, 4 * stride);
+}
+
+// Sums of one panel for up to sixteen rows of x, [rows][kTaskOut].
+static inline void multiply_by_rows(Worker& worker, const uint8_t* tiles, const TileLayout& layout, int64_t groups,
+                                    const bf16* x, int64_t rows, int64_t in, float* sums) {
+    if (rows == 1) return multiply_nibble_rows(worker, tiles, layout, groups, x, 1, in, sums, 1);
+    alignas(64) float columns[kOutBlock * kLanes];
+    multiply_nibble_rows(worker, tiles, layout, groups, x, rows, in, columns, kLanes);
+    for (int64_t group = 0; group < groups; ++group) {
+        u32x16 square[kLanes];
+        for (int64_t i = 0; i < kLanes; ++i) square[i] = read<u32x16>(columns + (group * kLanes + i) * kLanes);
+        transpose(square);
+        for (int64_t row = 0; row < rows; ++row) memcpy(sums + row * kTaskOut + group * kLanes, &square[row], 64);
+    }
+}
+#endif
+// Of other types and machines none lie so.
+template <class T>
+static inline bool unpack_nibble_rows(const uint8_t*, const TileLayout&, T*) {
+    return false;
+}
+template <class T>
+static inline void multiply_by_rows(
+    Worker&, const uint8_t*, const TileLayout&, int64_t, const T*, int64_t, int64_t, float*) {}
+
 // Unpacks `count` tiles of sixteen outputs along `in`; between two of them lie those of the other groups.
 template <class T>
 static void unpack(const uint8_t* tiles, const TileLayout& layout, int64_t groups, int64_t count, T* to) {
     const int64_t bytes = layout.tile_bytes();
     for (int64_t tile = 0; tile < count; ++tile, tiles += groups * bytes, to += kLanes * kDepth) {
-        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(tiles + kPrefetchBytes + line);
+        prefetch_tile(tiles, bytes);
+        if (unpack_nibble_rows(tiles, layout, to)) continue;
         if (layout.bits == 4) unpack_tile<Nibbles>(tiles, layout, to);
         else unpack_tile<Bytes>(tiles, layout, to);
     }
 }
 
-// Calls finish(row, sums) for the rows of a chunk and one panel of kOutBlock outputs, whose tiles begin at `tiles`.
-template <class T, class Finish>
-static void multiply_tiles_of(const Input<T>& input, Worker& worker, int64_t chunk, const uint8_t* tiles,
-                              const TileLayout& layout, int64_t groups, const Finish& finish) {
-    const int64_t in = input.in, rows = input.rows;
-    // Few rows: unpack a strip, multiply, and go on. Many rows: unpack once for all of them.
-    const int64_t strip = rows > kRowBlock ? in : least(in, kStrip);
-    T* unpacked = static_cast<T*>(worker.scratch.take(kOutBlock * strip * sizeof(T)));
-    const auto unpack_strip = [&](int64_t k, int64_t depth) {
-        for (int64_t group = 0; group < groups; ++group)
-            unpack(tiles + (k / kDepth * groups + group) * layout.tile_bytes(), layout, groups, depth / kDepth,
-                   unpacked + group * strip * kLanes);
-    };
-    if (rows > kRowBlock) {
-        unpack_strip(0, in);
-        Panel<T> panel{unpacked, nullptr, groups};
-        return input.multiply_chunk(worker, chunk, &panel, 1, finish);
-    }
-    alignas(64) float sums[kRowBlock * kOutBlock];
-    for (int64_t k = 0; k < in; k += strip) {
-        const int64_t depth = least(strip, in - k);
-        unpack_strip(k, depth);
-        multiply(worker, input.x + k, input.stride, unpacked, strip * kLanes, depth, rows, groups, sums, kOutBlock,
-                 Extra{k > 0});
-    }
-    if (!worker.may_write()) return;
-    for (int64_t row = 0; row < rows; ++row) finish(row, sums + row * kOutBlock);
-}
-
+// A matrix [outputs, in] whose weights stay in blocks.
 template <class T>
-static void quantized_linear(const Op& op, const Step& step, Team& team) {
-    if (op.rows * step.tokens == 0) return;
-    const Input<T> input = input_of<T>(op, step, team, round_up(op.n0, kDepth));
-    const TileLayout layout(op.format);
-    const uint8_t* weights = static_cast<const uint8_t*>(op.b);
-    const T* bias = static_cast<const T*>(op.c);
-    T* out = static_cast<T*>(op.out);
-    const int64_t outputs = op.n1, blocks = (outputs + kOutBlock - 1) / kOutBlock;
-    const int64_t group_bytes = input.in / kDepth * layout.tile_bytes();
-    team.for_each_restartable(input.chunks * blocks, itself, [=](int64_t task, Worker& worker) {
-        const int64_t first = task % blocks * kOutBlock, count = least(kOutBlock, outputs - first);
-        multiply_tiles_of(input, worker, task / blocks, weights + first / kLanes * group_bytes, layout,
-                          count > kLanes ? 2 : 1, [&](int64_t row, const float* sums) {
-            finish(sums, bias ? bias + first : nullptr, out + row * outputs + first, count);
-        });
-    });
-}
+struct Quantized {
+    static constexpr int64_t kMostOut = kOutBlock;  // of one task
+
+    const uint8_t* tiles;
+    TileLayout layout;
+    int64_t outputs;
+
+    static Quantized of(const void* data, const Op& op) {
+        return {static_cast<const uint8_t*>(data), TileLayout(op.format), op.n1};
+    }
+    static int64_t depth(int64_t in) { return round_up(in, kDepth); }
+    static bool takes_columns(const Op& op) { return op.format & kFormatRows; }
+
+    int64_t groups(int64_t first) const { return outputs - first > kLanes ? 2 : 1; }
+
+    // Unpacks values [k, k + depth) along `in` of kOutBlock outputs; `to`: [groups][stride][16].
+    void unpack_outputs(int64_t in, int64_t first, int64_t k, int64_t depth, int64_t stride, T* to) const {
+        const int64_t bytes = layout.tile_bytes(), count = groups(first);
+        const uint8_t* from = tiles + (first / kLanes * (in / kDepth) + k / kDepth * count) * bytes;
+        for (int64_t group = 0; group < count; ++group)
+            unpack(from + group * bytes, layout, count, depth / kDepth, to + group * stride * kLanes);
+    }
+
+    // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order. Few rows: a strip is
+    // unpacked, multiplied, and so on. Many rows: all is unpacked once for all of them.
+    template <class Finish>
+    static void multiply_slices(const Input<T>& input, Worker& worker, int64_t chunk, const Slice<Quantized>* slices,
+                                int64_t count, const Finish& finish) {
+        const int64_t in = input.in, rows = input.rows;
+        if (rows > kRowBlock) {
+            T* unpacked = static_cast<T*>(worker.scratch.take(count * kOutBlock * in * sizeof(T)));
+            Panel<T> panels[kTaskOut / kOutBlock];
+            for (int64_t i = 0; i < count; ++i, unpacked += kOutBlock * in) {
+                slices[i].matrix->unpack_outputs(in, slices[i].first, 0, in, in, unpacked);
+                panels[i] = {unpacked, nullptr, slices[i].matrix->groups(slices[i].first)};
+            }
+            return input.multiply_chunk(worker, chunk, panels, count, finish);
+        }
+        alignas(64) T unpacked[kOutBlock * kStrip];
+        alignas(64) float sums[kRowBlock * kTaskOut];
+        for (int64_t i = 0; i < count; ++i) {
+            const Quantized& own = *slices[i].matrix;
+            const int64_t first = slices[i].first, groups = own.groups(first);
+            if (own.layout.rows && input.columns) {
+                const uint8_t* from = own.tiles + first / kLanes * (in / kDepth) * own.layout.tile_bytes();
+                multiply_by_rows(worker, from, own.layout, groups, input.columns, rows, in, sums + i * kOutBlock);
+                continue;
+            }
+            for (int64_t k = 0; k < in; k += kStrip) {
+                const int64_t depth = least(kStrip, in - k);
+                own.unpack_outputs(in, first, k, depth, kStrip, unpacked);
+                multiply(worker, input.x + k, input.stride, unpacked, kStrip * kLanes, depth, rows, groups,
+                         sums + i * kOutBlock, kTaskOut, Extra{k > 0});
+            }
+        }
+        if (!worker.may_write()) return;
+        for (int64_t row = 0; row < rows; ++row) finish(row, sums + row * kTaskOut);
+    }
+};
 
 template <class T>
 static void quantized_embed(const Op& op, const Step& step, Team& team) {
@@ -185,4 +301,30 @@ static void quantized_embed(const Op& op, const Step& step, Team& team) {
                groups, in / kDepth, panel);
         copy_row(panel, id % kLanes, op.n0, op.f0, static_cast<T*>(op.out) + token * op.n0);
     });
+}
+
+template <class T>
+static void linear(const Op& op, const Step& step, Team& team) {
+    return (op.format ? linear_layers<T, Quantized<T>> : linear_layers<T, Packed<T>>)(op, step, team);
+}
+
+template <class T>
+static void embed(const Op& op, const Step& step, Team& team) {
+    return (op.format ? quantized_embed<T> : packed_embed<T>)(op, step, team);
+}
+
+template <class T, class Activation>
+static void gated_linear(const Op& op, const Step& step, Team& team, const Activation& activation) {
+    if (op.format) return gated_layers<T, Quantized<T>>(op, step, team, activation);
+    gated_layers<T, Packed<T>>(op, step, team, activation);
+}
+
+template <class T>
+static void linear_silu_and_mul(const Op& op, const Step& step, Team& team) {
+    gated_linear<T>(op, step, team, silu_and_mul_lanes<T>);
+}
+
+template <class T>
+static void linear_gelu_tanh_and_mul(const Op& op, const Step& step, Team& team) {
+    gated_linear<T>(op, step, team, gelu_tanh_and_mul_lanes<T>);
 }

@@ -45,10 +45,12 @@ void* Scratch::take(size_t bytes) {
     return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) & ~uintptr_t{63});
 }
 
-Team::Team(int threads, const KernelTable& kernels, void (*leave)()) : kernels_(kernels), leave_(leave) {
+Team::Team(int threads, const KernelTable& kernels, void (*leave)())
+    : kernels_(kernels), leave_(leave), range_count_(threads > 1 ? threads : 1), ranges_(new Range[range_count_]) {
     try {
         for (int index = 1; index < threads; ++index) {
             Helper& helper = helpers_.emplace_back();
+            helper.worker.index_ = index;
             helper.thread = std::thread([this, &helper] { help(helper.worker); });
         }
     } catch (const std::exception&) {
@@ -78,7 +80,7 @@ void Team::or_fail(const Work& work) {
 int Team::run(const Op* ops, int64_t count, const Step& step) {
     const std::lock_guard<std::mutex> lock(one_at_a_time_);
     error_.store(0);
-    for (int64_t i = 0; i < count && !error_.load(); ++i) {
+    for (int64_t i = 0; i < count && !error_.load(); i += 1 + ops[i].joined) {
         turns_.before_operation();
         or_fail([&] { kernels_[ops[i].type][ops[i].kind](ops[i], step, *this); });
     }
@@ -102,13 +104,17 @@ void Team::do_tasks(int64_t count, Body body, const void* context) {
         }
         return;
     }
-    const uint64_t job = (ticket_.load() >> 32) + 1;
+    const uint64_t job = ++job_ & 0xffffffff;
     Job& own = jobs_[job % kJobs];
     own.body = body;
     own.context = context;
-    own.tasks.store(static_cast<uint32_t>(count));
     done_.store(0);
-    ticket_.store(job << 32);
+    for (int i = 0; i < range_count_; ++i) {
+        const uint64_t first = count * i / range_count_, end = count * (i + 1) / range_count_;
+        ranges_[i].ends[job % kJobs].store(static_cast<uint32_t>(end), std::memory_order_relaxed);
+        ranges_[i].ticket.store(job << 32 | first, std::memory_order_release);
+    }
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     if (sleepers_.load() > 0) {
         // Who is about to sleep holds the lock from its last look at the ticket until it sleeps.
         { const std::lock_guard<std::mutex> lock(sleep_); }
@@ -141,19 +147,21 @@ void* Team::shared(size_t bytes) {
     return shared_.take(bytes);
 }
 
-bool Team::has_tasks() const {
-    const uint64_t ticket = ticket_.load();
-    return static_cast<uint32_t>(ticket) < jobs_[(ticket >> 32) % kJobs].tasks.load();
+bool Team::has_tasks(const Range& range) {
+    const uint64_t ticket = range.ticket.load();
+    return static_cast<uint32_t>(ticket) < range.ends[(ticket >> 32) % kJobs].load();
 }
 
 bool Team::do_one(Worker& worker) {
-    uint64_t ticket = ticket_.load();
-    const Job& job = jobs_[(ticket >> 32) % kJobs];
-    const uint32_t task = static_cast<uint32_t>(ticket);
-    if (task >= job.tasks.load()) return false;
-    if (!ticket_.compare_exchange_strong(ticket, ticket + 1)) return true;
-    do_task(job, task, worker);
-    return true;
+    for (int i = 0; i < range_count_; ++i) {
+        Range& range = ranges_[(worker.index_ + i) % range_count_];
+        uint64_t ticket = range.ticket.load();
+        const uint32_t job = (ticket >> 32) % kJobs, task = static_cast<uint32_t>(ticket);
+        if (task >= range.ends[job].load()) continue;
+        if (range.ticket.compare_exchange_strong(ticket, ticket + 1)) do_task(jobs_[job], task, worker);
+        return true;
+    }
+    return false;
 }
 
 void Team::do_task(const Job& job, int64_t task, Worker& worker) {
@@ -166,15 +174,17 @@ void Team::help(Worker& worker) {
 #if defined(__linux__)
     pthread_setname_np(pthread_self(), "kernels");  // for tools that count CPU time by thread
 #endif
+    // Of the next job it has tasks of its own, or there are fewer tasks than threads.
+    const auto has_own = [&] { return has_tasks(ranges_[worker.index_]); };
     while (!stopping_.load()) {
         while (do_one(worker)) {
         }
-        if (spin_until([&] { return has_tasks(); })) continue;
+        if (spin_until(has_own)) continue;
         leave_();
         worker.tile_rows = 0;
         std::unique_lock<std::mutex> lock(sleep_);
         sleepers_.fetch_add(1);
-        wake_.wait(lock, [&] { return stopping_.load() || has_tasks(); });
+        wake_.wait(lock, [&] { return stopping_.load() || has_own(); });
         sleepers_.fetch_sub(1);
     }
 }

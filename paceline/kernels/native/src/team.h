@@ -30,7 +30,7 @@ class Scratch {
 class Worker {
   public:
     Scratch scratch;
-    int tile_rows = 0;  // what its matrix tiles are configured for
+    int tile_rows = 0;  // what its matrix tiles are configured for; less than 0 for columns
 
     // Of a restartable task, before it writes: false where another thread took the task over, and this one is too late.
     bool may_write() {
@@ -41,6 +41,8 @@ class Worker {
   private:
     friend class Team;
     static constexpr int64_t kNothing = -1, kTaken = -2;
+
+    int index_ = 0;  // of its range of tasks
 
     void offer(int64_t task) { offered_.store(task); }
     // For another thread: the task on offer, which is that thread's from now on; negative where there is none.
@@ -73,8 +75,9 @@ class Team {
     // Runs a program; returns 0 or the first error.
     int run(const Op* ops, int64_t count, const Step& step);
 
-    // Calls body(i, worker) once for every i in [0, count), each on the thread that comes first; returns when all are
-    // done. Only kernels call it.
+    // Calls body(i, worker) once for every i in [0, count); returns when all are done. Each thread goes through a range
+    // of its own, in order, so that what it reads lies in a row; then it takes tasks of ranges that others have yet to
+    // go through. Only kernels call it.
     template <class Body>
     void for_each(int64_t count, const Body& body) {
         do_tasks(count, [](const void* body_, int64_t i, Worker& worker) {
@@ -111,13 +114,20 @@ class Team {
   private:
     using Body = void (*)(const void*, int64_t, Worker&);
     struct Job {
-        std::atomic<uint32_t> tasks{0};
         Body body = nullptr;
         const void* context = nullptr;
     };
     // Two: the job under way, and the next one that is being written beside it. A helper that looked at an older ticket
     // may read the wrong one of them; then the ticket has changed, and it gets no task.
     static constexpr uint32_t kJobs = 2;
+
+    // The tasks that one thread goes through. In the upper half of the ticket is the number of the job under way, in
+    // the lower one the next task. Who counts it up owns the task, and as long as he has not counted `done_` up the job
+    // stays.
+    struct alignas(64) Range {
+        std::atomic<uint64_t> ticket{0};
+        std::atomic<uint32_t> ends[kJobs] = {};
+    };
 
     // Calls work(); reports memory that it does not get.
     template <class Work>
@@ -129,7 +139,7 @@ class Team {
     bool take_over_one(const Job& job);
     // Returns when no helper is at a task that was taken over.
     void await_late_helpers() const;
-    bool has_tasks() const;
+    static bool has_tasks(const Range& range);
     void help(Worker& worker);
 
     const KernelTable& kernels_;
@@ -140,9 +150,9 @@ class Team {
     Scratch shared_;
     Worker caller_;
 
-    // The number of the job under way in the upper half, its next task in the lower one. Who counts it up owns the
-    // task, and as long as he has not counted `done_` up the job stays.
-    alignas(64) std::atomic<uint64_t> ticket_{0};
+    const int range_count_;
+    const std::unique_ptr<Range[]> ranges_;
+    uint64_t job_ = 0;
     alignas(64) std::atomic<uint32_t> done_{0};
     alignas(64) Job jobs_[kJobs];
 
