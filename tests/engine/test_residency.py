@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key, SamplingParams
+from paceline.engine.pool_directory import PoolDirectory
 from paceline.engine.request import Request
 from paceline.engine.residency import InArena, OnDevice
 from paceline.engine.scheduler import Limits
@@ -108,6 +109,21 @@ def test_blocks_that_are_in_the_pool_are_not_loaded_again() -> None:
     assert len(copies.loads) == 1  # the last one is not full, and so has no name
     assert again.pool_tables is not None
     assert len(set(again.pool_tables[0])) == 3
+
+
+def test_others_see_full_blocks_until_their_slots_are_taken_and_no_block_that_is_written_to() -> None:
+    directory = PoolDirectory(memoryview(bytearray(PoolDirectory.bytes_for(64))), 64, 4)
+    residency = OnDevice(FULL, 4, directory)
+    request = filled_request("first", 40)
+    residency.enter(request, 0.0)
+    (copies,) = residency.take_copies()
+    assert directory.find(copies.loads).indices.tolist() == []
+    residency.copied(copies, 0.001)
+    assert directory.find(copies.loads).indices.tolist() == [0, 1]
+    residency.leave(request)
+    assert directory.find(copies.loads).indices.tolist() == [0, 1]
+    residency.enter(filled_request("second", 40), 0.0)
+    assert directory.find(copies.loads).indices.tolist() == [0]
 
 
 def test_in_the_arena_nothing_is_copied() -> None:

@@ -121,6 +121,7 @@ class SharedPools:
                 left = self._load_from(pool, left)
                 if pool.ended():
                     self._drop(path)
+                    path.unlink(missing_ok=True)  # a process that was killed could not
         return left
 
     def close(self) -> None:
