@@ -1,7 +1,8 @@
 """All figures of a GPU by one command.
 
-    python -m bench.gpu --out DIR            # some ten minutes; writes one JSON a benchmark
-    python -m bench.gpu --out DIR --small    # tiny shapes on any machine
+    python -m bench.gpu --out DIR                       # writes one JSON a benchmark
+    python -m bench.gpu --out DIR --only forward-llama-8b --timeout 540    # a part, where time comes in pieces
+    python -m bench.gpu --out DIR --small               # tiny shapes on any machine
 
 Each benchmark is a process of its own, so that none finds the memory of another in use. One that fails does not keep
 the others from running; the command then ends with status 1 and names it.
@@ -16,9 +17,15 @@ from pathlib import Path
 
 from bench.gpu.timing import pick_device
 
-BENCHMARKS = ("kernels", "copies", "forward", "decode_loop")
-_TIMEOUT = 3600
-"""Seconds for one of them, compiling included."""
+BENCHMARKS = {
+    "copies": ["copies"],
+    "handoff": ["handoff"],
+    "kernels": ["kernels"],
+    "forward-llama-8b": ["forward", "--model", "llama-8b"],
+    "forward-gemma-3-27b": ["forward", "--model", "gemma-3-27b"],
+    "decode_loop": ["decode_loop"],
+}
+"""By name: a module of this package and its options."""
 
 
 def main() -> None:
@@ -26,21 +33,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on whatever device there is")
     parser.add_argument("--only", choices=BENCHMARKS, action="append", help="may be repeated; all where none is named")
+    parser.add_argument("--timeout", type=int, default=3600, help="seconds for one of them, compiling included")
     options = parser.parse_args()
     pick_device(options.small)
     options.out.mkdir(parents=True, exist_ok=True)
-    if failed := [name for name in options.only or BENCHMARKS if not run(name, options.out, options.small)]:
+    small = ["--small"] if options.small else []
+    if failed := [name for name in options.only or BENCHMARKS if not run(name, options.out, small, options.timeout)]:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def run(name: str, folder: Path, small: bool) -> bool:
+def run(name: str, folder: Path, extra: list[str], timeout: int) -> bool:
     print(f"== {name}", flush=True)
-    command = [sys.executable, "-m", f"bench.gpu.{name}", "--out", str(folder / f"{name}.json")]
+    module, *arguments = BENCHMARKS[name]
+    out = folder / f"{name}.json"
+    command = [sys.executable, "-m", f"bench.gpu.{module}", *arguments, "--out", str(out), *extra]
     try:
-        return (
-            subprocess.run([*command, *(["--small"] if small else [])], timeout=_TIMEOUT, check=False).returncode == 0
-        )
+        return subprocess.run(command, timeout=timeout, check=False).returncode == 0
     except subprocess.TimeoutExpired:
+        print(f"{name} takes longer than {timeout} s", file=sys.stderr)
         return False
 
 

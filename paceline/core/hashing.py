@@ -19,7 +19,7 @@ class HashChain:
     """
 
     def __init__(self, fingerprint: str, cache_salt: str = "") -> None:
-        self._parent = _digest(repr((fingerprint, cache_salt)).encode())
+        self._root = self._parent = _digest(repr((fingerprint, cache_salt)).encode())
         self.hashes: list[bytes] = []
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -29,6 +29,13 @@ class HashChain:
             tokens = token_ids[start : start + BASE_TOKENS]
             self._parent = _digest(self._parent + struct.pack(f"<{BASE_TOKENS}I", *tokens))
             self.hashes.append(self._parent)
+
+    def digest(self, token_ids: Sequence[int], length: int) -> bytes:
+        """Names the first `length` tokens of `token_ids`, the whole context so far: the link there, if there is one."""
+        self.extend(token_ids)
+        links, rest = divmod(length, BASE_TOKENS)
+        parent = self.hashes[links - 1] if links else self._root
+        return _digest(parent + struct.pack(f"<{rest}I", *token_ids[length - rest : length])) if rest else parent
 
 
 def _digest(data: bytes) -> bytes:

@@ -29,6 +29,7 @@ from typing import NamedTuple, Protocol
 from paceline.core.machine import name_thread
 from paceline.core.turns import Turns
 from paceline.core.types import Key
+from paceline.engine.pool_directory import Move
 from paceline.engine.request import Request
 from paceline.engine.residency import Copies
 from paceline.engine.scheduler import Scheduler
@@ -51,6 +52,13 @@ class Runner(Protocol):
 
     def execute(self, step: Step) -> StepResult:
         """Must not be called twice at a time."""
+
+
+class Neighbours(Protocol):
+    """Pools of other workers on the same device."""
+
+    def load(self, moves: Sequence[Move]) -> list[Move]:
+        """Copies what they have into this worker's pool, and waits for it. Returns what they have not."""
 
 
 class _Launch(NamedTuple):
@@ -79,6 +87,7 @@ class Engine:
         steps_in_flight: 1 waits for each step's results before the next is planned.
         turns: when to compute, where others want the same cores.
         copies: between the device's pool and the host's arena, where these are two.
+        neighbours: what is asked before the arena.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class Engine:
         steps_in_flight: int = STEPS_IN_FLIGHT,
         turns: Turns | None = None,
         copies: BlockCopies | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -98,6 +108,7 @@ class Engine:
         self._most_in_flight = self._depth = steps_in_flight
         self._turns = turns
         self._block_copies = copies
+        self._neighbours = neighbours
         self._in_flight = 0
         self._stopping = False
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -253,14 +264,17 @@ class Engine:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) - 10)
         while (errand := self._errands.get()).copies is not None:
             copies, began = errand.copies, time.perf_counter()
-            if copies.loads:
-                pool_slots, arena_slots = zip(*copies.loads)
+            loads = copies.loads
+            if loads and self._neighbours is not None:
+                loads = self._neighbours.load(loads)
+            if loads:
+                pool_slots, arena_slots, *_ = zip(*loads)
                 self._block_copies.load(arena_slots, pool_slots).wait()
             if copies.stores:
-                pool_slots, arena_slots = zip(*copies.stores)
+                pool_slots, arena_slots, *_ = zip(*copies.stores)
                 self._block_copies.store(pool_slots, arena_slots).wait()
-            seconds = time.perf_counter() - began
-            self._inbox.put(partial(self._scheduler.copied, copies, seconds, began - errand.asked))
+            seconds, from_device = time.perf_counter() - began, len(copies.loads) - len(loads)
+            self._inbox.put(partial(self._scheduler.copied, copies, seconds, began - errand.asked, from_device))
 
     def _end_copying(self) -> None:
         """Once all that was asked for is done."""

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.core.hashing import HashChain
-from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
+from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.engine.constraint import Matcher
 from paceline.engine.speculation import Acceptance
@@ -22,6 +22,8 @@ class Effort:
     """Times that drafts were verified."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    device_blocks: int = 0
+    """Blocks that came from another pool of the device."""
 
     def count(self, tokens: int, drafted: int, accepted: int) -> None:
         """A step gave `tokens`; of `drafted` tokens that were verified `accepted` came true."""
@@ -155,9 +157,9 @@ class Request:
         return first, [self.hash_of(group_index, index) for index in range(first, end)]
 
     def hash_of(self, group_index: int, block: int) -> bytes:
-        """The name of a full block's content."""
-        self.chain.extend(self.token_ids)
-        return self.chain.hashes[(block + 1) * self.layout.groups[group_index].block_tokens // BASE_TOKENS - 1]
+        """The name of a block's content; of one that is not full, of what is in it so far."""
+        end = (block + 1) * self.layout.groups[group_index].block_tokens
+        return self.chain.digest(self.token_ids, min(end, self.filled_len(group_index)))
 
     def trim_behind_window(self, group_index: int) -> int:
         """Forgets blocks that no later query reads; returns how many entries at the front are empty, 0 if no new."""

@@ -10,12 +10,13 @@ Pure, like the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from paceline.core.block_pool import BlockPool
 from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
+from paceline.engine.pool_directory import Move, PoolDirectory
 from paceline.engine.request import Request
 from paceline.engine.step import Event
 
@@ -24,11 +25,6 @@ _WEIGHT = 0.1
 
 _TELLING_LOADS = 4
 """Of blocks together, at least, that tell how long one takes."""
-
-
-class Move(NamedTuple):
-    pool_slot: int
-    arena_slot: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +38,6 @@ class Copies:
     """The other way."""
     events: list[Event] = field(default_factory=list)
     """What is true once they have been made."""
-    names: list[tuple[int, int, bytes]] = field(default_factory=list)
-    """Of blocks that are loaded: slot of the pool, group and hash of those that are full."""
 
 
 class Residency(Protocol):
@@ -118,9 +112,13 @@ class OnDevice:
     """The device has `slots` slots of its own.
 
     Full blocks stay when their request leaves, until room is needed: who needs one of them next loads nothing.
+
+    Args:
+        directory: what other processes know of the pool, where they can read it.
     """
 
-    def __init__(self, layout: KVLayout, slots: int) -> None:
+    def __init__(self, layout: KVLayout, slots: int, directory: PoolDirectory | None = None) -> None:
+        self._directory = directory
         self._groups = layout.groups
         self._pool = BlockPool(slots, len(layout.groups))
         self._copies: list[Copies] = []
@@ -135,25 +133,24 @@ class OnDevice:
         if request is self._refused:
             return False  # looking again takes long with long contexts
         blocks = list(self._needed(request))
-        found = [self._pool.find(block.group, block.digest) if block.digest else None for block in blocks]
+        found = [self._pool.find(block.group, block.digest) if block.is_full else None for block in blocks]
         reused = [slot for slot in found if slot is not None]
         if len(blocks) - len(reused) > self._pool.available(reused):
             self._refused = request
             return False
-        loads = sum(block.filled and slot is None for block, slot in zip(blocks, found))
+        loads = sum(slot is None and block.digest != b"" for block, slot in zip(blocks, found))
         if self._is_cheaper_computed(request, loads, tokens_per_second):
             request.start_over()
             return self.enter(request, tokens_per_second)
         self._pool.reuse(reused)
-        fresh = iter(self._pool.take(len(blocks) - len(reused)))
+        fresh = iter(self._take(len(blocks) - len(reused)))
         request.pool_tables = [[NO_SLOT] * len(table) for table in request.tables]
         copies = Copies(request)
         for block, known in zip(blocks, found):
             slot = request.pool_tables[block.group][block.place] = next(fresh) if known is None else known
-            if block.filled and known is None:
-                copies.loads.append(Move(slot, request.tables[block.group][block.place]))
-                if block.digest:
-                    copies.names.append((slot, block.group, block.digest))
+            if block.digest and known is None:
+                arena_slot = request.tables[block.group][block.place]
+                copies.loads.append(Move(slot, arena_slot, block.group, block.digest, block.is_full))
         if copies.loads:
             request.loading = True
             self._submit(copies)
@@ -164,7 +161,7 @@ class OnDevice:
         missing = [len(table) - len(own) for table, own in zip(request.tables, request.pool_tables)]
         if sum(missing) > self._pool.available():
             return False
-        fresh = self._pool.take(sum(missing))
+        fresh = self._take(sum(missing))
         for own, count in zip(request.pool_tables, missing):
             own += fresh[:count]
             del fresh[:count]
@@ -175,7 +172,7 @@ class OnDevice:
         for block, digest in enumerate(hashes, first_block):
             slot = request.pool_tables[group][block]
             self._pool.seal(slot, group, digest)
-            self._store(Move(slot, request.tables[group][block]))
+            self._store(Move(slot, request.tables[group][block], group, digest))
 
     def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
         assert request.pool_tables is not None
@@ -204,13 +201,16 @@ class OnDevice:
 
     def copied(self, copies: Copies, seconds: float) -> list[Event]:
         copies.request.copies -= 1
+        self._publish(copies.stores)
         self._give_back([move.pool_slot for move in copies.stores])
         if copies.loads:
             copies.request.loading = False
             if len(copies.loads) >= _TELLING_LOADS:
                 self._block_seconds = _average(self._block_seconds, seconds / len(copies.loads))
-            for slot, group, digest in copies.names:
-                self._pool.seal(slot, group, digest)
+            full = [move for move in copies.loads if move.is_full]
+            for move in full:
+                self._pool.seal(move.pool_slot, move.group, move.digest)
+            self._publish(full)
         return copies.events
 
     def stats(self) -> dict[str, float]:
@@ -223,8 +223,8 @@ class OnDevice:
             for index in range(group.first_needed_block(filled), len(table)):
                 if table[index] != NO_SLOT:
                     is_full = (index + 1) * group.block_tokens <= filled
-                    digest = request.hash_of(number, index) if is_full else None
-                    yield _Block(number, index, index * group.block_tokens < filled, digest)
+                    digest = request.hash_of(number, index) if index * group.block_tokens < filled else b""
+                    yield _Block(number, index, is_full, digest)
 
     def _is_cheaper_computed(self, request: Request, loads: int, tokens_per_second: float) -> bool:
         """Whether to compute the context again takes less time than to load so many blocks."""
@@ -242,12 +242,24 @@ class OnDevice:
             block, rest = divmod(request.filled_len(number), group.block_tokens)
             # One that is sealed is whole there, and others read it; here it is being computed again.
             if rest and block >= request.sealed_blocks[number]:
-                self._store(Move(table[block], request.tables[number][block]))
+                digest = request.hash_of(number, block)
+                self._store(Move(table[block], request.tables[number][block], number, digest, is_full=False))
 
     def _store(self, move: Move) -> None:
         # Its slot is nobody else's until it is stored, also where the request gives it back before.
         self._pool.share((move.pool_slot,))
         self._stores.append(move)
+
+    def _take(self, count: int) -> list[int]:
+        slots = self._pool.take(count)
+        if self._directory is not None:
+            self._directory.withdraw(slots)
+        return slots
+
+    def _publish(self, moves: Iterable[Move]) -> None:
+        """Nobody writes to these blocks from now on, until they are taken by somebody else."""
+        if self._directory is not None:
+            self._directory.publish(moves)
 
     def _give_back(self, slots: Sequence[int]) -> None:
         self._pool.give_back(slots)
@@ -261,10 +273,9 @@ class OnDevice:
 class _Block(NamedTuple):
     group: int
     place: int
-    filled: bool
-    """Whether there is anything in it."""
-    digest: bytes | None
-    """The hash of what is in it, where it is full."""
+    is_full: bool
+    digest: bytes
+    """The name of what is in it; empty where there is nothing."""
 
 
 def _average(old: float, new: float) -> float:

@@ -265,9 +265,13 @@ class Scheduler:
         self._settle_in()
         return self._residency.take_copies()
 
-    def copied(self, copies: Copies, seconds: float, waited_seconds: float) -> None:
-        """These have been made in so much time, after having waited for so long."""
-        self.stats.count_copies(len(copies.loads), len(copies.stores), waited_seconds + seconds)
+    def copied(self, copies: Copies, seconds: float, waited_seconds: float, from_device: int = 0) -> None:
+        """These have been made in so much time, after having waited for so long; so many of the blocks that were loaded
+        came from other pools of the device."""
+        copies.request.effort.device_blocks += from_device
+        self.stats.count_copies(
+            len(copies.loads) - from_device, from_device, len(copies.stores), waited_seconds + seconds
+        )
         self._events += self._residency.copied(copies, seconds)
         self._end_use(copies.request)
 

@@ -31,6 +31,8 @@ class SchedulerStats:
     """Times that a request left the device's pool for the arena, to come back later."""
     loaded_blocks: int = 0
     """From the arena into the device's pool."""
+    device_blocks: int = 0
+    """From another worker's pool on the same device."""
     stored_blocks: int = 0
     """The other way."""
     swap_ins: int = 0
@@ -79,11 +81,12 @@ class SchedulerStats:
         for position in range(accepted):
             self.accepted_by_position[position] += 1
 
-    def count_copies(self, loaded: int, stored: int, seconds: float) -> None:
+    def count_copies(self, loaded: int, from_device: int, stored: int, seconds: float) -> None:
         """So many blocks of a request were copied, so long after this was asked for."""
         self.loaded_blocks += loaded
+        self.device_blocks += from_device
         self.stored_blocks += stored
-        if loaded:
+        if loaded or from_device:
             self.swap_ins += 1
             self.swap_in_seconds += seconds
             for bound in SWAP_IN_MS:

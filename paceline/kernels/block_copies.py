@@ -76,6 +76,10 @@ class BlockCopies:
         """pool[pool_slots[i]] = arena[arena_slots[i]]; pool slots are different from each other."""
         return self._copy(self._in, self._pool, pool_slots, self._arena, arena_slots)
 
+    def load_from(self, pool: Tensor, slots: Sequence[int], pool_slots: Sequence[int]) -> Copy:
+        """As `load`, from another pool on the same device."""
+        return self._copy(self._in, self._pool, pool_slots, pool, slots)
+
     def _copy(
         self,
         stream: torch.cuda.Stream | None,
@@ -88,7 +92,8 @@ class BlockCopies:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with _on(stream):
-            if self._by_kernel and target_slots:
+            # Within a GPU's own memory the copy engine is no match for a kernel.
+            if target_slots and (self._by_kernel or (target.is_cuda and source.is_cuda)):
                 both = torch.tensor([target_slots, source_slots], dtype=torch.int64, device="cpu")
                 slots = to_device(both, self._pool.device)
                 # Here, because a CPU has no use for Triton.

@@ -1124,6 +1124,85 @@ class BlockNames(_message.Message):
 Global___BlockNames: _TypeAlias = BlockNames  # noqa: Y015
 
 @_typing.final
+class SharedPool(_message.Message):
+    """At the end of the file in which a worker shows the others of its host what its pool contains."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    ARENA_SLOTS_FIELD_NUMBER: _builtins.int
+    CUDA_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """That of the layout."""
+    device: _builtins.str
+    """Where the blocks are: cpu, which is at the front of this file, or the UUID of a GPU."""
+    slots: _builtins.int
+    slot_bytes: _builtins.int
+    arena_slots: _builtins.int
+    """Entries of the directory, which is behind the blocks."""
+    @_builtins.property
+    def cuda(self) -> Global___CudaMemory: ...
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        device: _builtins.str = ...,
+        slots: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+        arena_slots: _builtins.int = ...,
+        cuda: Global___CudaMemory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_slots", b"arena_slots", "cuda", b"cuda", "device", b"device", "fingerprint", b"fingerprint", "slot_bytes", b"slot_bytes", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedPool: _TypeAlias = SharedPool  # noqa: Y015
+
+@_typing.final
+class CudaMemory(_message.Message):
+    """Memory of a GPU that other processes can map, as torch describes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_OFFSET_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_EVENT_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    size: _builtins.int
+    offset: _builtins.int
+    ref_counter: _builtins.bytes
+    ref_counter_offset: _builtins.int
+    event: _builtins.bytes
+    waits_for_event: _builtins.bool
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        size: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        ref_counter: _builtins.bytes = ...,
+        ref_counter_offset: _builtins.int = ...,
+        event: _builtins.bytes = ...,
+        waits_for_event: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "handle", b"handle", "offset", b"offset", "ref_counter", b"ref_counter", "ref_counter_offset", b"ref_counter_offset", "size", b"size", "waits_for_event", b"waits_for_event"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaMemory: _TypeAlias = CudaMemory  # noqa: Y015
+
+@_typing.final
 class LedgerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -22,7 +22,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
-@pytest.mark.parametrize("name", ["kernels", "copies", "forward"])
+@pytest.mark.parametrize("name", ["kernels", "copies", "handoff", "forward-llama-8b", "forward-gemma-3-27b"])
 def test_small_benchmarks_write_what_large_ones_do(name: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
     done = run("bench.gpu", "--out", str(tmp_path), "--small", "--only", name)
@@ -39,13 +39,15 @@ def test_small_benchmarks_write_what_large_ones_do(name: str, tmp_path: Path) ->
             (way, count) for way in ("to the host", "to the device") for count in (1, 8)
         }
         assert min(result["bytes_per_second"] for result in results) > 0
+    elif name == "handoff":
+        assert min(result["share"] for result in results) > 0
     else:
-        assert [result["model"] for result in results] == ["llama-8b", "gemma-3-27b"]
+        assert [f"forward-{result['model']}" for result in results] == [name]
         assert min(own["transformers_seconds"] for result in results for own in result["passes"]) > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("module", ["bench.gpu", "bench.gpu.forward", "bench.gpu.kernels", "bench.gpu.copies"])
+@pytest.mark.parametrize("module", ["bench.gpu", "bench.gpu.forward", "bench.gpu.handoff"])
 def test_without_a_gpu_they_say_so(module: str, tmp_path: Path) -> None:
     done = run(module, "--out", str(tmp_path / "out"))
     assert done.returncode == 1

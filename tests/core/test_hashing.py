@@ -64,3 +64,14 @@ def test_one_changed_token_changes_its_link_and_all_behind_it(tokens: list[int],
     assert [one == other for one, other in zip(before, after)] == [
         index < place // BASE_TOKENS for index in range(len(before))
     ]
+
+
+def test_a_part_of_a_link_has_a_name_of_its_own() -> None:
+    tokens = list(range(40))
+    names = [HashChain("model").digest(tokens, length) for length in range(len(tokens) + 1)]
+    assert len(set(names)) == len(names)
+    assert HashChain("model").digest([*tokens[:21], 7, 8], 21) == names[21]
+    assert HashChain("other").digest(tokens, 21) != names[21]
+    chain = HashChain("model")
+    chain.extend(tokens)
+    assert chain.hashes == [names[16], names[32]]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key, SamplingParams
+from paceline.engine.pool_directory import PoolDirectory
 from paceline.engine.request import Request
 from paceline.engine.residency import InArena, OnDevice
 from paceline.engine.scheduler import Limits, Scheduler
@@ -123,6 +124,21 @@ def test_who_comes_while_steps_are_in_flight_is_loaded_meanwhile() -> None:
     step = scheduler.plan()
     assert step is not None
     assert [chunk.request.key.request_id for chunk in step.chunks] == ["first", "second"]
+
+
+def test_others_see_full_blocks_until_their_slots_are_taken_and_no_block_that_is_written_to() -> None:
+    directory = PoolDirectory(memoryview(bytearray(PoolDirectory.bytes_for(64))), 64, 4)
+    residency = OnDevice(FULL, 4, directory)
+    request = filled_request("first", 40)
+    residency.enter(request, 0.0)
+    (copies,) = residency.take_copies()
+    assert directory.find(copies.loads).indices.tolist() == []
+    residency.copied(copies, 0.001)
+    assert directory.find(copies.loads).indices.tolist() == [0, 1]
+    residency.leave(request)
+    assert directory.find(copies.loads).indices.tolist() == [0, 1]
+    residency.enter(filled_request("second", 40), 0.0)
+    assert directory.find(copies.loads).indices.tolist() == [0]
 
 
 def test_in_the_arena_nothing_is_copied() -> None:

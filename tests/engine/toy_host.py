@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import NO_SLOT, GroupShape, KVLayout, make_layout
 from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.pool_directory import Move, PoolDirectory
 from paceline.engine.request import Request
 from paceline.engine.residency import Copies, OnDevice
 from paceline.engine.scheduler import Limits, Scheduler
@@ -147,7 +148,11 @@ class Host:
         load_seconds: float = 1e-3,
     ) -> None:
         self.layout = layout
-        self.residency = OnDevice(layout, pool_slots)
+        directory_memory = memoryview(bytearray(PoolDirectory.bytes_for(arena_slots)))
+        self.directory = PoolDirectory(directory_memory, arena_slots, pool_slots)
+        self.residency = OnDevice(layout, pool_slots, self.directory)
+        self.published: dict[Move, dict[int, int]] = {}
+        """What others can read in the pool: of each block, what is in its places."""
         self.scheduler = Scheduler(limits, residency=self.residency)
         self.scheduler.stats.prefill_tokens_per_second = 1e3
         self._load_seconds = load_seconds
@@ -224,6 +229,7 @@ class Host:
         if self._steps:
             step = self._steps.popleft()
             self._results.append((step, self.device.execute(step)))
+            self._check_published()
 
     def _apply(self) -> None:
         if self._results:
@@ -237,16 +243,33 @@ class Host:
             del self._copies[first]
             for moves, source, target in (
                 (copies.loads, self.arena.content, self.device.pool),
-                ([(arena, pool) for pool, arena in copies.stores], self.device.pool, self.arena.content),
+                ([(arena, pool) for pool, arena, *_ in copies.stores], self.device.pool, self.arena.content),
             ):
-                for to, begin in moves:
+                for to, begin, *_ in moves:
                     own = {(to, place): kv for (slot, place), kv in source.items() if slot == begin}
                     for old in [place for place in target if place[0] == to]:
                         del target[old]
                     target.update(own)
             for slot, content in self._sealed.items():
                 assert self._content(slot) == content, "a sealed block has changed"
+            self._check_published()
             self.scheduler.copied(copies, self._load_seconds, 1e-3)
+            self.published |= {
+                move._replace(pool_slot=0): self._in_pool(move.pool_slot) for move in (*copies.loads, *copies.stores)
+            }
+            self._check_published()
+
+    def _in_pool(self, slot: int) -> dict[int, int]:
+        return {place[1]: kv for place, kv in self.device.pool.items() if place[0] == slot}
+
+    def _check_published(self) -> None:
+        """What others find by its name has that content."""
+        moves = list(self.published)
+        found = self.directory.find(moves)
+        self.published = {moves[index]: self.published[moves[index]] for index in found.indices}
+        for slot, content in zip(found.pool_slots.tolist(), self.published.values(), strict=True):
+            now = self._in_pool(slot)
+            assert {place: now.get(place) for place in content} == content, "a published block has changed"
 
     def _content(self, slot: int) -> Memory:
         return {place: kv for place, kv in self.arena.content.items() if place[0] == slot}

@@ -85,4 +85,5 @@ def serve(log: Path, model: str, *options: str, environment: dict[str, str] | No
         code = process.stop(signal.SIGINT)
     assert code == 0, process.text
     assert not [child for child in family if child.is_running()]
-    assert not [path for path in shared if path.exists()]
+    # Pools of workers are beside it.
+    assert not [path for arena in shared for path in arena.parent.glob(f"{arena.stem}*")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,6 +14,9 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.machine import available_memory
 from paceline.engine.residency import InArena, OnDevice, Residency
 from paceline.kernels.block_copies import BlockCopies
+from paceline.services.common.shared_pools import SharedPool, SharedPools
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +26,15 @@ class KVMemory:
     Args:
         pool: flat, of the cache's dtype.
         copies: between the pool and the arena, where these are two.
+        shared: what others may read of such a pool.
+        neighbours: such pools of others.
     """
 
     layout: KVLayout
     pool: torch.Tensor
     copies: BlockCopies | None = None
+    shared: SharedPool | None = None
+    neighbours: SharedPools | None = None
 
     @property
     def slots(self) -> int:
@@ -33,16 +42,25 @@ class KVMemory:
 
     def residency(self) -> Residency:
         """A new account of the pool, which is empty."""
-        return InArena() if self.copies is None else OnDevice(self.layout, self.slots)
+        if self.copies is None:
+            return InArena()
+        return OnDevice(self.layout, self.slots, self.shared.directory if self.shared else None)
+
+    def close(self) -> None:
+        """Ends what other processes know of it. Nothing computes any more."""
+        for part in (self.neighbours, self.shared):
+            if part is not None:
+                part.close()
 
 
 def device_memory(
-    layout: KVLayout, arena: torch.Tensor, device: torch.device, size: str, context_tokens: int
+    layout: KVLayout, arena: torch.Tensor, path: Path, device: torch.device, size: str, context_tokens: int
 ) -> KVMemory:
     """A pool on the device, with the arena as the tier below.
 
     Args:
         arena: flat, of the cache's dtype.
+        path: the arena's file, beside which that of the pool will be.
         size: memory of the pool, like 512MiB; auto takes what is enough for a few contexts, or for a long one.
         context_tokens: of the longest context.
 
@@ -55,11 +73,17 @@ def device_memory(
         slots = parse_bytes(size) // layout.slot_bytes
     _check_room(slots * layout.slot_bytes, device)
     elements = layout.slot_bytes // layout.itemsize
-    pool = torch.zeros(slots * elements, dtype=arena.dtype, device=device)
+    blocks = arena[: arena.numel() // elements * elements].view(-1, elements)
+    shared: SharedPool | None = None
+    try:
+        shared = SharedPool(path, len(blocks), layout, slots, arena.dtype, device)
+    except (OSError, RuntimeError) as error:
+        log.warning("other workers cannot read this one's KV pool, and have its blocks by the arena: %s", error)
+    pool = shared.pool if shared else torch.zeros(slots * elements, dtype=arena.dtype, device=device)
     if device.type == "cuda":
         _pin(arena)
-    blocks = arena[: arena.numel() // elements * elements]
-    return KVMemory(layout, pool, BlockCopies(pool.view(slots, elements), blocks.view(-1, elements)))
+    copies = BlockCopies(pool.view(slots, elements), blocks)
+    return KVMemory(layout, pool, copies, shared, SharedPools(shared, copies) if shared else None)
 
 
 def _check_room(size: int, device: torch.device) -> None:

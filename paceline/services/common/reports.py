@@ -16,6 +16,8 @@ EFFORT_SECONDS = 1.0
 """How often totals are told while tokens come. What they come to is told with the end."""
 
 SHARED_MEMORY = "shared memory"
+DEVICE = "device"
+"""From one worker's pool into another one's."""
 
 
 class Reporter:
@@ -59,6 +61,8 @@ class Reporter:
             self._has_news = True
         if not self._has_news:
             return None
+        if self._report.HasField("adopted") and self.effort.device_blocks:
+            self._report.adopted.path = DEVICE
         report, self._report, self._has_news = self._report, worker_pb2.Report(), False
         return report
 

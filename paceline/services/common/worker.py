@@ -115,6 +115,7 @@ class Worker:
             steps_in_flight=limits.steps_in_flight,
             turns=turns,
             copies=memory.copies,
+            neighbours=memory.neighbours,
         )
 
     def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:
@@ -164,7 +165,7 @@ class Worker:
     def report(self) -> dict[str, float]:
         """Counters by name, for load reports and metrics."""
         stats, slot_bytes = self.engine.report(), self.layout.slot_bytes
-        moved = {f"{name}_bytes": stats[f"{name}_blocks"] * slot_bytes for name in ("loaded", "stored")}
+        moved = {f"{name}_bytes": stats[f"{name}_blocks"] * slot_bytes for name in ("loaded", "device", "stored")}
         return stats | moved | self._residency.stats() | {"queued_tokens": self.queued_tokens}
 
     @property

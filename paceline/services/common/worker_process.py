@@ -93,7 +93,9 @@ class WorkerProcess:
             undo.push_async_callback(kv.close)
             arena = await kv.attach(loaded.layout, config.max_model_len or loaded.max_position)
             mapped = map_arena(arena.path, arena.size)
-            memory = _kv_memory(config, loaded, torch.frombuffer(mapped[: arena.size], dtype=_dtype(config)))
+            blocks = torch.frombuffer(mapped[: arena.size], dtype=_dtype(config))
+            memory = _kv_memory(config, loaded, blocks, arena.path)
+            undo.callback(memory.close)
             turns = _turns(config, role, mapped[arena.size :], kv.session)
             if turns is not None:
                 kernels.take_turns(turns)
@@ -216,11 +218,11 @@ def _dtype(config: WorkerConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _kv_memory(config: WorkerConfig, loaded: Loaded, arena: torch.Tensor) -> KVMemory:
+def _kv_memory(config: WorkerConfig, loaded: Loaded, arena: torch.Tensor, path: Path) -> KVMemory:
     if not has_pools(config):
         return KVMemory(loaded.layout, arena)
     context_tokens = config.max_model_len or loaded.max_position
-    return device_memory(loaded.layout, arena, torch.device(config.device), config.kv_memory, context_tokens)
+    return device_memory(loaded.layout, arena, path, torch.device(config.device), config.kv_memory, context_tokens)
 
 
 def _max_model_len(config: WorkerConfig, loaded: Loaded, arena_slots: int, pool_slots: int) -> int:

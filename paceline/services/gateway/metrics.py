@@ -174,7 +174,8 @@ class _FleetCollector(Collector):
         """Between workers' own pools and the arena."""
         moved = CounterMetricFamily(
             "paceline:kv_offload_bytes",
-            "Bytes of KV blocks copied from a worker's pool to the arena (store) and back (load)",
+            "Bytes of KV blocks copied from a worker's pool to the arena (store), back (load), and from the pool of "
+            "another worker on its device (device)",
             labels=[*labels, "direction"],
         )
         parkings = CounterMetricFamily(
@@ -185,7 +186,7 @@ class _FleetCollector(Collector):
         )
         for member in (worker.member for worker in self._workers() if worker.member.role != "kvtransfer"):
             label, stats = [self._model, member.worker_id, member.role], member.stats
-            for direction, name in (("load", "loaded_bytes"), ("store", "stored_bytes")):
+            for direction, name in (("load", "loaded_bytes"), ("device", "device_bytes"), ("store", "stored_bytes")):
                 moved.add_metric([*label, direction], stats.get(name, 0))
             parkings.add_metric(label, stats.get("parkings", 0))
             within = {int(found[1]): count for name, count in stats.items() if (found := _WITHIN.fullmatch(name))}

@@ -72,16 +72,17 @@ class Arena:
 
 
 def remove_stale_arenas(folder: Path) -> int:
-    """Removes this user's arenas whose service is gone, killed before it could, and its workers. Returns how many."""
+    """Removes this user's arenas, and workers' pools beside them, that those left behind who were killed, unless others
+    map them. Returns how many."""
     removed = 0
-    for path in folder.glob(f"{_prefix()}*.arena"):
+    for path in [*folder.glob(f"{_prefix()}*.arena"), *folder.glob(f"{_prefix()}*.pool")]:
         if (descriptor := _lock_stale(path)) is not None:
             if not is_mapped(descriptor):
                 path.unlink(missing_ok=True)
                 removed += 1
             os.close(descriptor)
     if removed:
-        log.warning("removed %d stale arena(s) from %s", removed, folder)
+        log.warning("removed %d stale arena(s) and pool(s) from %s", removed, folder)
     return removed
 
 

@@ -46,6 +46,27 @@ async def test_handoff_and_aggregation_give_the_reference_tokens(
         assert await host.all_blocks_back()
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "granite_hybrid"])
+async def test_between_pools_of_one_device_blocks_do_not_come_by_the_arena(
+    architecture: str, start_host: StartHost, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    reference = request.getfixturevalue(f"save_{architecture}")()
+    async with start_host(tmp_path, kv_pool="device") as host:
+        for prompt in prompts(4):
+            outcome = await host.generate(prompt, 24)
+            assert outcome.tokens == reference_tokens(reference, prompt, 24)
+            (adopted,) = [report.adopted for report in outcome.reports if report.HasField("adopted")]
+            assert adopted.path == "device"
+        stats = host.decode.worker.engine.stats
+        assert stats.device_blocks >= 4
+        assert stats.loaded_blocks == 0
+        # The pool's worker goes, and its blocks are there nevertheless.
+        before = stats.device_blocks
+        host.prefill.worker.memory.close()
+        assert (await host.generate(prompt[::-1], 24)).tokens == reference_tokens(reference, prompt[::-1], 24)
+        assert (stats.device_blocks, stats.loaded_blocks > 0) == (before, True)
+
+
 async def test_a_worker_tells_how_many_tokens_of_prompts_it_has_not_computed(
     start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
 ) -> None:

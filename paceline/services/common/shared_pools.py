@@ -1,0 +1,233 @@
+"""Pools of a host's workers that the others can read, so that blocks go from one to the other on their device.
+
+A worker has a file beside the arena: its blocks, where it computes on a CPU; a `PoolDirectory`; and a page that says
+what they are, on a GPU how its memory is mapped. The file is locked as long as the worker lives. A reader takes no part
+in who owns what: it needs blocks that it knows by name and could have from the arena as well, and has them from there
+where a pool has not got them, has given them up meanwhile, or is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from google.protobuf.message import DecodeError
+
+from paceline.core.kv_layout import KVLayout
+from paceline.engine.pool_directory import Move, PoolDirectory
+from paceline.kernels.block_copies import BlockCopies
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.cuda_memory import device_name, export, map_exported
+from paceline.services.common.huge_pages import map_shared, take_huge_pages
+
+LOOK_SECONDS = 1.0
+"""How often a reader looks for pools that are new."""
+
+LAUNCHED_MOVES = 128
+"""Blocks that are copied together, while the next are looked up."""
+
+_PAGE = 4096
+_SIZE_BYTES = 2
+"""At the beginning of the last page: of the message that stands there."""
+
+log = logging.getLogger(__name__)
+
+
+class SharedPool:
+    """A worker's own pool, from construction to `close`.
+
+    Args:
+        arena: the file of the arena whose blocks the pool has copies of.
+        arena_slots: of that.
+
+    Raises:
+        OSError: the arena's folder has no room, or cannot have such a file.
+        RuntimeError: the device has no room, or its memory cannot be shared.
+    """
+
+    def __init__(
+        self, arena: Path, arena_slots: int, layout: KVLayout, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.path = arena.with_name(f"{arena.stem}-{secrets.token_hex(8)}.pool")
+        self.about = pb.SharedPool(
+            fingerprint=layout.fingerprint,
+            device=device_name(device),
+            slots=slots,
+            slot_bytes=layout.slot_bytes,
+            arena_slots=arena_slots,
+        )
+        size = slots * layout.slot_bytes
+        self._descriptor = os.open(arena.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if device.type == "cpu":
+                take_huge_pages(self._descriptor, size)
+            os.posix_fallocate(self._descriptor, 0, _file_bytes(self.about))
+            file = map_shared(self._descriptor, _file_bytes(self.about))
+            if device.type == "cpu":
+                self.pool = torch.frombuffer(file[:size], dtype=dtype)
+            else:
+                self.pool = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+                self.about.cuda.CopyFrom(export(self.pool))
+            self.directory = _directory(file, self.about)
+            told = self.about.SerializeToString()
+            page = len(told).to_bytes(_SIZE_BYTES, "little") + told
+            file[-_PAGE:] = page.ljust(_PAGE, b"\0")
+            # Only now does it have a name: nobody finds it before it is complete and locked. With a folder, whichever,
+            # the link is followed.
+            os.link(f"/proc/self/fd/{self._descriptor}", self.path, src_dir_fd=self._descriptor)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Nobody begins to read from now on. Closing twice is no error."""
+        if self._descriptor >= 0:
+            self.path.unlink(missing_ok=True)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # the mapping keeps the file open, and so the lock
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class SharedPools:
+    """Reads the pools of the others, as far as they are on the device of the own one.
+
+    Args:
+        copies: into the own pool.
+    """
+
+    def __init__(self, own: SharedPool, copies: BlockCopies) -> None:
+        self._own = own
+        self._copies = copies
+        self._known: dict[Path, _Pool | None] = {}
+        """None where nothing can be read."""
+        self._looked = 0.0
+        self._look()
+
+    def load(self, moves: Sequence[Move]) -> list[Move]:
+        """Copies what they have into the own pool, and waits for it. Returns what they have not."""
+        self._look()
+        left = list(moves)
+        for path, pool in list(self._known.items()):
+            if pool is not None and left:
+                left = self._load_from(pool, left)
+                if pool.ended():
+                    self._drop(path)
+                    path.unlink(missing_ok=True)  # a process that was killed could not
+        return left
+
+    def close(self) -> None:
+        for path in list(self._known):
+            self._drop(path)
+
+    def _load_from(self, pool: _Pool, moves: list[Move]) -> list[Move]:
+        if pool.ended():
+            return moves
+        launched = []
+        for first in range(0, len(moves), LAUNCHED_MOVES):
+            part = moves[first : first + LAUNCHED_MOVES]
+            found = pool.directory.find(part)
+            own_slots = [part[index].pool_slot for index in found.indices]
+            launched.append((part, found, self._copies.load_from(pool.blocks, found.pool_slots.tolist(), own_slots)))
+        left: list[Move] = []
+        for part, found, copy in launched:
+            copy.wait()
+            done = set(pool.directory.unchanged(found))
+            left += [move for index, move in enumerate(part) if index not in done]
+        # Memory of a process that ended meanwhile may be anything, on some devices.
+        return moves if pool.ended() else left
+
+    def _look(self) -> None:
+        if time.monotonic() < self._looked + LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        own = self._own.path
+        there = set(own.parent.glob(f"{own.stem.rpartition('-')[0]}-*.pool")) - {own}
+        for path in there - self._known.keys():
+            with contextlib.suppress(FileNotFoundError):  # it is gone again
+                self._known[path] = self._open(path)
+        for path in self._known.keys() - there:
+            self._drop(path)
+
+    def _open(self, path: Path) -> _Pool | None:
+        try:
+            pool = _Pool(path, self._own)
+        except FileNotFoundError:
+            raise
+        except (OSError, RuntimeError, ValueError, DecodeError) as error:
+            log.warning("blocks of %s come by the arena: %s", path.name, error)
+            return None
+        log.info("blocks may come from %s directly", path.name)
+        return pool
+
+    def _drop(self, path: Path) -> None:
+        if pool := self._known.pop(path):
+            pool.close()
+
+
+class _Pool:
+    """Somebody else's, which has the blocks of the same arena in the memory of the same device.
+
+    Raises:
+        FileNotFoundError: its worker has ended; what is left of it has been removed.
+        OSError, RuntimeError, ValueError, DecodeError: it cannot be read here, for the reason that they tell.
+    """
+
+    def __init__(self, path: Path, own: SharedPool) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(self._descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise ValueError("it is not a file that only this user can open")
+            if self.ended():
+                path.unlink(missing_ok=True)
+                raise FileNotFoundError
+            page = os.pread(self._descriptor, _PAGE, max(0, status.st_size - _PAGE))
+            size = int.from_bytes(page[:_SIZE_BYTES], "little")
+            about = pb.SharedPool.FromString(page[_SIZE_BYTES:][:size])
+            for field in ("fingerprint", "slot_bytes", "arena_slots", "device"):
+                if getattr(about, field) != getattr(own.about, field):
+                    raise ValueError(f"its {field} is {getattr(about, field)}, ours is {getattr(own.about, field)}")
+            if status.st_size != _file_bytes(about):
+                raise ValueError(f"it has {status.st_size} bytes in place of {_file_bytes(about)}")
+            file = map_shared(self._descriptor, status.st_size)
+            if own.pool.is_cuda:
+                flat = map_exported(about.cuda, own.pool.device, own.pool.dtype)
+            else:
+                flat = torch.frombuffer(file[: about.slots * about.slot_bytes], dtype=own.pool.dtype)
+            self.blocks = flat.view(about.slots, -1)
+            self.directory = _directory(file, about)
+        except BaseException:
+            self.close()
+            raise
+
+    def ended(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _directory_at(about: pb.SharedPool) -> int:
+    return -(-about.slots * about.slot_bytes // _PAGE) * _PAGE if about.device == "cpu" else 0
+
+
+def _file_bytes(about: pb.SharedPool) -> int:
+    whole = _directory_at(about) + PoolDirectory.bytes_for(about.arena_slots)
+    return -(-whole // _PAGE) * _PAGE + _PAGE
+
+
+def _directory(file: memoryview, about: pb.SharedPool) -> PoolDirectory:
+    return PoolDirectory(file[_directory_at(about) :], about.arena_slots, about.slots)
