@@ -2,9 +2,9 @@
 
     python -m bench.gateway ~/.cache/paceline/smollm2-135m-instruct --streams 8 --streams 64 --json /tmp/gateway.json
 
-The worker speaks the decode workers' protocol and sends a token of every stream a step, each in a message of its own,
-as a decode worker does. With --step-seconds 0 the next step follows at once. The client reads every stream to its end;
-a stream with too few tokens fails. Only the gateway's own process counts.
+The worker speaks the decode workers' protocol and sends a token of every stream a step, in one message. With
+--step-seconds 0 the next step follows at once. The client reads every stream to its end; a stream with too few tokens
+fails. Only the gateway's own process counts.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret
+from paceline.services.decode.outbox import Outboxes
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 
 FIRST_ID, IDS = 1000, 20_000
@@ -38,6 +39,7 @@ FIRST_ID, IDS = 1000, 20_000
 START_SECONDS = 30.0
 
 Context = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
+EventsContext = grpc.aio.ServicerContext[worker_pb2.EventsRequest, worker_pb2.DecodeEvents]
 
 
 class Reciter(worker_pb2_grpc.DecodeServicer):
@@ -45,28 +47,33 @@ class Reciter(worker_pb2_grpc.DecodeServicer):
 
     def __init__(self, step_seconds: float) -> None:
         self._step_seconds = step_seconds
-        self._step = asyncio.Condition()
+        self._step = asyncio.Event()
+        self._outboxes = Outboxes()
 
     async def steps(self) -> None:
         """Begins a step for all streams, again and again."""
         while True:
             await asyncio.sleep(self._step_seconds)
-            async with self._step:
-                self._step.notify_all()
+            step, self._step = self._step, asyncio.Event()
+            step.set()
 
     async def Generate(  # type: ignore[override]
         self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Context
     ) -> None:
-        work = (await anext(commands)).admit
+        command = await anext(commands)
+        work, number, outbox = command.admit, command.recipient.attempt, self._outboxes.of(command.recipient)
         await context.write(worker_pb2.DecodeEvent(admitted=worker_pb2.Admitted(key=work.key)))
         await anext(commands)
-        for number in range(work.sampling.max_tokens):
-            async with self._step:
-                await self._step.wait()
-            token = common_pb2.Token(id=FIRST_ID + number % IDS)
-            await context.write(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=[token])))
-        finished = worker_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH)
-        await context.write(worker_pb2.DecodeEvent(finished=finished))
+        for index in range(work.sampling.max_tokens):
+            await self._step.wait()
+            _, token = outbox.token(number)
+            token.id = FIRST_ID + index % IDS
+            await outbox.flush()
+        outbox.event(number).finished.reason = common_pb2.FINISH_REASON_LENGTH
+        await outbox.flush()
+
+    async def Events(self, request: worker_pb2.EventsRequest, context: EventsContext) -> None:  # type: ignore[override]
+        await self._outboxes.serve(request.stream, context.write)
 
 
 @contextlib.asynccontextmanager

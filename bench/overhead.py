@@ -5,7 +5,7 @@
 What stands behind -- goes to `paceline serve`. Requests come through HTTP; the client's own CPU time is shown and does
 not count. The scheduler's clocks are read for each thread, so that cores which others take change the figures little.
 The forward pass is what compute threads and kernels take, less what the compute thread does beside the model (inputs,
-sampling). That part is by the clock, as the worker counts it: where others take cores, it is too large. Linux only.
+sampling), which workers report. Linux only.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ async def measure(url: str, names: dict[int, str], workload: str, seed: int) -> 
     if failed := [outcome.error for outcome in outcomes if outcome.error]:
         raise ServerError(f"{len(failed)} requests failed; the first: {failed[0]}")
     tokens = stats["decode", "sampled_tokens"]
-    # Counted for each request that was in a step: for a token, the mean time of its step.
-    beside = stats["decode", "decode_other_seconds"] / tokens * stats["decode", "steps"]
-    figures = split(threads, beside) | {CLIENT: own}
     steps = stats["decode", "steps"]
+    figures = split(threads, sum(stats[role, "host_cpu_seconds"] for role in ("prefill", "decode"))) | {CLIENT: own}
     others = {
         "tokens a step": tokens / steps,
         "ms a step, by the clock": 1000 * seconds / steps,
+        # Counted for each request that was in a step: for a token, the mean time of its step.
         "forward pass of a step, ms by the clock": 1000 * stats["decode", "decode_model_seconds"] / tokens,
+        "beside it, ms by the clock": 1000 * stats["decode", "decode_other_seconds"] / tokens,
     }
     return {title: 1000 * figure / steps for title, figure in figures.items()}, others
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -54,19 +54,19 @@ class ModelRunner:
         self._constraints = Constraints(limits.max_seqs)
         self._caches = layer_caches(layout, pool)
         self._device = pool.device
-        self._model_seconds = 0.0
+        self._model_seconds = self._model_cpu_seconds = 0.0
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """One forward pass, and the drafts for the next. When it returns, the KV is in the pool."""
-        began, self._model_seconds = time.perf_counter(), 0.0
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        self._model_seconds = self._model_cpu_seconds = 0.0
         with _current(self._device):
             self._update(step)
             inputs = self._rows.form(step.chunks)
             taps = Taps(self._drafter.taps if self._drafter is not None else ())
-            formed = time.perf_counter()
-            hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps)
-            self._model_seconds += time.perf_counter() - formed
+            with self._in_model():
+                hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps)
             results = self._sample(hidden, step.chunks, inputs)
             verified = time.perf_counter()
             drafted, drafter_lengths = 0, []
@@ -79,8 +79,17 @@ class ModelRunner:
             if self._device.type == "cuda":
                 # A step that samples has waited for the device already; one within a prompt has only launched.
                 torch.cuda.current_stream().synchronize()
-        ended = time.perf_counter()
-        return StepResult(results, ended - began, self._model_seconds, ended - verified, drafted, drafter_lengths)
+        ended, cpu_seconds = time.perf_counter(), time.thread_time() - cpu_began - self._model_cpu_seconds
+        return StepResult(
+            results, ended - began, self._model_seconds, ended - verified, drafted, drafter_lengths, cpu_seconds
+        )
+
+    @contextmanager
+    def _in_model(self) -> Iterator[None]:
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        yield
+        self._model_seconds += time.perf_counter() - began
+        self._model_cpu_seconds += time.thread_time() - cpu_began
 
     def _update(self, step: Step) -> None:
         self._rows.update(step.updates)
@@ -196,10 +205,8 @@ class ModelRunner:
         return {row: [token for token in own if token >= 0] for row, own in zip(rows, tokens.tolist())}
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        began = time.perf_counter()
-        logits = self._model.logits(hidden)
-        self._model_seconds += time.perf_counter() - began
-        return logits
+        with self._in_model():
+            return self._model.logits(hidden)
 
     def _verify(self, logits: Tensor, row: int, length: int, chosen: Sequence[int] | None) -> tuple[list[Token], int]:
         """Samples as long as what comes was drafted; returns the tokens, and how many of them were drafts.

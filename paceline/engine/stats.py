@@ -49,10 +49,13 @@ class SchedulerStats:
     """With prompts, in the rest of steps: inputs, sampling, drafts."""
     decode_model_seconds: float = 0.0
     decode_other_seconds: float = 0.0
+    host_cpu_seconds: float = 0.0
+    """CPU time of the computing thread outside of the model."""
 
     def count_step(self, step: Step, result: StepResult) -> None:
         """A step was computed."""
         self.steps += 1
+        self.host_cpu_seconds += result.host_cpu_seconds
         # What goes on from a context that has ended computes nothing.
         alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
         prompts = sum(chunk.end <= chunk.request.prompt_len for chunk in alive)

@@ -110,6 +110,8 @@ class StepResult:
     """Tokens drafted for the step after; 0 also where `draft_seconds` tells nothing about what drafts cost."""
     drafter_lengths: Sequence[int] = ()
     """[chunks]: tokens for which a draft model has KV of its own, drafts included; empty where there is none."""
+    host_cpu_seconds: float = 0.0
+    """CPU time of the computing thread outside of the model: inputs, sampling, drafts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.proto import common_pb2 as paceline_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/proto/worker.proto\x12\x0bpaceline.v1\x1a\x1bpaceline/proto/common.proto\"B\n\x0ePrefillRequest\x12\x1f\n\x04work\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Work\x12\x0f\n\x07host_id\x18\x02 \x01(\t\"\x97\x02\n\x0cPrefillEvent\x12\x36\n\x0fprompt_logprobs\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x17.paceline.v1.FirstTokenH\x00\x12%\n\x06\x66illed\x18\x03 \x01(\x0b\x32\x13.paceline.v1.FilledH\x00\x12#\n\x05\x61live\x18\x04 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x12%\n\x06opened\x18\x06 \x01(\x0b\x32\x13.paceline.v1.OpenedH\x00\x12#\n\x06report\x18\x05 \x01(\x0b\x32\x13.paceline.v1.ReportB\x07\n\x05\x65vent\"x\n\x06Report\x12\"\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Chunk\x12%\n\x07\x61\x64opted\x18\x02 \x01(\x0b\x32\x14.paceline.v1.Adopted\x12#\n\x06\x65\x66\x66ort\x18\x03 \x01(\x0b\x32\x13.paceline.v1.Effort\"7\n\x05\x43hunk\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0f\n\x07step_ms\x18\x03 \x01(\x02\"N\n\x07\x41\x64opted\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x02 \x01(\x04\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x10\n\x08\x61\x64opt_ms\x18\x04 \x01(\x02\"k\n\x06\x45\x66\x66ort\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\"e\n\x06Opened\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rprefix_failed\x18\x04 \x01(\x08\"a\n\nFirstToken\x12!\n\x05token\x18\x01 \x01(\x0b\x32\x12.paceline.v1.Token\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\"\'\n\x06\x46illed\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\"\xbe\x01\n\rDecodeCommand\x12\"\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x11.paceline.v1.WorkH\x00\x12\'\n\x07handoff\x18\x02 \x01(\x0b\x32\x14.paceline.v1.HandoffH\x00\x12\x30\n\x0cprefill_here\x18\x03 \x01(\x0b\x32\x18.paceline.v1.PrefillHereH\x00\x12#\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x12.paceline.v1.FetchH\x00\x42\t\n\x07\x63ommand\"6\n\x05\x46\x65tch\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x0e\n\x06source\x18\x02 \x01(\t\"@\n\x07Handoff\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\"\r\n\x0bPrefillHere\"\x95\x02\n\x0b\x44\x65\x63odeEvent\x12)\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x15.paceline.v1.AdmittedH\x00\x12\x36\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.paceline.v1.TokensH\x00\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.paceline.v1.FinishedH\x00\x12#\n\x05\x61live\x18\x05 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x12#\n\x06report\x18\x06 \x01(\x0b\x32\x13.paceline.v1.ReportB\x07\n\x05\x65vent\"~\n\x08\x41\x64mitted\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\x15\n\rprefix_failed\x18\x05 \x01(\x08\",\n\x06Tokens\x12\"\n\x06tokens\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Token\"5\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason2J\n\x07Prefill\x12?\n\x03Run\x12\x1b.paceline.v1.PrefillRequest\x1a\x19.paceline.v1.PrefillEvent0\x01\x32N\n\x06\x44\x65\x63ode\x12\x44\n\x08Generate\x12\x1a.paceline.v1.DecodeCommand\x1a\x18.paceline.v1.DecodeEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/proto/worker.proto\x12\x0bpaceline.v1\x1a\x1bpaceline/proto/common.proto\"B\n\x0ePrefillRequest\x12\x1f\n\x04work\x18\x01 \x01(\x0b\x32\x11.paceline.v1.Work\x12\x0f\n\x07host_id\x18\x02 \x01(\t\"\x97\x02\n\x0cPrefillEvent\x12\x36\n\x0fprompt_logprobs\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x17.paceline.v1.FirstTokenH\x00\x12%\n\x06\x66illed\x18\x03 \x01(\x0b\x32\x13.paceline.v1.FilledH\x00\x12#\n\x05\x61live\x18\x04 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x12%\n\x06opened\x18\x06 \x01(\x0b\x32\x13.paceline.v1.OpenedH\x00\x12#\n\x06report\x18\x05 \x01(\x0b\x32\x13.paceline.v1.ReportB\x07\n\x05\x65vent\"x\n\x06Report\x12\"\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Chunk\x12%\n\x07\x61\x64opted\x18\x02 \x01(\x0b\x32\x14.paceline.v1.Adopted\x12#\n\x06\x65\x66\x66ort\x18\x03 \x01(\x0b\x32\x13.paceline.v1.Effort\"7\n\x05\x43hunk\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0f\n\x07step_ms\x18\x03 \x01(\x02\"N\n\x07\x41\x64opted\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x02 \x01(\x04\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x10\n\x08\x61\x64opt_ms\x18\x04 \x01(\x02\"k\n\x06\x45\x66\x66ort\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\"e\n\x06Opened\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rprefix_failed\x18\x04 \x01(\x08\"a\n\nFirstToken\x12!\n\x05token\x18\x01 \x01(\x0b\x32\x12.paceline.v1.Token\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\"\'\n\x06\x46illed\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\"\xe9\x01\n\rDecodeCommand\x12\"\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x11.paceline.v1.WorkH\x00\x12\'\n\x07handoff\x18\x02 \x01(\x0b\x32\x14.paceline.v1.HandoffH\x00\x12\x30\n\x0cprefill_here\x18\x03 \x01(\x0b\x32\x18.paceline.v1.PrefillHereH\x00\x12#\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x12.paceline.v1.FetchH\x00\x12)\n\trecipient\x18\x05 \x01(\x0b\x32\x16.paceline.v1.RecipientB\t\n\x07\x63ommand\"\x1f\n\rEventsRequest\x12\x0e\n\x06stream\x18\x01 \x01(\t\"8\n\x0c\x44\x65\x63odeEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.paceline.v1.DecodeEvent\",\n\tRecipient\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\"6\n\x05\x46\x65tch\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x0e\n\x06source\x18\x02 \x01(\t\"@\n\x07Handoff\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\"\r\n\x0bPrefillHere\"\xa6\x02\n\x0b\x44\x65\x63odeEvent\x12)\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x15.paceline.v1.AdmittedH\x00\x12\x36\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.paceline.v1.TokensH\x00\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.paceline.v1.FinishedH\x00\x12#\n\x05\x61live\x18\x05 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x12#\n\x06report\x18\x06 \x01(\x0b\x32\x13.paceline.v1.Report\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\x04\x42\x07\n\x05\x65vent\"~\n\x08\x41\x64mitted\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\x15\n\rprefix_failed\x18\x05 \x01(\x08\",\n\x06Tokens\x12\"\n\x06tokens\x18\x01 \x03(\x0b\x32\x12.paceline.v1.Token\"5\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason2J\n\x07Prefill\x12?\n\x03Run\x12\x1b.paceline.v1.PrefillRequest\x1a\x19.paceline.v1.PrefillEvent0\x01\x32\x91\x01\n\x06\x44\x65\x63ode\x12\x44\n\x08Generate\x12\x1a.paceline.v1.DecodeCommand\x1a\x18.paceline.v1.DecodeEvent(\x01\x30\x01\x12\x41\n\x06\x45vents\x12\x1a.paceline.v1.EventsRequest\x1a\x19.paceline.v1.DecodeEvents0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,23 +51,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FILLED']._serialized_start=993
   _globals['_FILLED']._serialized_end=1032
   _globals['_DECODECOMMAND']._serialized_start=1035
-  _globals['_DECODECOMMAND']._serialized_end=1225
-  _globals['_FETCH']._serialized_start=1227
-  _globals['_FETCH']._serialized_end=1281
-  _globals['_HANDOFF']._serialized_start=1283
-  _globals['_HANDOFF']._serialized_end=1347
-  _globals['_PREFILLHERE']._serialized_start=1349
-  _globals['_PREFILLHERE']._serialized_end=1362
-  _globals['_DECODEEVENT']._serialized_start=1365
-  _globals['_DECODEEVENT']._serialized_end=1642
-  _globals['_ADMITTED']._serialized_start=1644
-  _globals['_ADMITTED']._serialized_end=1770
-  _globals['_TOKENS']._serialized_start=1772
-  _globals['_TOKENS']._serialized_end=1816
-  _globals['_FINISHED']._serialized_start=1818
-  _globals['_FINISHED']._serialized_end=1871
-  _globals['_PREFILL']._serialized_start=1873
-  _globals['_PREFILL']._serialized_end=1947
-  _globals['_DECODE']._serialized_start=1949
-  _globals['_DECODE']._serialized_end=2027
+  _globals['_DECODECOMMAND']._serialized_end=1268
+  _globals['_EVENTSREQUEST']._serialized_start=1270
+  _globals['_EVENTSREQUEST']._serialized_end=1301
+  _globals['_DECODEEVENTS']._serialized_start=1303
+  _globals['_DECODEEVENTS']._serialized_end=1359
+  _globals['_RECIPIENT']._serialized_start=1361
+  _globals['_RECIPIENT']._serialized_end=1405
+  _globals['_FETCH']._serialized_start=1407
+  _globals['_FETCH']._serialized_end=1461
+  _globals['_HANDOFF']._serialized_start=1463
+  _globals['_HANDOFF']._serialized_end=1527
+  _globals['_PREFILLHERE']._serialized_start=1529
+  _globals['_PREFILLHERE']._serialized_end=1542
+  _globals['_DECODEEVENT']._serialized_start=1545
+  _globals['_DECODEEVENT']._serialized_end=1839
+  _globals['_ADMITTED']._serialized_start=1841
+  _globals['_ADMITTED']._serialized_end=1967
+  _globals['_TOKENS']._serialized_start=1969
+  _globals['_TOKENS']._serialized_end=2013
+  _globals['_FINISHED']._serialized_start=2015
+  _globals['_FINISHED']._serialized_end=2068
+  _globals['_PREFILL']._serialized_start=2070
+  _globals['_PREFILL']._serialized_end=2144
+  _globals['_DECODE']._serialized_start=2147
+  _globals['_DECODE']._serialized_end=2292
 # @@protoc_insertion_point(module_scope)

@@ -309,6 +309,7 @@ class DecodeCommand(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     PREFILL_HERE_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
+    RECIPIENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admit(self) -> _common_pb2.Work:
         """The first command, exactly once."""
@@ -319,6 +320,10 @@ class DecodeCommand(_message.Message):
     def prefill_here(self) -> Global___PrefillHere: ...
     @_builtins.property
     def fetch(self) -> Global___Fetch: ...
+    @_builtins.property
+    def recipient(self) -> Global___Recipient:
+        """With admit: who hears what happens."""
+
     def __init__(
         self,
         *,
@@ -326,16 +331,81 @@ class DecodeCommand(_message.Message):
         handoff: Global___Handoff | None = ...,
         prefill_here: Global___PrefillHere | None = ...,
         fetch: Global___Fetch | None = ...,
+        recipient: Global___Recipient | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "fetch", b"fetch", "handoff", b"handoff", "prefill_here", b"prefill_here"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "fetch", b"fetch", "handoff", b"handoff", "prefill_here", b"prefill_here", "recipient", b"recipient"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "fetch", b"fetch", "handoff", b"handoff", "prefill_here", b"prefill_here"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "fetch", b"fetch", "handoff", b"handoff", "prefill_here", b"prefill_here", "recipient", b"recipient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["admit", "handoff", "prefill_here", "fetch"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
+
+@_typing.final
+class EventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    stream: _builtins.str
+    """Chosen by the gateway, and hard to guess."""
+    def __init__(
+        self,
+        *,
+        stream: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EventsRequest: _TypeAlias = EventsRequest  # noqa: Y015
+
+@_typing.final
+class DecodeEvents(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___DecodeEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeEvents: _TypeAlias = DecodeEvents  # noqa: Y015
+
+@_typing.final
+class Recipient(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    stream: _builtins.str
+    """Of EventsRequest."""
+    attempt: _builtins.int
+    """What the gateway calls the attempt: another number for each of those that a stream carries at one time."""
+    def __init__(
+        self,
+        *,
+        stream: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Recipient: _TypeAlias = Recipient  # noqa: Y015
 
 @_typing.final
 class Fetch(_message.Message):
@@ -417,6 +487,9 @@ class DecodeEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """Of Recipient; not with Admitted."""
     @_builtins.property
     def admitted(self) -> Global___Admitted: ...
     @_builtins.property
@@ -438,10 +511,11 @@ class DecodeEvent(_message.Message):
         finished: Global___Finished | None = ...,
         alive: _common_pb2.Alive | None = ...,
         report: Global___Report | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "alive", b"alive", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "report", b"report", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "alive", b"alive", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "report", b"report", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "alive", b"alive", "attempt", b"attempt", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "report", b"report", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "prompt_logprobs", "tokens", "finished", "alive"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

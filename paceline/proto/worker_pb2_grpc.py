@@ -113,14 +113,28 @@ class DecodeStub:
                 request_serializer=paceline_dot_proto_dot_worker__pb2.DecodeCommand.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_worker__pb2.DecodeEvent.FromString,
                 _registered_method=True)
+        self.Events = channel.unary_stream(
+                '/paceline.v1.Decode/Events',
+                request_serializer=paceline_dot_proto_dot_worker__pb2.EventsRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.DecodeEvents.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request_iterator, context):
-        """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished. Before
-        Handoff comes Fetch where the prompt is computed on another host.
+        """The call lives as long as the attempt: Admit, answered by Admitted, then Handoff or PrefillHere. Before Handoff comes
+        Fetch where the prompt is computed on another host. What happens from then on comes by Events; the call ends behind
+        Finished, or tells by its status why there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Events(self, request, context):
+        """What happens to all attempts of one gateway, in order: a message for each step, because a message costs more than what
+        it says. The first message is empty: from then on attempts may name the stream. With it they end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,6 +147,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.DecodeCommand.FromString,
                     response_serializer=paceline_dot_proto_dot_worker__pb2.DecodeEvent.SerializeToString,
+            ),
+            'Events': grpc.unary_stream_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=paceline_dot_proto_dot_worker__pb2.EventsRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.DecodeEvents.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -162,6 +181,33 @@ class Decode:
             '/paceline.v1.Decode/Generate',
             paceline_dot_proto_dot_worker__pb2.DecodeCommand.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.DecodeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Events(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.Decode/Events',
+            paceline_dot_proto_dot_worker__pb2.EventsRequest.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.DecodeEvents.FromString,
             options,
             channel_credentials,
             insecure,

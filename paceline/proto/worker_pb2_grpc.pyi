@@ -63,16 +63,26 @@ class DecodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Generate: _grpc.StreamStreamMultiCallable[_worker_pb2.DecodeCommand, _worker_pb2.DecodeEvent]
-    """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished. Before
-    Handoff comes Fetch where the prompt is computed on another host.
+    """The call lives as long as the attempt: Admit, answered by Admitted, then Handoff or PrefillHere. Before Handoff comes
+    Fetch where the prompt is computed on another host. What happens from then on comes by Events; the call ends behind
+    Finished, or tells by its status why there is none.
+    """
+    Events: _grpc.UnaryStreamMultiCallable[_worker_pb2.EventsRequest, _worker_pb2.DecodeEvents]
+    """What happens to all attempts of one gateway, in order: a message for each step, because a message costs more than what
+    it says. The first message is empty: from then on attempts may name the stream. With it they end.
     """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.StreamStreamMultiCallable[_worker_pb2.DecodeCommand, _worker_pb2.DecodeEvent]  # type: ignore[assignment]
-    """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished. Before
-    Handoff comes Fetch where the prompt is computed on another host.
+    """The call lives as long as the attempt: Admit, answered by Admitted, then Handoff or PrefillHere. Before Handoff comes
+    Fetch where the prompt is computed on another host. What happens from then on comes by Events; the call ends behind
+    Finished, or tells by its status why there is none.
+    """
+    Events: _aio.UnaryStreamMultiCallable[_worker_pb2.EventsRequest, _worker_pb2.DecodeEvents]  # type: ignore[assignment]
+    """What happens to all attempts of one gateway, in order: a message for each step, because a message costs more than what
+    it says. The first message is empty: from then on attempts may name the stream. With it they end.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -82,8 +92,19 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.DecodeCommand],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.DecodeEvent], _abc.AsyncIterator[_worker_pb2.DecodeEvent]]:
-        """The call lives as long as the attempt: Admit, then Handoff or PrefillHere, then tokens until Finished. Before
-        Handoff comes Fetch where the prompt is computed on another host.
+        """The call lives as long as the attempt: Admit, answered by Admitted, then Handoff or PrefillHere. Before Handoff comes
+        Fetch where the prompt is computed on another host. What happens from then on comes by Events; the call ends behind
+        Finished, or tells by its status why there is none.
+        """
+
+    @_abc_1.abstractmethod
+    def Events(
+        self,
+        request: _worker_pb2.EventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.DecodeEvents], _abc.AsyncIterator[_worker_pb2.DecodeEvents]]:
+        """What happens to all attempts of one gateway, in order: a message for each step, because a message costs more than what
+        it says. The first message is empty: from then on attempts may name the stream. With it they end.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

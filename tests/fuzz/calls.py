@@ -45,6 +45,8 @@ class Valid:
     """An open one of ours."""
     socket_path: str = ""
     """Where its requests are taken."""
+    stream: str = ""
+    """Of events of the decode worker; one that we read."""
 
     def message(self, rng: random.Random, kind: type[Message]) -> Message:
         if kind is kvtransfer_pb2.AttachRequest:
@@ -73,7 +75,11 @@ class Valid:
         if kind is worker_pb2.PrefillRequest:
             return worker_pb2.PrefillRequest(work=self._work(rng), host_id=rng.choice(("", "elsewhere")))
         if kind is worker_pb2.DecodeCommand:
-            return worker_pb2.DecodeCommand(admit=self._work(rng))
+            attempt = rng.choice((0, 1, 2**64 - 1, *(rng.getrandbits(64) for _ in range(9))))
+            recipient = worker_pb2.Recipient(stream=self.stream, attempt=attempt)
+            return worker_pb2.DecodeCommand(admit=self._work(rng), recipient=recipient)
+        if kind is worker_pb2.EventsRequest:
+            return worker_pb2.EventsRequest(stream=rng.choice((self.stream, "another", rng.randbytes(8).hex())))
         return random_message(rng, kind)
 
     def following(self, rng: random.Random) -> list[worker_pb2.DecodeCommand]:

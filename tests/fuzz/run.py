@@ -19,12 +19,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
+from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
@@ -119,13 +119,25 @@ async def attack(stack: FuzzStack, role: str, secret: Secret, valid: Valid, seco
 
 @asynccontextmanager
 async def neighbour(stack: FuzzStack, valid: Valid) -> AsyncIterator[Valid]:
-    """A session with kvtransfer, as a worker that went mad has one."""
-    async with open_channel(stack.addresses["kvtransfer"], stack.secret) as channel:
+    """A session with kvtransfer and a stream of events, as a worker and a gateway that went mad have them."""
+    async with (
+        open_channel(stack.addresses["kvtransfer"], stack.secret) as channel,
+        open_channel(stack.addresses["decode"], stack.secret) as to_decode,
+    ):
         request = kvtransfer_pb2.AttachRequest(worker_id="mad", role="decode", layout=valid.layout, context_tokens=64)
         call = kvtransfer_pb2_grpc.KVTransferStub(channel).Attach(request)
         event = await call.read()
-        yield dataclasses.replace(valid, session=event.session, socket_path=event.socket_path)
+        events = worker_pb2_grpc.DecodeStub(to_decode).Events(worker_pb2.EventsRequest(stream="mad"))
+        await events.read()
+        reading = asyncio.create_task(_read_all(events))
+        yield dataclasses.replace(valid, session=event.session, socket_path=event.socket_path, stream="mad")
+        await end_tasks(reading)
         call.cancel()
+
+
+async def _read_all(events: AsyncIterable[worker_pb2.DecodeEvents]) -> None:
+    async for _ in events:
+        pass
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 
 RETRY_SECONDS = 0.1
-LINGER_SECONDS = 0.1
+LINGER_SECONDS = 0.5
 """What nobody waits for may wait so long for others: a call costs both sides as much as a token does."""
 MAX_OPERATIONS = 512
 """In one batch, so that kvtransfer serves others in between."""

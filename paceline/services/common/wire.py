@@ -38,16 +38,21 @@ def reason_from_pb(reason: pb.FinishReason.ValueType) -> FinishReason | None:
     return next(ours for ours, theirs in _REASONS.items() if theirs == reason)
 
 
+def fill_token(message: pb.Token, token: Token) -> None:
+    message.id = token.id
+    for entry in token.logprobs:
+        message.logprobs.add(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank)
+
+
 def token_to_pb(token: Token) -> pb.Token:
-    return pb.Token(
-        id=token.id,
-        logprobs=[
-            pb.Logprob(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank) for entry in token.logprobs
-        ],
-    )
+    message = pb.Token()
+    fill_token(message, token)
+    return message
 
 
 def token_from_pb(message: pb.Token) -> Token:
+    if not message.logprobs:
+        return Token(message.id)
     return Token(message.id, tuple(Logprob(entry.token_id, entry.logprob, entry.rank) for entry in message.logprobs))
 
 

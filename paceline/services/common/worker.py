@@ -263,18 +263,16 @@ class Worker:
             matcher=matcher,
         )
 
-    def submit(self, request: Request) -> EventStream:
-        """Runs a request. Raises StaleError where its blocks were lost since they were obtained."""
+    def submit(self, request: Request, events: EventStream) -> None:
+        """Runs a request; `events` takes what happens. Raises StaleError where its blocks were lost meanwhile."""
         # Nothing may be awaited between this and `add`: whoever loses the blocks from here on is told to stop.
         if not self.kv.holds(request.key):
             raise _lost(request.key)
         self.kv.use(request.key)
-        events = EventStream()
         self._streams[request.key] = events
         # The newest token of one that is decoded is never told as computed.
         self._left_tokens[request.key] = len(request.token_ids) - 1 - request.computed_len
         self.engine.add(request)
-        return events
 
     def retire(self, key: Key) -> None:
         """Stops a request, wherever it is, and gives back its blocks as soon as no step can write to them any more."""

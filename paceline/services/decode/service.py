@@ -17,15 +17,17 @@ from paceline.core.telemetry import carrier_of, request_span
 from paceline.core.types import FinishReason, Key
 from paceline.engine.constraint import Matcher
 from paceline.engine.scheduler import GROWTH_TOKENS
-from paceline.engine.step import Preempted, Sampled, Scored
+from paceline.engine.step import Sampled
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.event_stream import ALIVE_SECONDS, RequestEvent
+from paceline.services.common.event_stream import ALIVE_SECONDS
 from paceline.services.common.kv_client import Hold
-from paceline.services.common.reports import SHARED_MEMORY, Reporter, count_blocks
+from paceline.services.common.reports import SHARED_MEMORY, count_blocks
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.tasks import end_tasks
-from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
+from paceline.services.common.wire import key_from_pb, key_to_pb
 from paceline.services.common.worker import Worker
+from paceline.services.decode.attempt_stream import AttemptStream
+from paceline.services.decode.outbox import Outboxes
 
 FIRST_COMMAND_SECONDS = 10.0
 ADOPT_SECONDS = 5.0
@@ -34,6 +36,7 @@ ADOPT_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
+EventsContext = grpc.aio.ServicerContext[worker_pb2.EventsRequest, worker_pb2.DecodeEvents]
 Commands = AsyncIterator[worker_pb2.DecodeCommand]
 Adopting: TypeAlias = "asyncio.Task[tuple[Hold, float]]"
 
@@ -43,37 +46,46 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._outboxes = Outboxes()
+
+    async def Events(  # type: ignore[override]
+        self, request: worker_pb2.EventsRequest, context: EventsContext
+    ) -> None:
+        async with mapped_errors(context):
+            await self._outboxes.serve(request.stream, context.write)
 
     async def Generate(self, commands: Commands, context: Context) -> None:  # type: ignore[override]
         # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
         async with mapped_errors(context):
             try:
                 async with asyncio.timeout(FIRST_COMMAND_SECONDS):
-                    work = (await _next(commands, "admit")).admit
+                    command = await _next(commands, "admit")
             except TimeoutError:
                 raise InvalidRequestError("no admit command came") from None
+            work, number, outbox = command.admit, command.recipient.attempt, self._outboxes.of(command.recipient)
             carrier = carrier_of(context.invocation_metadata())
             with request_span("decode", work.key.request_id, carrier):
                 async with mapped_errors(context):
                     with self._worker.admission():
                         self._worker.check(work)
-                        await _Attempt(self._worker, work, context).run(commands)
+                        events = AttemptStream(outbox, number, lambda: self._worker.goes_on)
+                        async with outbox.member(number, events.put):
+                            await _Attempt(self._worker, work, events).run(commands, context)
 
 
 class _Attempt:
     """One attempt at one request on this worker, from reservation to release."""
 
-    def __init__(self, worker: Worker, work: common_pb2.Work, context: Context) -> None:
+    def __init__(self, worker: Worker, work: common_pb2.Work, events: AttemptStream) -> None:
         self._worker = worker
         self._work = work
-        self._context = context
+        self._events = events
         self._key = key_from_pb(work.key)
         self._token_ids = list(work.token_ids)
         self._chain = worker.hash_chain(work)
         self._matcher: Matcher | None = None
-        self._reporter = Reporter()
 
-    async def run(self, commands: Commands) -> None:
+    async def run(self, commands: Commands, context: Context) -> None:
         prefix_came = await self._fetch_prefix(self._work.prefix_source)
         hold = await self._reserve()
         try:
@@ -85,7 +97,7 @@ class _Attempt:
                 cached_blocks=count_blocks(self._worker.layout, hold, hold.filled_tokens),
                 prefix_failed=not prefix_came,
             )
-            await self._write(worker_pb2.DecodeEvent(admitted=admitted))
+            await context.write(worker_pb2.DecodeEvent(admitted=admitted))
             adopting = asyncio.create_task(self._adopt(hold.key), name="adoption")
             try:
                 # The gateway's silence needs no deadline: when it goes, the call is cancelled.
@@ -98,8 +110,6 @@ class _Attempt:
                 await end_tasks(adopting)
             reason = await self._generate(hold)
             log.info("decoded to the end: %s", reason.value)
-            finished = worker_pb2.Finished(reason=reason_to_pb(reason))
-            await self._write(worker_pb2.DecodeEvent(finished=finished, report=self._reporter.take(last=True)))
         finally:
             self._worker.retire(self._key)
 
@@ -137,7 +147,7 @@ class _Attempt:
                 if handoff in done:
                     told = time.monotonic()
                 if not done and handoff.done():
-                    await self._write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
+                    self._events.tell_alive()
             fetched = fetching.result()
             return await self._take_over(handoff.result().handoff, adopting, told, fetched.bytes, fetched.path)
         finally:
@@ -165,39 +175,22 @@ class _Attempt:
         except TimeoutError:
             raise UnavailableError(f"kvtransfer did not give {self._key} away in {ADOPT_SECONDS:g} s") from None
         blocks = count_blocks(self._worker.layout, hold, len(self._token_ids))
-        self._reporter.adopted(blocks, moved, path, max(0.0, adopted - told))
+        self._events.reporter.adopted(blocks, moved, path, max(0.0, adopted - told))
         self._token_ids.append(handoff.first_token_id)
         return hold
 
     async def _generate(self, hold: Hold) -> FinishReason:
-        """Runs the request in the engine and streams its tokens, over preemptions, until it ends."""
+        """Runs the request in the engine, over preemptions, until it ends."""
         while True:
             request = self._worker.make_request(self._work, hold, list(self._token_ids), self._matcher)
-            request.effort = self._reporter.effort
-            events = self._worker.submit(request)
-            while True:
-                batch = await events.batch()
-                await self._report(batch)
-                last = batch[-1] if batch else None
-                if isinstance(last, Sampled) and last.reason is not None:
-                    return last.reason
-                if isinstance(last, Preempted):
-                    self._token_ids = last.request.token_ids
-                    break
+            request.effort = self._events.reporter.effort
+            self._worker.submit(request, self._events)
+            event = await self._events.end()
+            if isinstance(event, Sampled):
+                assert event.reason is not None
+                return event.reason
+            self._token_ids = event.request.token_ids
             hold = await self._reserve_again()
-
-    async def _report(self, batch: list[RequestEvent]) -> None:
-        """Writes what happened, or that the request waits its turn. Tokens that are there together travel together."""
-        for event in batch:
-            if isinstance(event, Scored):
-                scores = scores_to_pb(event.first, event.tokens)
-                await self._write(worker_pb2.DecodeEvent(prompt_logprobs=scores))
-        self._reporter.note(batch)
-        report = self._reporter.take()
-        if tokens := [token_to_pb(event.token) for event in batch if isinstance(event, Sampled)]:
-            await self._write(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=tokens), report=report))
-        elif report is not None or (not batch and self._worker.goes_on):
-            await self._write(worker_pb2.DecodeEvent(alive=common_pb2.Alive(), report=report))
 
     async def _reserve_again(self) -> Hold:
         """After a preemption: waits until blocks are free. What is still cached need not be computed again."""
@@ -212,10 +205,7 @@ class _Attempt:
                         with contextlib.suppress(BusyError):
                             return await self._reserve()
                     await asyncio.sleep(random.uniform(0.01, 0.05))
-                await self._report([])
-
-    async def _write(self, event: worker_pb2.DecodeEvent) -> None:
-        await self._context.write(event)
+                self._events.tell_alive()
 
 
 async def _next(commands: Commands, *expected: str) -> worker_pb2.DecodeCommand:

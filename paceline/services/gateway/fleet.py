@@ -23,6 +23,7 @@ from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.gateway.router import Candidate, Link
 
 REFRESH_SECONDS = 0.5
@@ -65,6 +66,7 @@ class Worker:
     def __init__(self, member: Member, secret: Secret) -> None:
         self.member = member
         self.channel: grpc.aio.Channel = open_channel(member.address, secret)
+        self.feed = EventFeed(self.channel, str(self))
         self.in_flight = 0
         self._tokens_in_flight = 0
         """That it is to compute for these calls."""
@@ -256,11 +258,8 @@ class Fleet:
                 _spawn(self._greet(self._workers[name]), self._tasks)
                 log.info("%s %s joined at %s", member.role, name, member.address)
                 if member.role in ("prefill", "decode") and member.model != self.model:
-                    log.warning(
-                        "%s %s gets no requests: config.json or tokenizer.json of its model differ from this gateway's",
-                        member.role,
-                        name,
-                    )
+                    why = "config.json or tokenizer.json of its model differ from this gateway's"
+                    log.warning("%s %s gets no requests: %s", member.role, name, why)
         for name, worker in self._workers.items():
             worker.listed = name in listed
 

@@ -24,7 +24,7 @@ from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.traces import Trace, TraceBook
 
 BUFFERED = 256
-"""Deltas that may wait for a slow client; behind that the workers' streams wait too."""
+"""Deltas that may wait for a slow client; behind that its events wait as they came."""
 
 log = logging.getLogger(__name__)
 

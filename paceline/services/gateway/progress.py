@@ -12,9 +12,10 @@ from paceline.core.errors import UnavailableError
 from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, sampling_to_pb
-from paceline.services.gateway.attempt import Event, Generated, HandedOver, PromptScores, WorkerFailedError
+from paceline.services.gateway.attempt import Event, Generated, HandedOver, PromptScores
 from paceline.services.gateway.prefix_index import Context
 from paceline.services.gateway.record import AttemptRecord
+from paceline.services.gateway.worker_call import WorkerFailedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,15 +17,7 @@ from opentelemetry import trace
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
-from paceline.services.gateway.attempt import (
-    Attempt,
-    Ended,
-    Event,
-    HandedOver,
-    NotCachedError,
-    WorkerBusyError,
-    WorkerFailedError,
-)
+from paceline.services.gateway.attempt import Attempt, Ended, Event, HandedOver, NotCachedError
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.placements import PlacementLog
@@ -34,6 +26,7 @@ from paceline.services.gateway.progress import GenerateRequest, Progress
 from paceline.services.gateway.record import AttemptRecord, RequestRecord
 from paceline.services.gateway.router import Candidate, Need, Placement, place, place_in_turn
 from paceline.services.gateway.waiting import WaitingLine
+from paceline.services.gateway.worker_call import WorkerBusyError, WorkerFailedError
 
 log = logging.getLogger(__name__)
 

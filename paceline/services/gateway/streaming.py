@@ -16,6 +16,7 @@ from paceline.services.gateway.errors import to_api_error
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.responses import ResponseFormat
 from paceline.services.gateway.schemas import StreamOptions
+from paceline.services.gateway.stall_watch import StallWatch
 
 T = TypeVar("T")
 
@@ -76,16 +77,17 @@ class EventStreamResponse(Response):
         self._send_seconds = send_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            try:
-                async with asyncio.timeout(self._send_seconds):
-                    await send(message)
-            except TimeoutError:
-                raise _ClientStalledError from None
+        async def watched_send(message: Message) -> None:
+            watch.begin()
+            await send(message)
+            watch.end()
 
         try:
-            await until_disconnect(receive, self._send_all(scope, receive, send_in_time))
-        except _ClientStalledError:
+            async with asyncio.timeout(None) as limit:
+                watch = StallWatch(self._send_seconds, lambda: limit.reschedule(0))
+                with contextlib.closing(watch):
+                    await until_disconnect(receive, self._send_all(scope, receive, watched_send))
+        except TimeoutError:
             # Returning without an end makes the server close the connection.
             log.warning("a client took nothing for %g seconds; its request was cancelled", self._send_seconds)
 
@@ -98,8 +100,6 @@ class EventStreamResponse(Response):
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-            except _ClientStalledError:
-                raise
             except Exception as error:
                 answer = to_api_error(error)
                 if not begun:
@@ -107,10 +107,6 @@ class EventStreamResponse(Response):
                     return
                 await send({"type": "http.response.body", "body": _event(answer.body) + _DONE, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class _ClientStalledError(Exception):
-    pass
 
 
 def _event(data: dict[str, Any]) -> bytes:

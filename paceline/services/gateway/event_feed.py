@@ -1,0 +1,115 @@
+"""What a decode worker tells of all attempts of this gateway: one stream of events, handed on to whom they concern."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections import deque
+from typing import Any
+
+import grpc.aio
+
+from paceline.proto import worker_pb2, worker_pb2_grpc
+from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
+
+
+class Inbox:
+    """Events of one attempt, in order. One task reads.
+
+    What a slow client has not taken yet waits here, so that it holds up nobody else: no more than the answer that it
+    asked for. Behind an exception comes nothing. An asyncio.Queue would take more calls, and this is for every token.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[worker_pb2.DecodeEvent | Exception] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, event: worker_pb2.DecodeEvent | Exception) -> None:
+        self._events.append(event)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._events
+
+    async def get(self) -> worker_pb2.DecodeEvent | Exception:
+        while not self._events:
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        return self._events.popleft()
+
+
+class FeedError(Exception):
+    """A worker's stream could not be opened, or has broken."""
+
+
+class EventFeed:
+    """The stream of one worker: opened for the first attempt there, and again when it has broken.
+
+    Args:
+        name: of the worker, for people.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, name: str) -> None:
+        self._name = name
+        self._stub = worker_pb2_grpc.DecodeStub(channel)
+        self._numbers = itertools.count(1)
+        self._inboxes: dict[int, Inbox] = {}
+        self._opened: asyncio.Future[str] | None = None
+        """The stream's name, as soon as the worker knows it."""
+        self._reading: asyncio.Task[None] | None = None
+
+    async def join(self, inbox: Inbox) -> worker_pb2.Recipient:
+        """From now on until `leave`, `inbox` gets what happens to the attempt that is admitted for this recipient.
+
+        Raises FeedError where the worker opens no stream.
+        """
+        if self._opened is None:
+            self._opened = asyncio.get_running_loop().create_future()
+            # Where nobody waits any more, nobody needs to know.
+            self._opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
+            self._reading = asyncio.create_task(self._read(self._opened), name="events")
+        opened = self._opened
+        stream = await asyncio.shield(opened)
+        if self._opened is not opened:
+            raise self._ended()
+        number = next(self._numbers)
+        self._inboxes[number] = inbox
+        return worker_pb2.Recipient(stream=stream, attempt=number)
+
+    def leave(self, recipient: worker_pb2.Recipient) -> None:
+        self._inboxes.pop(recipient.attempt, None)
+
+    async def _read(self, opened: asyncio.Future[str]) -> None:
+        stream, error = secrets.token_hex(16), self._ended()
+        call: Any = None
+        try:
+            call = self._stub.Events(worker_pb2.EventsRequest(stream=stream))
+            while (message := await heeding_cancellation(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                if not opened.done():
+                    opened.set_result(stream)
+                for event in message.events:
+                    if (inbox := self._inboxes.get(event.attempt)) is not None:
+                        inbox.put(event)
+        except grpc.aio.AioRpcError as failure:
+            error = FeedError(str(unmapped_error(failure, self._name)))
+        except grpc.aio.UsageError as failure:
+            error = FeedError(f"{self._name}: {failure}")
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+        finally:
+            if call is not None:
+                call.cancel()
+            self._opened = None
+            inboxes, self._inboxes = self._inboxes, {}
+            for inbox in inboxes.values():
+                inbox.put(error)
+            if not opened.done():
+                opened.set_exception(error)
+
+    def _ended(self) -> FeedError:
+        return FeedError(f"{self._name} has ended its stream of events")

@@ -1,0 +1,68 @@
+"""One stream carries what happens to all attempts on a worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+from paceline.proto import worker_pb2
+from paceline.services.gateway.event_feed import FeedError, Inbox
+from tests.services.gateway.conftest import PATIENCE, Cluster, StartStack, eventually
+from tests.services.gateway.test_trouble import Reader
+from tests.services.gateway.toy_workers import TEXT
+
+
+async def test_attempts_share_a_stream_until_it_breaks(cluster: Cluster) -> None:
+    worker = await cluster.add("d")
+    feed = cluster.fleet.worker("d").feed
+    inboxes = [Inbox(), Inbox()]
+    first, second = await asyncio.gather(*(feed.join(inbox) for inbox in inboxes))
+    assert first.stream == second.stream
+    assert first.attempt != second.attempt
+    outbox = worker.outboxes.of(first)
+    async with asyncio.timeout(PATIENCE):
+        for attempt in (second.attempt, first.attempt, 99, second.attempt):
+            outbox.event(attempt).alive.SetInParent()
+        for inbox, own in ((inboxes[0], first), (inboxes[1], second), (inboxes[1], second)):
+            event = await inbox.get()
+            assert isinstance(event, worker_pb2.DecodeEvent)
+            assert event.attempt == own.attempt
+        feed.leave(first)
+        worker.streams[0].cancel()
+        assert isinstance(await inboxes[1].get(), FeedError)
+        assert inboxes[0].is_empty
+        again = await feed.join(inboxes[0])
+        assert again.stream != first.stream
+    assert len(worker.streams) == 2
+
+
+async def test_a_broken_stream_costs_an_attempt(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0)
+    worker = stack.workers["decode-0"]
+    worker.pause_after = 5
+    reader = Reader(stack, max_tokens=40)
+    await eventually(lambda: reader.text == TEXT[:5])
+    worker.pause_after = None
+    worker.streams[0].cancel()
+    assert await reader.task == TEXT[:40]
+    assert worker.outcomes() == ["cancelled", "finished"]
+
+
+async def test_a_client_that_does_not_read_holds_up_nobody_else(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0)
+    body = {"prompt": "x", "max_tokens": 400, "seed": 0, "stream": True}
+    async with stack.http.stream("POST", "/v1/completions", json=body) as unread:
+        assert unread.status_code == 200
+        assert await Reader(stack, max_tokens=40).task == TEXT[:40]
+
+
+async def test_a_worker_that_ends_a_call_without_a_word_has_failed(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=2)
+    worker = stack.workers["decode-0"]
+
+    async def say_little(call, work, position, context) -> None:  # type: ignore[no-untyped-def]
+        token, _ = worker._token(work, position)
+        call.tell(tokens=worker_pb2.Tokens(tokens=[token]))
+
+    worker._recite = say_little  # type: ignore[method-assign]
+    assert await Reader(stack, max_tokens=40).task == TEXT[:40]
+    assert stack.workers["decode-1"].calls[0].work.key.attempt == 2
