@@ -3,9 +3,9 @@
     python -m bench.handoff --prompt-tokens 2000 --requests 20 -- --threads 1
 
 What stands behind -- goes to `paceline serve`. Prompts are random and sent one after the other. Time is counted from
-when the prefill worker has the last step's results and seals the last blocks, to when the decode worker has its answer
-that they are its own. Both workers say these instants in their logs, by one clock. What is copied is what the decode
-worker reports.
+when the prefill worker has the last step's results, and is about to seal the last blocks, to when the decode worker has
+its answer that they are its own. Both workers say these instants in their logs, by one clock, and write them when they
+are past. What is copied is what the decode worker reports.
 """
 
 from __future__ import annotations

@@ -47,6 +47,8 @@ class Framed(asyncio.Protocol):
         self._on_lost = on_lost
         self._came = bytearray()
         self.transport: asyncio.Transport | None = None
+        self.waits = False
+        """Whether messages that have come are left where they are, until `go_on`."""
 
     def send(self, message: Message) -> None:
         """Does nothing where the connection has ended."""
@@ -70,7 +72,11 @@ class Framed(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._came += data
-        while self.is_open and len(self._came) >= _LENGTH_BYTES:
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Takes the messages that are there."""
+        while self.is_open and not self.waits and len(self._came) >= _LENGTH_BYTES:
             end = _LENGTH_BYTES + int.from_bytes(self._came[:_LENGTH_BYTES], "big")
             if end > _LENGTH_BYTES + MAX_MESSAGE_BYTES:
                 self.abort()

@@ -76,18 +76,24 @@ class _Connection(Framed):
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_full = False
 
     def _take(self, message: bytes) -> None:
         with self._ending():
             request = pb.BatchRequest.FromString(message)
             answer = self._serve(request)
             if isinstance(answer, pb.BatchReply):
-                # Behind those who have waited for what this request did.
-                self._loop.call_soon(self._reply, request.id, answer)
+                # Behind those who have waited for what this request did, and before anything else is done here.
+                self.waits = True
+                self._loop.call_soon(self._reply_now, request.id, answer)
             else:
                 task = self._loop.create_task(self._reply_later(request.id, answer))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+
+    def _reply_now(self, request_id: int, reply: pb.BatchReply) -> None:
+        self._reply(request_id, reply)
+        self._go_on()
 
     async def _reply_later(self, request_id: int, answer: Coroutine[Any, Any, pb.BatchReply]) -> None:
         with self._ending():
@@ -117,12 +123,20 @@ class _Connection(Framed):
     # Who does not take replies cannot ask for more of them.
 
     def pause_writing(self) -> None:
+        self._is_full = True
         if self.transport is not None:
             self.transport.pause_reading()
 
     def resume_writing(self) -> None:
+        self._is_full = False
         if self.transport is not None:
             self.transport.resume_reading()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._is_full:
+            self.waits = False
+            self.go_on()
 
 
 def remove_stale_sockets(folder: Path) -> None:

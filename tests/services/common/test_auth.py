@@ -80,7 +80,7 @@ async def test_every_method_of_every_service_refuses_strangers(method: Method, s
 
 def test_the_methods_are_those_that_there_are() -> None:
     paths = {method.path for method in methods()}
-    assert {"/paceline.v1.KVTransfer/Batch", "/paceline.v1.Decode/Generate", "/grpc.health.v1.Health/Check"} <= paths
+    assert {"/paceline.v1.KVTransfer/Attach", "/paceline.v1.Decode/Generate", "/grpc.health.v1.Health/Check"} <= paths
 
 
 async def test_strangers_are_not_even_told_which_methods_there_are() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -26,8 +28,8 @@ def test_one_memory_needs_no_copies() -> None:
     assert memory.residency().stats() == {}
 
 
-def test_a_pool_has_the_size_that_was_asked_for() -> None:
-    memory = device_memory(LAYOUT, arena(4), CPU, str(5 * LAYOUT.slot_bytes + 1), 64)
+def test_a_pool_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
+    memory = device_memory(LAYOUT, arena(4), tmp_path / "arena", CPU, str(5 * LAYOUT.slot_bytes + 1), 64)
     assert memory.slots == 5
     assert memory.pool.dtype is torch.float32
     assert isinstance(memory.residency(), OnDevice)
@@ -36,14 +38,14 @@ def test_a_pool_has_the_size_that_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("context_tokens", [64, 2 * KV_TOKENS])
-def test_by_itself_it_has_room_for_the_longest_context(context_tokens: int) -> None:
-    memory = device_memory(LAYOUT, arena(4), CPU, "auto", context_tokens)
+def test_by_itself_it_has_room_for_the_longest_context(context_tokens: int, tmp_path: Path) -> None:
+    memory = device_memory(LAYOUT, arena(4), tmp_path / "arena", CPU, "auto", context_tokens)
     assert memory.slots == LAYOUT.slots_for(max(KV_TOKENS, context_tokens))
 
 
-def test_blocks_go_down_into_the_arena_and_come_back() -> None:
+def test_blocks_go_down_into_the_arena_and_come_back(tmp_path: Path) -> None:
     below = arena(4, rest=7)  # what is behind the last whole slot is nobody's
-    memory = device_memory(LAYOUT, below, CPU, str(2 * LAYOUT.slot_bytes), 64)
+    memory = device_memory(LAYOUT, below, tmp_path / "arena", CPU, str(2 * LAYOUT.slot_bytes), 64)
     assert memory.copies is not None
     memory.copies.load([3], [1]).wait()
     assert torch.equal(memory.pool[ELEMENTS:], below[3 * ELEMENTS : 4 * ELEMENTS])
@@ -51,6 +53,6 @@ def test_blocks_go_down_into_the_arena_and_come_back() -> None:
     assert torch.equal(below[:ELEMENTS], below[3 * ELEMENTS : 4 * ELEMENTS])
 
 
-def test_a_pool_for_which_there_is_no_memory_is_refused() -> None:
+def test_a_pool_for_which_there_is_no_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="lower it with --kv-memory"):
-        device_memory(LAYOUT, arena(4), CPU, "1000TiB", 64)
+        device_memory(LAYOUT, arena(4), tmp_path / "arena", CPU, "1000TiB", 64)

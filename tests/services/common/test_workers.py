@@ -13,8 +13,9 @@ import torch
 
 from paceline.core.types import Key
 from paceline.engine.step import NeedsBlocks
-from paceline.proto import common_pb2, worker_pb2
+from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
 from paceline.services.common.wire import key_from_pb
+from paceline.services.kvtransfer.host_socket import Answer
 from tests.services.common.conftest import Host, StartHost
 from tests.tiny_checkpoints import SaveTiny
 
@@ -454,3 +455,23 @@ async def test_blocks_that_hold_more_than_the_context_are_refused(
         decode.cancel()
         assert await host.all_blocks_back()
         assert (await host.generate(prompt, 8)).tokens == before
+
+
+async def test_a_prompt_is_filled_with_the_last_of_its_seals(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    """In one message, for which decode waits: behind an answer to the seals it would come a round trip later."""
+    save_llama()
+    batches: list[list[str]] = []
+    async with start_host(tmp_path) as host:
+        serve = host.service.serve
+
+        def noting(request: kvtransfer_pb2.BatchRequest) -> Answer:
+            batches.append([operation.WhichOneof("op") or "" for operation in request.operations])
+            return serve(request)
+
+        host.service.serve = noting  # type: ignore[method-assign]
+        await host.generate(range(40), max_tokens=2)
+    (filling,) = [batch for batch in batches if "fill" in batch]
+    assert filling[-2:] == ["seal", "fill"]
+    assert ["adopt"] in batches
