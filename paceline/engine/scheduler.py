@@ -258,10 +258,7 @@ class Scheduler:
             self._end_use(request)
 
     def take_copies(self) -> list[Copies]:
-        """What is to be copied between the device's pool and the arena since the last call, in order.
-
-        Whoever has come since the last plan is loaded while the steps in flight are computed, to be in the next one.
-        """
+        """What is to be copied between pool and arena since the last call, in order, also for who came meanwhile."""
         self._settle_in()
         return self._residency.take_copies()
 
