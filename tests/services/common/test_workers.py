@@ -14,6 +14,7 @@ import torch
 from paceline.core.types import Key
 from paceline.engine.step import NeedsBlocks
 from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
+from paceline.services.common import kv_memory
 from paceline.services.common.wire import key_from_pb
 from paceline.services.kvtransfer.host_socket import Answer
 from tests.services.common.conftest import Host, StartHost
@@ -66,6 +67,26 @@ async def test_between_pools_of_one_device_blocks_do_not_come_by_the_arena(
         host.prefill.worker.memory.close()
         assert (await host.generate(prompt[::-1], 24)).tokens == reference_tokens(reference, prompt[::-1], 24)
         assert (stats.device_blocks, stats.loaded_blocks > 0) == (before, True)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+async def test_pools_that_give_blocks_up_while_they_are_read(
+    architecture: str,
+    start_host: StartHost,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference = request.getfixturevalue(f"save_{architecture}")()
+    monkeypatch.setattr(kv_memory, "KV_TOKENS", 1)  # room for one long context
+    async with start_host(tmp_path, 32 << 20, kv_pool="device", max_model_len=256, max_batched_tokens=48) as host:
+        cases = prompts(12)
+        outcomes = await asyncio.gather(*(host.generate(prompt, 24) for prompt in cases))
+        assert [outcome.tokens for outcome in outcomes] == [reference_tokens(reference, each, 24) for each in cases]
+        stats = host.decode.worker.engine.stats
+        assert stats.device_blocks > 0
+        assert stats.loaded_blocks > 0
+        assert await host.all_blocks_back()
 
 
 async def test_a_worker_tells_how_many_tokens_of_prompts_it_has_not_computed(
