@@ -34,7 +34,7 @@ _ALIVE = 50 * _MS
 _BETWEEN_STEPS = 1 * _MS
 """Longer than prefill's next step needs to begin, where there is one."""
 _POLL_SECONDS = 0.0002
-_LEAST_SHARE = 0.8
+_LEAST_SHARE = 0.5
 """Seconds that prefill gets for a second of decoding, where steps take as long as the latency that users may see."""
 
 
