@@ -96,7 +96,7 @@ def without_idempotent_fill(patch: Patch) -> None:
     """A prompt that is declared complete twice is handed over twice."""
 
     def fill(ledger: Ledger, session: int, key: Key, filled_tokens: int, now: float) -> Hold:
-        ledger._book.drained(session, key)
+        ledger._book.drained(session, key, now)
         hold = ledger._book._live.get(key[:2])
         if hold is None:
             return original(ledger, session, key, filled_tokens, now)

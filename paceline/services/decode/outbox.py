@@ -28,7 +28,7 @@ class Outbox:
         self._tokens = 0
         """Or other events, in the last message."""
         self._came = asyncio.Event()
-        self._flushing: list[asyncio.Future[None]] = []
+        self._flushing: list[tuple[worker_pb2.DecodeEvents, asyncio.Future[None]]] = []
         self._members: dict[int, Callable[[UnavailableError], None]] = {}
         self._closed = False
 
@@ -90,10 +90,12 @@ class Outbox:
         return bool(self._messages)
 
     async def flush(self) -> None:
-        """Waits until all has been written, or nobody listens any more."""
+        """Waits until all that there is has been written, or nobody listens any more."""
         if self.is_writing:
-            self._flushing.append(asyncio.get_running_loop().create_future())
-            await self._flushing[-1]
+            self.end_message()  # what comes meanwhile is not waited for
+            written = asyncio.get_running_loop().create_future()
+            self._flushing.append((self._messages[-1], written))
+            await written
 
     async def write(self, write: Write) -> None:
         """Writes all that comes, until it is cancelled or fails."""
@@ -105,20 +107,20 @@ class Outbox:
                 while self._messages:
                     self.end_message()
                     await write(self._messages[0])
-                    self._messages.popleft()
-                self._end_flush()
+                    self._end_flush(self._messages.popleft())
         finally:
             self._closed = True
             self._messages.clear()
-            self._end_flush()
+            self._end_flush(*(message for message, _ in self._flushing))
             for on_close in list(self._members.values()):
                 on_close(UnavailableError("the gateway's stream of events has ended"))
 
-    def _end_flush(self) -> None:
-        for future in self._flushing:
-            if not future.done():
-                future.set_result(None)
-        self._flushing.clear()
+    def _end_flush(self, *messages: worker_pb2.DecodeEvents) -> None:
+        """These have been written, or never will be."""
+        for message, written in self._flushing:
+            if not written.done() and any(message is each for each in messages):
+                written.set_result(None)
+        self._flushing = [each for each in self._flushing if not each[1].done()]
 
 
 class Outboxes:

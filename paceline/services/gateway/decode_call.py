@@ -35,7 +35,7 @@ class DecodeCall:
         self._worker = worker
         self._link = link
         self._stall_seconds = stall_seconds
-        self._inbox = Inbox()
+        self._inbox = Inbox(on_broken=self._abandon)
         self._recipient = worker_pb2.Recipient()
         self._call: WorkerCall | None = None
         self._ending: asyncio.Task[object] | None = None
@@ -109,6 +109,11 @@ class DecodeCall:
             self._call.cancel()
         self._worker.feed.leave(self._recipient)
         self._inbox.put(WorkerFailedError(f"the call to {self._worker} was cancelled", self._worker, True))
+
+    def _abandon(self) -> None:
+        """Nothing is heard of the attempt any more. While its prompt is computed elsewhere nobody would notice."""
+        if self._call is not None:
+            self._call.cancel()
 
     def _end(self, ending: asyncio.Task[object]) -> None:
         """The call has ended. The feed says so, too, behind all that it has to tell; it should, at least."""

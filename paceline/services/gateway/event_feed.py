@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -13,20 +14,31 @@ import grpc.aio
 from paceline.proto import worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
 
+_FEW = 16
+"""Events that may wait in the message that brought them, with those of other attempts."""
+
 
 class Inbox:
     """Events of one attempt, in order. One task reads.
 
     What a slow client has not taken yet waits here, so that it holds up nobody else: no more than the answer that it
     asked for. Behind an exception comes nothing. An asyncio.Queue would take more calls, and this is for every token.
+
+    Args:
+        on_broken: called at once when the stream breaks, also while nobody reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_broken: Callable[[], object] = lambda: None) -> None:
+        self.on_broken = on_broken
         self._events: deque[worker_pb2.DecodeEvent | Exception] = deque()
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
 
     def put(self, event: worker_pb2.DecodeEvent | Exception) -> None:
+        if len(self._events) >= _FEW and isinstance(event, worker_pb2.DecodeEvent):
+            own = worker_pb2.DecodeEvent()
+            own.CopyFrom(event)  # the original keeps the memory of its whole message
+            event = own
         self._events.append(event)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -108,6 +120,7 @@ class EventFeed:
             inboxes, self._inboxes = self._inboxes, {}
             for inbox in inboxes.values():
                 inbox.put(error)
+                inbox.on_broken()
             if not opened.done():
                 opened.set_exception(error)
 

@@ -35,11 +35,12 @@ class _Turn:
 class WaitingLine:
     """First come, first served among the equally urgent; for two kinds of requests there are rules of their own.
 
-    Those that lost their worker stand before all others, in the order of their coming.
+    Those that lost their worker stand before all others.
 
     Those whose clients are being served already, the patient, may be many at once, as one request may ask for many
     choices. So only one of them stands in the line; the next one joins at its end when that one has left. All of them
-    together take as much room from the others as one more client would, and each gets its turn.
+    together take as much room from the others as one more client would. Their priority does not count, or one that is
+    not urgent would keep those behind it from their turn.
 
     While nobody waits, newcomers ask at once, several at a time, so that a slow answer delays only the one that waits
     for it. In the line one asks after the other, but a slow answer is not waited for by those behind. One that gets no
@@ -92,7 +93,7 @@ class WaitingLine:
         self._ordinary += ordinary
         try:
             async with self._turn_of_patient if patient else contextlib.nullcontext():
-                turn = _Turn((not first, priority, next(self._tickets) if patient else ticket))
+                turn = _Turn((not first, 0, next(self._tickets)) if patient else (not first, priority, ticket))
                 if not ordinary:
                     # Others have asked just now, or stand behind somebody who has.
                     turn.may_ask.set()

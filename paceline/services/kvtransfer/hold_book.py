@@ -130,8 +130,9 @@ class HoldBook:
         else:
             self._drain(hold, hold.writer)
 
-    def drained(self, session: int, key: Key) -> None:
+    def drained(self, session: int, key: Key, now: float) -> None:
         """The writer of a hold that drains is done with it. It may not have heard that its reservation was adopted."""
+        self._alive(key, now)  # where nobody has noticed yet that the lease is over, it drains from here on
         for hold in [hold for hold in self._draining.values() if hold.key[:2] == key[:2]]:
             if hold.writer == session and hold.first_generation <= key.generation <= hold.key.generation:
                 self._end_drain(hold)

@@ -148,7 +148,7 @@ class Ledger:
 
     def fill(self, session: int, key: Key, filled_tokens: int, now: float) -> Hold:
         """The prefill worker is done: tokens [0, filled_tokens) are in the blocks, and it will touch them no more."""
-        self._book.drained(session, key)
+        self._book.drained(session, key, now)
         hold = self._book.find_written(session, key, now)
         if hold.state is not State.FILLING:
             raise InvalidRequestError(f"hold {key} is {hold.state.value}; only an opened one can be filled")
@@ -208,7 +208,7 @@ class Ledger:
         A release that comes before the reserve, open or adopt that it takes back makes that one stale. Where another
         worker is writing, the blocks drain until that one is done.
         """
-        self._book.drained(session, key)
+        self._book.drained(session, key, now)
         try:
             hold = self._book.find_own(session, key, now)
         except UnknownHoldError:

@@ -56,14 +56,18 @@ class Prefixes:
             BusyError: there are no blocks to bring it into.
             TransferError: it could not be brought.
         """
+        is_asked = False
         try:
             async with asyncio.timeout(PREFIX_SECONDS), self._flight(hashes) as is_needed:
                 if is_needed and self._promotions is not None:
                     await self._promotions.run(key, hashes)
                 if is_needed and source:
+                    is_asked = True
                     return await self._fetches.run_prefix(key, source, hashes)
         except TimeoutError:
-            self._fetches.totals.failures += bool(source)
+            if not is_asked:  # others took all the time; the source is not to blame
+                return pb.FetchReply()
+            self._fetches.totals.failures += 1
             raise TransferError(f"the prefix of {key} did not come within {PREFIX_SECONDS:g} s") from None
         return pb.FetchReply()
 

@@ -54,6 +54,8 @@ async def test_what_comes_together_travels_together_and_nothing_is_lost_or_doubl
         await asyncio.sleep(0)
     put(outbox, 1, 13)
     flushing = asyncio.create_task(outbox.flush())
+    await asyncio.sleep(0)
+    put(outbox, 1, 14)  # nobody waits for what comes later
     gateway.read(1)
     while len(gateway.messages) < 2:
         await asyncio.sleep(0)
@@ -61,6 +63,9 @@ async def test_what_comes_together_travels_together_and_nothing_is_lost_or_doubl
     gateway.read(1)
     await flushing
     assert gateway.messages[1:] == [[(1, [10, 11]), (2, [20]), (1, [12])], [(1, [13])]]
+    gateway.read(1)
+    await outbox.flush()
+    assert gateway.messages[3:] == [[(1, [14])]]
     await end_tasks(gateway.stream)
 
 

@@ -47,12 +47,37 @@ async def test_a_broken_stream_costs_an_attempt(start_stack: StartStack) -> None
     assert worker.outcomes() == ["cancelled", "finished"]
 
 
-async def test_a_client_that_does_not_read_holds_up_nobody_else(start_stack: StartStack) -> None:
-    stack = await start_stack(prefill=0)
-    body = {"prompt": "x", "max_tokens": 400, "seed": 0, "stream": True}
-    async with stack.http.stream("POST", "/v1/completions", json=body) as unread:
-        assert unread.status_code == 200
-        assert await Reader(stack, max_tokens=40).task == TEXT[:40]
+async def test_a_break_ends_the_prefill_at_once(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=1)
+    decode, prefill = stack.workers["decode-0"], stack.workers["prefill-0"]
+    prefill.pause_after = 1
+    reader = Reader(stack, max_tokens=40)
+    await eventually(lambda: reader.text == TEXT[:1])
+    decode.streams[0].cancel()
+    await eventually(lambda: prefill.outcomes()[:1] == ["cancelled"])
+    prefill.pause_after = None
+    prefill.resume.set()
+    assert await reader.task == TEXT[:40]
+
+
+async def test_who_does_not_read_holds_up_nobody_else(cluster: Cluster) -> None:
+    worker = await cluster.add("d")
+    feed, inboxes = cluster.fleet.worker("d").feed, [Inbox(), Inbox()]
+    unread, read = [await feed.join(inbox) for inbox in inboxes]
+    outbox = worker.outboxes.of(read)
+    async with asyncio.timeout(PATIENCE):
+        for number in range(1000):
+            for recipient in (unread, read):
+                _, token = outbox.token(recipient.attempt)
+                token.id = number
+            outbox.end_message()
+            event = await inboxes[1].get()
+            assert isinstance(event, worker_pb2.DecodeEvent)
+            assert event.tokens.tokens[0].id == number
+        for number in range(1000):
+            event = await inboxes[0].get()
+            assert isinstance(event, worker_pb2.DecodeEvent)
+            assert event.tokens.tokens[0].id == number
 
 
 async def test_a_worker_that_ends_a_call_without_a_word_has_failed(start_stack: StartStack) -> None:

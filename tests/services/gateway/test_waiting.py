@@ -193,11 +193,11 @@ async def test_the_more_urgent_stand_before_the_others() -> None:
     tasks = await queue_up(line, room, "a", "b")
     tasks += await queue_up(line, room, "later", priority=1)
     tasks += await queue_up(line, room, "c")
-    tasks += await queue_up(line, room, "p1", "p2", priority=-1, patient=True)
+    tasks += await queue_up(line, room, "p1", "p2", priority=2, patient=True)
     tasks += await queue_up(line, room, "urgent", "too", priority=-1)
     tasks += await queue_up(line, room, "lost its worker", priority=5, first=True)
     served = await serve_one_by_one(line, room, tasks)
-    assert served == ["lost its worker", "p1", "urgent", "too", "p2", "a", "b", "c", "later"]
+    assert served == ["lost its worker", "urgent", "too", "a", "b", "c", "p1", "p2", "later"]
 
 
 async def test_the_patient_are_not_refused_and_wait_behind_the_others() -> None:

@@ -157,6 +157,14 @@ def test_an_expired_hold_is_unknown_before_any_sweep() -> None:
     assert desk.counts() == (0, 0, 4, 0)
 
 
+def test_a_release_that_finds_the_lease_over_before_any_sweep_frees_the_blocks() -> None:
+    desk = Desk(4)
+    hold = desk.reserve("r", tokens=64)
+    desk.now += LEASE
+    desk.ledger.release(DECODE, hold.key, desk.now)
+    assert desk.counts() == (4, 0, 0, 0)
+
+
 @pytest.mark.parametrize("act", ["renew", "open", "seal", "fill", "adopt", "extend", "trim"])
 def test_every_valid_act_restarts_the_lease(act: str) -> None:
     desk = Desk(8, (16, 32))

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from paceline.core.types import Key
 from paceline.services.common.tasks import end_tasks
+from paceline.services.kvtransfer import prefixes
 from paceline.services.kvtransfer.exports import Exports, Write
 from tests.services.kvtransfer.kv_pair import pair
 from tests.services.kvtransfer.test_prefix_transfers import Call, cache, fetch, found
@@ -57,6 +59,23 @@ async def test_equal_prefixes_are_brought_once(tmp_path: Path, source: Source) -
         assert [reply.blocks for reply in replies] == [6, 0, 0]
         assert len(source.asked) == 1
         assert (await found(two)).filled_tokens == 6 * 16
+        await two.end()
+
+
+async def test_who_waited_for_others_in_vain_does_not_blame_its_own_source(
+    tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "PREFIX_SECONDS", 0.3)
+    async with pair(tmp_path) as two:
+        await cache(two)
+        first = begin(fetch(two, name="first"))
+        await source.is_asked(1)
+        second = begin(fetch(two, name="second"))
+        asked, waited = await asyncio.gather(*first, *second, return_exceptions=True)
+        assert isinstance(asked, grpc.aio.AioRpcError)
+        if len(source.asked) == 1:  # or the first one's end came before that of the second one's time
+            assert waited.blocks == 0
+        source.may_answer.set()
         await two.end()
 
 
