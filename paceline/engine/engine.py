@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 from paceline.core.machine import name_thread
 from paceline.core.turns import Turns
 from paceline.core.types import Key
-from paceline.engine.pool_directory import Move
+from paceline.engine.pool_directory import Neighbours
 from paceline.engine.request import Request
 from paceline.engine.residency import Copies
 from paceline.engine.scheduler import Scheduler
@@ -42,6 +42,9 @@ STEPS_IN_FLIGHT = 2
 PLAN_SECONDS = 0.003
 """So long before its turn a step is planned. Where that takes longer, the others compute on."""
 
+LOOK_SECONDS = 1.0
+"""So often an idle copy thread looks after the pools of neighbours."""
+
 TIMES = ("busy_seconds", "bubble_seconds", "yielded_seconds", "plan_seconds", "output_seconds")
 
 log = logging.getLogger(__name__)
@@ -52,13 +55,6 @@ class Runner(Protocol):
 
     def execute(self, step: Step) -> StepResult:
         """Must not be called twice at a time."""
-
-
-class Neighbours(Protocol):
-    """Pools of other workers on the same device."""
-
-    def load(self, moves: Sequence[Move]) -> list[Move]:
-        """Copies what they have into this worker's pool, and waits for it. Returns what they have not."""
 
 
 class _Launch(NamedTuple):
@@ -262,7 +258,7 @@ class Engine:
         # It works for milliseconds in a second, and a request waits for it: before threads that compute all the time.
         with contextlib.suppress(OSError):  # who is not root copies like everybody else
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) - 10)
-        while (errand := self._errands.get()).copies is not None:
+        while (errand := self._next_errand()).copies is not None:
             copies, began = errand.copies, time.perf_counter()
             loads = copies.loads
             if loads and self._neighbours is not None:
@@ -275,6 +271,15 @@ class Engine:
                 self._block_copies.store(pool_slots, arena_slots).wait()
             seconds, from_device = time.perf_counter() - began, len(copies.loads) - len(loads)
             self._inbox.put(partial(self._scheduler.copied, copies, seconds, began - errand.asked, from_device))
+
+    def _next_errand(self) -> _Errand:
+        if self._neighbours is None:
+            return self._errands.get()
+        while True:
+            try:
+                return self._errands.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                self._neighbours.look()
 
     def _end_copying(self) -> None:
         """Once all that was asked for is done."""

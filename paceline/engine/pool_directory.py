@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +34,16 @@ class Move(NamedTuple):
     """What is in it (`Request.hash_of`)."""
     is_full: bool = True
     """Otherwise its content may still change."""
+
+
+class Neighbours(Protocol):
+    """Pools of other workers on the same device."""
+
+    def load(self, moves: Sequence[Move]) -> list[Move]:
+        """Copies what they have into this worker's pool, and waits for it. Returns what they have not."""
+
+    def look(self) -> None:
+        """Called now and then: lets go of those that have ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 
-RETRY_SECONDS = 0.1
+RETRY_SECONDS = 0.5
+"""After a batch that could not be sent. By then a session that broke is known to have done so."""
 LINGER_SECONDS = 0.5
 """What nobody waits for may wait so long for others: a call costs both sides as much as a token does."""
 MAX_OPERATIONS = 512
@@ -82,7 +83,6 @@ class BatchSender:
             try:
                 reply = await self._call([each.operation for each in batch])
             except UnavailableError as error:
-                # By then a session that broke is known to have done so.
                 await asyncio.sleep(RETRY_SECONDS)
                 reply = None
                 if pauses == self._pauses:

@@ -14,7 +14,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.machine import available_memory
 from paceline.engine.residency import InArena, OnDevice, Residency
 from paceline.kernels.block_copies import BlockCopies
-from paceline.services.common.shared_pools import SharedPool, SharedPools
+from paceline.services.common.shared_pools import SharedPool, SharedPools, remove_ended
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ def device_memory(
         slots = max(map(layout.slots_for, (KV_TOKENS, context_tokens)))
     else:
         slots = parse_bytes(size) // layout.slot_bytes
+    remove_ended(path)
     _check_room(slots * layout.slot_bytes, device)
     elements = layout.slot_bytes // layout.itemsize
     blocks = arena[: arena.numel() // elements * elements].view(-1, elements)

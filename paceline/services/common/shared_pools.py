@@ -29,7 +29,7 @@ from paceline.services.common.cuda_memory import device_name, export, map_export
 from paceline.services.common.huge_pages import map_shared, take_huge_pages
 
 LOOK_SECONDS = 1.0
-"""How often a reader looks for pools that are new."""
+"""How often a reader looks for pools that are new, at most."""
 
 LAUNCHED_MOVES = 128
 """Blocks that are copied together, while the next are looked up."""
@@ -39,6 +39,14 @@ _SIZE_BYTES = 2
 """At the beginning of the last page: of the message that stands there."""
 
 log = logging.getLogger(__name__)
+
+
+def remove_ended(arena: Path) -> None:
+    """Frees the memory of pools beside this arena whose workers have ended: what was killed could not do so."""
+    for path in arena.parent.glob(f"{arena.stem}-*.pool"):
+        with contextlib.suppress(OSError), path.open("rb") as file:  # it is gone, in use, or not ours
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            path.unlink()
 
 
 class SharedPool:
@@ -110,18 +118,15 @@ class SharedPools:
         self._known: dict[Path, _Pool | None] = {}
         """None where nothing can be read."""
         self._looked = 0.0
-        self._look()
+        self.look()
 
     def load(self, moves: Sequence[Move]) -> list[Move]:
         """Copies what they have into the own pool, and waits for it. Returns what they have not."""
-        self._look()
+        self.look()
         left = list(moves)
-        for path, pool in list(self._known.items()):
+        for pool in self._known.values():
             if pool is not None and left:
                 left = self._load_from(pool, left)
-                if pool.ended():
-                    self._drop(path)
-                    path.unlink(missing_ok=True)  # a process that was killed could not
         return left
 
     def close(self) -> None:
@@ -145,11 +150,15 @@ class SharedPools:
         # Memory of a process that ended meanwhile may be anything, on some devices.
         return moves if pool.ended() else left
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Finds those that are new, and lets go of those that have ended: their memory stays taken until then."""
         if time.monotonic() < self._looked + LOOK_SECONDS:
             return
         self._looked = time.monotonic()
         own = self._own.path
+        for path, pool in self._known.items():
+            if pool is not None and pool.ended():
+                path.unlink(missing_ok=True)  # a process that was killed could not
         there = set(own.parent.glob(f"{own.stem.rpartition('-')[0]}-*.pool")) - {own}
         for path in there - self._known.keys():
             with contextlib.suppress(FileNotFoundError):  # it is gone again

@@ -37,8 +37,8 @@ class Worker:
     """A pool and what it reads of others."""
 
     def __init__(self, folder: Path, layout: KVLayout = LAYOUT, copies: type[BlockCopies] = BlockCopies) -> None:
-        arena = folder / f"paceline-{os.getuid()}-tag-0.arena"
-        self.shared = SharedPool(arena, ARENA_SLOTS, layout, SLOTS, torch.float32, torch.device("cpu"))
+        self.arena = folder / f"paceline-{os.getuid()}-tag-0.arena"
+        self.shared = SharedPool(self.arena, ARENA_SLOTS, layout, SLOTS, torch.float32, torch.device("cpu"))
         self.blocks = self.shared.pool.view(SLOTS, ELEMENTS)
         self.copies = copies(self.blocks, torch.zeros(ARENA_SLOTS, ELEMENTS))
         self.others = SharedPools(self.shared, self.copies)
@@ -191,3 +191,24 @@ def test_what_a_killed_worker_left_is_not_read_and_is_removed(tmp_path: Path, st
         assert early.others.load([move(1, 3, 4)]) == [move(1, 3, 4)]
         assert late.others.load([move(0, 3, 4)]) == [move(0, 3, 4)]
     assert set(tmp_path.iterdir()) == {early.shared.path, late.shared.path}
+
+
+def test_who_has_nothing_to_load_lets_go_of_the_dead_too(tmp_path: Path, start: Callable[..., Worker]) -> None:
+    with other_process(tmp_path, "waits") as process:
+        idle = start()
+        assert len(idle.others._known) == 1
+        process.kill()
+        process.wait()
+        idle.others.look()
+        assert idle.others._known == {}
+    assert list(tmp_path.iterdir()) == [idle.shared.path]
+
+
+def test_before_memory_is_taken_that_of_the_dead_is_freed(tmp_path: Path, start: Callable[..., Worker]) -> None:
+    living = start()
+    with other_process(tmp_path, "waits") as process:
+        process.kill()
+        process.wait()
+        assert len(list(tmp_path.iterdir())) == 2
+        shared_pools.remove_ended(living.arena)
+        assert list(tmp_path.iterdir()) == [living.shared.path]
