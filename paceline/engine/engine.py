@@ -43,7 +43,7 @@ PLAN_SECONDS = 0.003
 """So long before its turn a step is planned. Where that takes longer, the others compute on."""
 
 LOOK_SECONDS = 1.0
-"""So often an idle copy thread looks after the pools of neighbours."""
+"""So often a copy thread looks after the pools of neighbours at least."""
 
 TIMES = ("busy_seconds", "bubble_seconds", "yielded_seconds", "plan_seconds", "output_seconds")
 
@@ -276,10 +276,9 @@ class Engine:
         if self._neighbours is None:
             return self._errands.get()
         while True:
-            try:
+            self._neighbours.look()
+            with contextlib.suppress(queue.Empty):
                 return self._errands.get(timeout=LOOK_SECONDS)
-            except queue.Empty:
-                self._neighbours.look()
 
     def _end_copying(self) -> None:
         """Once all that was asked for is done."""

@@ -43,7 +43,7 @@ class Neighbours(Protocol):
         """Copies what they have into this worker's pool, and waits for it. Returns what they have not."""
 
     def look(self) -> None:
-        """Called now and then: lets go of those that have ended."""
+        """Lets go of those that have ended. Called often, also where there is nothing to load."""
 
 
 @dataclass(frozen=True, slots=True)

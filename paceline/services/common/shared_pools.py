@@ -44,9 +44,14 @@ log = logging.getLogger(__name__)
 def remove_ended(arena: Path) -> None:
     """Frees the memory of pools beside this arena whose workers have ended: what was killed could not do so."""
     for path in arena.parent.glob(f"{arena.stem}-*.pool"):
-        with contextlib.suppress(OSError), path.open("rb") as file:  # it is gone, in use, or not ours
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            path.unlink()
+        with contextlib.suppress(OSError):  # it is gone, in use, or not ours
+            # Whatever others have put there, this neither waits nor follows it.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 class SharedPool:
