@@ -5,12 +5,16 @@ Decode comes first: while a decode worker computes, prefill waits before each of
 prefill is waiting, decode leaves it the rest of an inter-token latency (ITL) that users may see. So prefill goes on
 even while decode never runs out of work, and has the cores to itself where decode rests.
 
+A request is handed over some milliseconds after its prompt's last step, and should be in decode's next step rather than
+wait for two. So prefill says that one is about to come, and decode plans a little later.
+
 Everything is said in one page of the host's shared memory, as instants of the monotonic clock, in nanoseconds: whoever
 is killed while it is his turn, or while he waits for it, is soon forgotten.
 
     word 0            until when prefill may compute although decode has work
     word 1            until when prefill is known to want the cores
     word 2 + slot     until when this decode worker is known to compute
+    word 64           until when a request may be about to be handed over
 
 `src/turns.h` of the native kernels speaks the same, so that a turn may change between two operations of a step. They
 also leave to prefill what lies between the programs of a step, when Python works and cores are idle.
@@ -26,13 +30,17 @@ PAGE_BYTES = 4096
 SLOTS = 62
 """Two decode workers may have the same one; then prefill now and then begins an operation too early."""
 
-_PREFILL_UNTIL, _WANTED_UNTIL, _FIRST_SLOT = 0, 1, 2
+_PREFILL_UNTIL, _WANTED_UNTIL, _FIRST_SLOT, _HANDED_UNTIL = 0, 1, 2, 2 + SLOTS
 
 _MS = 1_000_000
 _ALIVE = 50 * _MS
 """Longer than an operation takes."""
 _BETWEEN_STEPS = 1 * _MS
 """Longer than prefill's next step needs to begin, where there is one."""
+_HANDOVER = 8 * _MS
+"""From the end of the step that finishes a prompt to when a decode worker has the request, on a busy host."""
+_NEXT_HANDOVER = 1 * _MS
+"""What the same step has finished comes right behind one another."""
 _POLL_SECONDS = 0.0002
 _LEAST_SHARE = 0.5
 """Seconds that prefill gets for a second of decoding, where steps take as long as the latency that users may see."""
@@ -48,14 +56,21 @@ class Turns(Protocol):
     def begin(self) -> None:
         """Returns when it is this worker's turn."""
 
-    def end(self) -> bool:
+    def end(self, finished_prompts: bool) -> bool:
         """The step is over. True where it is the turn of others now, however much this worker still has to do."""
 
     def wait(self, early: float) -> float:
         """Waits until `early` seconds before this worker's next turn, or until others want none.
 
-        Returns the seconds that are left, for which `begin` would wait.
+        Where a request is about to be handed over, waits for that, too, while others compute. Returns the seconds that
+        are left, for which `begin` would wait.
         """
+
+    def expecting(self) -> float:
+        """Seconds for which a request may be about to come; 0 where none is."""
+
+    def received(self) -> None:
+        """A request has come."""
 
 
 class DecodeTurns:
@@ -82,11 +97,11 @@ class DecodeTurns:
         self._began = 0
 
     def begin(self) -> None:
-        self.wait(0.0)
+        self._wait_until(self._words[_PREFILL_UNTIL])
         self._began = self._clock()
         self._words[_FIRST_SLOT + self.slot] = self._began + _ALIVE
 
-    def end(self) -> bool:
+    def end(self, finished_prompts: bool = False) -> bool:
         words, now = self._words, self._clock()
         words[_FIRST_SLOT + self.slot] = 0
         if words[_PREFILL_UNTIL] <= now < words[_WANTED_UNTIL]:
@@ -96,12 +111,27 @@ class DecodeTurns:
 
     def wait(self, early: float) -> float:
         words = self._words
-        while (left := words[_PREFILL_UNTIL] - self._clock()) > early * 1e9:
-            if words[_WANTED_UNTIL] <= self._clock():
-                words[_PREFILL_UNTIL] = 0
-                return 0.0
+        own = words[_PREFILL_UNTIL]
+        self._wait_until(own - int(early * 1e9))
+        while words[_WANTED_UNTIL] > self._clock() < min(words[_HANDED_UNTIL], own + _HANDOVER):
             self._sleep(_POLL_SECONDS)
-        return max(0, left) / 1e9
+        return max(0, words[_PREFILL_UNTIL] - self._clock()) / 1e9
+
+    def _wait_until(self, instant: int) -> None:
+        """Or until others want no turn."""
+        words = self._words
+        while (now := self._clock()) < instant:
+            if words[_WANTED_UNTIL] <= now:
+                words[_PREFILL_UNTIL] = 0
+                return
+            self._sleep(_POLL_SECONDS)
+
+    def expecting(self) -> float:
+        return max(0, self._words[_HANDED_UNTIL] - self._clock()) / 1e9
+
+    def received(self) -> None:
+        words = self._words
+        words[_HANDED_UNTIL] = min(words[_HANDED_UNTIL], self._clock() + _NEXT_HANDOVER)
 
 
 class PrefillTurns:
@@ -130,9 +160,18 @@ class PrefillTurns:
         words[_WANTED_UNTIL] = now + _ALIVE
         return now < words[_PREFILL_UNTIL] or all(busy <= now for busy in words[_FIRST_SLOT : _FIRST_SLOT + SLOTS])
 
-    def end(self) -> bool:
-        self._words[_WANTED_UNTIL] = self._clock() + _BETWEEN_STEPS
+    def end(self, finished_prompts: bool = False) -> bool:
+        now = self._clock()
+        self._words[_WANTED_UNTIL] = now + _BETWEEN_STEPS
+        if finished_prompts:
+            self._words[_HANDED_UNTIL] = now + _HANDOVER
         return False
 
     def wait(self, early: float) -> float:
         return 0.0
+
+    def expecting(self) -> float:
+        return 0.0
+
+    def received(self) -> None:
+        """Requests come here at any time."""

@@ -5,7 +5,7 @@
 
 Two steps are in flight: while one is computed, the next one waits in the queue already. Where others have their turn
 between two steps, that time hides the planning, so the next step is planned just before it begins: requests that were
-handed over meanwhile are in it.
+handed over meanwhile are in it. While one is about to be handed over, only the next step is planned.
 
 Where the device computes in a pool of its own, a third thread copies blocks between that and the arena.
 
@@ -127,6 +127,7 @@ class Engine:
         self.output_seconds = 0.0
         """Time that it spent on telling events."""
         self._step_began: float | None = None
+        self._expecting = 0.0
         self._idle = True
         self._woken = 0.0
 
@@ -148,7 +149,7 @@ class Engine:
         return not any(thread.is_alive() for thread in self._threads)
 
     def add(self, request: Request) -> None:
-        self._inbox.put(lambda: self._scheduler.add(request))
+        self._inbox.put(lambda: self._add(request))
 
     def remove(self, key: Key) -> None:
         """Confirmed by a `Removed` event, after which the request's blocks are touched no more."""
@@ -183,7 +184,8 @@ class Engine:
 
     def _run(self) -> None:
         while self._obey_commands():
-            while self._in_flight < self._depth and (step := self._scheduler.plan()) is not None:
+            depth = min(self._depth, 1) if self._expecting else self._depth
+            while self._in_flight < depth and (step := self._scheduler.plan()) is not None:
                 self._launched.put(_Launch(step, self._woken if self._idle else None))
                 self._in_flight += 1
                 self._idle = False
@@ -204,15 +206,23 @@ class Engine:
 
     def _obey_commands(self) -> bool:
         """Waits for commands, results among them, and carries out all that are there. False means stop."""
-        command = self._inbox.get()
+        commands: list[Callable[[], None] | None] = []
+        with contextlib.suppress(queue.Empty):  # the request that was expected has not come in time
+            commands.append(self._inbox.get(timeout=self._expecting or None))
         self._woken = time.perf_counter()
-        while command is not None:
+        while not self._inbox.empty():  # nobody else takes from it
+            commands.append(self._inbox.get())
+        for command in commands:
+            if command is None:
+                return False
             command()
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                return True
-        return False
+        self._expecting = 0.0 if self._turns is None else self._turns.expecting()
+        return True
+
+    def _add(self, request: Request) -> None:
+        self._scheduler.add(request)
+        if self._turns is not None:
+            self._turns.received()
 
     def _take_result(self, step: Step, result: StepResult, yields: bool) -> None:
         self._in_flight -= 1
@@ -240,7 +250,8 @@ class Engine:
                 asked, began = max(began, ended), time.perf_counter()
                 self.yielded_seconds += max(0.0, began - asked)
             result = self._runner.execute(launch.step)
-            yields = self._turns is not None and self._turns.end()
+            finished_prompts = any(chunk.samples and chunk.prefills for chunk in launch.step.chunks)
+            yields = self._turns is not None and self._turns.end(finished_prompts)
             self._step_began, ended = None, time.perf_counter()
             self.busy_seconds += ended - began
             self._inbox.put(partial(self._take_result, launch.step, result, yields))

@@ -126,7 +126,7 @@ class Scheduler:
         """The next step, or None where no request can go on now.
 
         Every decoding request gets its token; drafts come next, then prompts in order, which drafts leave at least half
-        of what is left.
+        of what is left. What is half full of prompts takes no further one.
         """
         self._made_room = False
         self._settle_in()
@@ -140,12 +140,15 @@ class Scheduler:
                 chunks.append(chunk)
                 drafts -= chunk.length - 1
                 budget -= chunk.length - 1
+        room = budget
         for request in prompts:
             if budget == 0:
                 break
             if self._seat(request) and (chunk := self._next_piece(request, budget)):
                 chunks.append(chunk)
                 budget -= chunk.length
+                if 2 * budget <= room:
+                    break  # a first token need not wait for half of the next prompt
         if not chunks:
             return None
         updates, self._updates = self._updates, []
@@ -213,6 +216,10 @@ class Scheduler:
         left = len(request.token_ids) - start
         if request.has_readers and left > 2 * TAIL_TOKENS:  # less is not worth another pass over the weights
             left -= TAIL_TOKENS
+        if (
+            budget < left < 2 * budget
+        ):  # two steps of about a size, so that the last one need not be filled up with others
+            budget = (left + 1) // 2
         length = min(left, budget, request.pool_capacity - start)
         if length <= 0:
             return None

@@ -65,12 +65,32 @@ class TurnsOfOthers:
     def begin(self) -> None:
         pass
 
-    def end(self) -> bool:
+    def end(self, finished_prompts: bool) -> bool:
         return True
 
     def wait(self, early: float) -> float:
         self.began.put(None)
         return self.ended.get(timeout=WAIT)
+
+    def expecting(self) -> float:
+        return 0.0
+
+    def received(self) -> None:
+        pass
+
+
+class Expecting(TurnsOfOthers):
+    """Others have no turns. Once the first request has come another one is expected, for so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.expected = [seconds, 0.0]
+
+    def end(self, finished_prompts: bool) -> bool:
+        return False
+
+    def expecting(self) -> float:
+        return self.expected.pop(0) if self.expected else 0.0
 
 
 def start(
@@ -133,6 +153,27 @@ def test_who_comes_while_others_have_their_turn_is_in_the_next_step() -> None:
     engine.stop(timeout=0)
     turns.ended.put(0.001)
     assert engine.stop()
+
+
+def test_a_request_that_was_expected_is_in_the_next_step() -> None:
+    runner = SlowRunner()
+    engine, _, _ = start(runner, Expecting(WAIT))
+    engine.add(make_request("a", list(range(4)), 40))
+    assert runner.began.wait(WAIT)
+    engine.add(make_request("b", list(range(4)), 40))
+    while engine._launched.empty():
+        time.sleep(0.001)
+    next_step = engine._launched.get().step
+    assert {chunk.request.key.request_id for chunk in next_step.chunks} == {"a", "b"}
+    runner.go_on.set()
+    engine.stop()
+
+
+def test_who_is_expected_in_vain_keeps_nobody_waiting() -> None:
+    runner = SlowRunner()
+    engine, _, _ = start(runner, Expecting(0.05))
+    engine.add(make_request("a", list(range(4)), 40))
+    stop_amid_two_steps(engine, runner)
 
 
 def test_when_others_want_no_more_two_steps_are_in_flight_again() -> None:

@@ -1,0 +1,69 @@
+"""`paceline serve` whose workers are told where and with what priority to run, to compare with turns.
+
+What runs on a core of its own takes no turns; give it `--threads 1`. For example, as a system of `bench.compare`:
+
+    --start apart='python -m bench.placed --cores prefill=0 --cores decode=1 -- --port 8071 --threads 1'
+    --start nice='python -m bench.placed --nice prefill=10 -- --port 8072'
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import psutil
+
+POLL_SECONDS = 0.2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.placed", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--cores", action="append", default=[], metavar="ROLE=CORES", help="such as prefill=0 or decode=0,1"
+    )
+    parser.add_argument("--nice", action="append", default=[], metavar="ROLE=N", help="added to the own niceness")
+    parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
+    options = parser.parse_args()
+    cores = {role: [int(core) for core in value.split(",")] for role, value in _pairs(options.cores)}
+    nice = {role: int(value) for role, value in _pairs(options.nice)}
+
+    serve = subprocess.Popen([sys.executable, "-m", "paceline", "serve", *options.flags])
+    signal.signal(signal.SIGTERM, lambda *_: serve.terminate())
+    signal.signal(signal.SIGINT, lambda *_: None)  # The whole terminal is told, `serve` too.
+    _place(serve, cores, nice)
+    sys.exit(serve.wait())
+
+
+def _pairs(values: Sequence[str]) -> list[tuple[str, str]]:
+    return [(role, value) for role, _, value in (text.partition("=") for text in values)]
+
+
+def _place(serve: subprocess.Popen[bytes], cores: dict[str, list[int]], nice: dict[str, int]) -> None:
+    """Waits for a worker of each role, and places all threads that it has by then; their own threads follow them."""
+    waiting = set(cores) | set(nice)
+    while waiting and serve.poll() is None:
+        time.sleep(POLL_SECONDS)
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(serve.pid).children():
+                role = next((role for role in waiting if role in child.cmdline()), None)
+                if role is not None:
+                    _place_threads(child, cores.get(role), nice.get(role, 0))
+                    waiting.discard(role)
+
+
+def _place_threads(process: psutil.Process, cores: list[int] | None, nice: int) -> None:
+    for thread in process.threads():
+        if cores is not None:
+            os.sched_setaffinity(thread.id, cores)
+        if nice:
+            os.setpriority(os.PRIO_PROCESS, thread.id, os.getpriority(os.PRIO_PROCESS, thread.id) + nice)
+
+
+if __name__ == "__main__":
+    main()
