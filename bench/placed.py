@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 import psutil
 
@@ -24,24 +23,36 @@ POLL_SECONDS = 0.2
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.placed", description=__doc__.partition("\n")[0])
+    parser.add_argument("--cores", action="append", default=[], type=cores, help="such as prefill=0 or decode=0,1")
     parser.add_argument(
-        "--cores", action="append", default=[], metavar="ROLE=CORES", help="such as prefill=0 or decode=0,1"
+        "--nice", action="append", default=[], type=niceness, help="such as prefill=3: added to its own"
     )
-    parser.add_argument("--nice", action="append", default=[], metavar="ROLE=N", help="added to the own niceness")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
     options = parser.parse_args()
-    cores = {role: [int(core) for core in value.split(",")] for role, value in _pairs(options.cores)}
-    nice = {role: int(value) for role, value in _pairs(options.nice)}
-
     serve = subprocess.Popen([sys.executable, "-m", "paceline", "serve", *options.flags])
     signal.signal(signal.SIGTERM, lambda *_: serve.terminate())
     signal.signal(signal.SIGINT, lambda *_: None)  # The whole terminal is told, `serve` too.
-    _place(serve, cores, nice)
+    _place(serve, dict(options.cores), dict(options.nice))
     sys.exit(serve.wait())
 
 
-def _pairs(values: Sequence[str]) -> list[tuple[str, str]]:
-    return [(role, value) for role, _, value in (text.partition("=") for text in values)]
+def cores(text: str) -> tuple[str, list[int]]:
+    """ "decode=0,1" as a role and its cores. Raises ValueError."""
+    role, value = _role_and_value(text)
+    return role, [int(core) for core in value.split(",")]
+
+
+def niceness(text: str) -> tuple[str, int]:
+    """ "prefill=3" as a role and a number. Raises ValueError."""
+    role, value = _role_and_value(text)
+    return role, int(value)
+
+
+def _role_and_value(text: str) -> tuple[str, str]:
+    role, _, value = text.partition("=")
+    if role not in ("prefill", "decode"):
+        raise ValueError(f"no such role: {role}")
+    return role, value
 
 
 def _place(serve: subprocess.Popen[bytes], cores: dict[str, list[int]], nice: dict[str, int]) -> None:
@@ -53,11 +64,11 @@ def _place(serve: subprocess.Popen[bytes], cores: dict[str, list[int]], nice: di
             for child in psutil.Process(serve.pid).children():
                 role = next((role for role in waiting if role in child.cmdline()), None)
                 if role is not None:
-                    _place_threads(child, cores.get(role), nice.get(role, 0))
+                    place_threads(child, cores.get(role), nice.get(role, 0))
                     waiting.discard(role)
 
 
-def _place_threads(process: psutil.Process, cores: list[int] | None, nice: int) -> None:
+def place_threads(process: psutil.Process, cores: list[int] | None, nice: int) -> None:
     for thread in process.threads():
         if cores is not None:
             os.sched_setaffinity(thread.id, cores)
