@@ -20,7 +20,7 @@ def test_what_is_written_is_a_role_and_its_value() -> None:
     assert cores("decode=0,1") == ("decode", [0, 1])
     assert niceness("prefill=-3") == ("prefill", -3)
     for text in ("gateway=0", "decode", "decode=", "decode=all"):
-        with pytest.raises(ValueError, match="no such role|invalid literal"):
+        with pytest.raises(ValueError, match=r"no such role|invalid literal"):
             cores(text)
 
 
