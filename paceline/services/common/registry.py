@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Literal, cast
 
 import redis.asyncio as redis
@@ -20,8 +21,8 @@ from redis.exceptions import RedisError
 from paceline.core.errors import ConfigError
 from paceline.services.common.tasks import end_tasks
 
-HEARTBEAT_SECONDS = 0.5
-TTL_SECONDS = 3.0
+HEARTBEAT_SECONDS = 1.0
+TTL_SECONDS = 5.0
 
 Role = Literal["gateway", "prefill", "decode", "kvtransfer"]
 State = Literal["ready", "draining"]
@@ -93,14 +94,19 @@ def _names_key(cluster: str) -> str:
 
 async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
     """All members that Redis knows now. Raises RedisError."""
-    names = sorted(await cast(Awaitable[set[bytes]], client.smembers(_names_key(cluster))))
-    if not names:
-        return []
-    values = await client.mget([_prefix(cluster) + name.decode() for name in names])
-    if ended := [name for name, value in zip(names, values) if value is None]:
+    # Names and what they stand for in one go: this is asked all the time.
+    found = await client.sort(_names_key(cluster), by="nosort", get=["#", _prefix(cluster) + "*"], groups=True)
+    entries = cast(list[tuple[bytes, bytes | None]], found)
+    if ended := [name for name, value in entries if value is None]:
         await client.srem(_names_key(cluster), *ended)
-    members = (Member.from_json(value) for value in values if value is not None)
+    members = (_parsed(value) for _, value in entries if value is not None)
     return sorted((member for member in members if member is not None), key=lambda member: member.worker_id)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: bytes) -> Member | None:
+    """Members are looked at more often than they change."""
+    return Member.from_json(text)
 
 
 class Registrar:

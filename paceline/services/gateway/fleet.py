@@ -250,7 +250,8 @@ class Fleet:
         for name, member in listed.items():
             worker = self._workers.get(name)
             if worker is not None and (member.epoch, member.address) == (worker.member.epoch, worker.member.address):
-                worker.look(member)
+                if member != worker.member:
+                    worker.look(member)
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
                     self._drop(worker)
