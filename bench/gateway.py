@@ -27,6 +27,7 @@ import psutil
 from bench.load import Server, percentile, table
 from bench.workloads import Request, Workload
 from paceline.core.model_folder import model_digest
+from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
@@ -66,8 +67,7 @@ class Reciter(worker_pb2_grpc.DecodeServicer):
         await anext(commands)
         for index in range(work.sampling.max_tokens):
             await self._step.wait()
-            _, token = outbox.token(number)
-            token.id = FIRST_ID + index % IDS
+            outbox.token(number, Token(FIRST_ID + index % IDS))
             await outbox.flush()
         outbox.event(number).finished.reason = common_pb2.FINISH_REASON_LENGTH
         await outbox.flush()

@@ -4,54 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import operator
 import secrets
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
 
+from paceline.core.types import Token
 from paceline.proto import worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
+from paceline.services.gateway.mailbox import Mailbox
 
-_FEW = 16
-"""Events that may wait in the message that brought them, with those of other attempts."""
+Heard = list[Token] | worker_pb2.DecodeEvent | Exception
+"""Tokens of which nothing else is told, and that came together; or anything else."""
 
 
-class Inbox:
-    """Events of one attempt, in order. One task reads.
+class Inbox(Mailbox[Heard]):
+    """What one attempt hears, in order. One task reads.
 
-    What a slow client has not taken yet waits here, so that it holds up nobody else: no more than the answer that it
-    asked for. Behind an exception comes nothing. An asyncio.Queue would take more calls, and this is for every token.
+    What is not read yet waits here, so that it holds up nobody else: no more than the answer that was asked for. Behind
+    an exception comes nothing.
 
     Args:
         on_broken: called at once when the stream breaks, also while nobody reads.
     """
 
     def __init__(self, on_broken: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
         self.on_broken = on_broken
-        self._events: deque[worker_pb2.DecodeEvent | Exception] = deque()
-        self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Future[None] | None = None
+        self._take: Callable[[list[Token]], object] | None = None
 
-    def put(self, event: worker_pb2.DecodeEvent | Exception) -> None:
-        if len(self._events) >= _FEW and isinstance(event, worker_pb2.DecodeEvent):
-            own = worker_pb2.DecodeEvent()
-            own.CopyFrom(event)  # the original keeps the memory of its whole message
-            event = own
-        self._events.append(event)
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+    def divert(self, take: Callable[[list[Token]], object]) -> None:
+        """From now on gives tokens to `take` as they come, where nothing waits before them: to wake a task for each
+        would cost more than what it does with them. What `take` raises, the reader gets."""
+        self._take = take
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._events
-
-    async def get(self) -> worker_pb2.DecodeEvent | Exception:
-        while not self._events:
-            self._waiting = self._loop.create_future()
-            await self._waiting
-        return self._events.popleft()
+    def put(self, item: Heard) -> None:
+        if self._take is not None and self.is_empty and isinstance(item, list):
+            try:
+                self._take(item)
+                return
+            except Exception as error:
+                item = error
+        super().put(item)
 
 
 class FeedError(Exception):
@@ -103,9 +99,7 @@ class EventFeed:
             while (message := await heeding_cancellation(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 if not opened.done():
                     opened.set_result(stream)
-                for event in message.events:
-                    if (inbox := self._inboxes.get(event.attempt)) is not None:
-                        inbox.put(event)
+                self._hand_on(message)
         except grpc.aio.AioRpcError as failure:
             error = FeedError(str(unmapped_error(failure, self._name)))
         except grpc.aio.UsageError as failure:
@@ -123,6 +117,18 @@ class EventFeed:
                 inbox.on_broken()
             if not opened.done():
                 opened.set_exception(error)
+
+    def _hand_on(self, message: worker_pb2.DecodeEvents) -> None:
+        tokens = zip(message.attempts, message.token_ids)
+        for attempt, own in itertools.groupby(tokens, key=operator.itemgetter(0)):
+            if (inbox := self._inboxes.get(attempt)) is not None:
+                inbox.put([Token(token_id) for _, token_id in own])
+        for event in message.events:
+            if (inbox := self._inboxes.get(event.attempt)) is not None:
+                # The original keeps the memory of its whole message.
+                copy = worker_pb2.DecodeEvent()
+                copy.CopyFrom(event)
+                inbox.put(copy)
 
     def _ended(self) -> FeedError:
         return FeedError(f"{self._name} has ended its stream of events")

@@ -17,6 +17,7 @@ from paceline.core.config import WorkerConfig
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import RpcServer, open_channel
 from paceline.services.common.secret import Secret
+from paceline.services.common.wire import token_to_pb
 from paceline.services.common.worker_process import WorkerProcess
 from paceline.services.decode.service import DecodeService
 from paceline.services.gateway.event_feed import EventFeed, Inbox
@@ -92,6 +93,9 @@ class DecodeCall:
             self._ending = asyncio.create_task(self._call.read())
             return event
         event = await self._events.get()
+        if isinstance(event, list):
+            tokens = worker_pb2.Tokens(tokens=[token_to_pb(token) for token in event])
+            return worker_pb2.DecodeEvent(attempt=self._recipient.attempt, tokens=tokens)
         if isinstance(event, Exception):
             raise event
         if event.WhichOneof("event") is None:
