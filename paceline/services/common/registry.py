@@ -51,6 +51,8 @@ class Member:
     max_seqs: int = 0
     running: int = 0
     waiting: int = 0
+    events: str = ""
+    """Of a decode worker: the Unix socket on which gateways of its host read events."""
     stats: dict[str, float] = dataclasses.field(default_factory=dict)
     """Counters and gauges for /metrics and /fleet."""
 
@@ -69,7 +71,7 @@ class Member:
         numbers = (member.epoch, member.max_model_len, member.max_seqs, member.running, member.waiting)
         words = (member.worker_id, member.role, member.address, member.host_id, member.state)
         well_formed = all(type(n) is int for n in numbers)
-        well_formed &= all(type(w) is str for w in (*words, member.model, member.layout))
+        well_formed &= all(type(w) is str for w in (*words, member.model, member.layout, member.events))
         well_formed &= isinstance(member.stats, dict) and all(type(n) in (int, float) for n in member.stats.values())
         return member if well_formed else None
 

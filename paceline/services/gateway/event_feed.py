@@ -7,12 +7,14 @@ import itertools
 import operator
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
 from paceline.core.types import Token
 from paceline.proto import worker_pb2, worker_pb2_grpc
+from paceline.services.common.framed import Framed, socket_address
 from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
 from paceline.services.gateway.mailbox import Mailbox
 
@@ -59,10 +61,12 @@ class EventFeed:
 
     Args:
         name: of the worker, for people.
+        socket: by which gateways of its host read; others do by `channel`.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, name: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, name: str, socket: str = "") -> None:
         self._name = name
+        self._socket = socket
         self._stub = worker_pb2_grpc.DecodeStub(channel)
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, Inbox] = {}
@@ -93,13 +97,15 @@ class EventFeed:
 
     async def _read(self, opened: asyncio.Future[str]) -> None:
         stream, error = secrets.token_hex(16), self._ended()
-        call: Any = None
+
+        def hear(message: worker_pb2.DecodeEvents) -> None:
+            if not opened.done():
+                opened.set_result(stream)
+            self._hand_on(message)
+
         try:
-            call = self._stub.Events(worker_pb2.EventsRequest(stream=stream))
-            while (message := await heeding_cancellation(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                if not opened.done():
-                    opened.set_result(stream)
-                self._hand_on(message)
+            if not (self._socket and await self._read_socket(stream, hear)):
+                await self._read_call(stream, hear)
         except grpc.aio.AioRpcError as failure:
             error = FeedError(str(unmapped_error(failure, self._name)))
         except grpc.aio.UsageError as failure:
@@ -108,8 +114,6 @@ class EventFeed:
             if is_cancelled():
                 raise
         finally:
-            if call is not None:
-                call.cancel()
             self._opened = None
             inboxes, self._inboxes = self._inboxes, {}
             for inbox in inboxes.values():
@@ -117,6 +121,35 @@ class EventFeed:
                 inbox.on_broken()
             if not opened.done():
                 opened.set_exception(error)
+
+    async def _read_socket(self, stream: str, hear: Callable[[worker_pb2.DecodeEvents], None]) -> bool:
+        """Until the connection ends. Returns False where there is none: the worker runs elsewhere, or is another's."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        framed = Framed(
+            lambda message: hear(worker_pb2.DecodeEvents.FromString(message)),
+            lambda: None if ended.done() else ended.set_result(None),
+        )
+        try:
+            with socket_address(Path(self._socket)) as address:
+                await loop.create_unix_connection(lambda: framed, address)
+        except OSError:
+            return False
+        try:
+            framed.send(worker_pb2.EventsRequest(stream=stream))
+            await ended
+            return True
+        finally:
+            framed.abort()
+
+    async def _read_call(self, stream: str, hear: Callable[[worker_pb2.DecodeEvents], None]) -> None:
+        """Until the call ends."""
+        call: Any = self._stub.Events(worker_pb2.EventsRequest(stream=stream))
+        try:
+            while (message := await heeding_cancellation(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                hear(message)
+        finally:
+            call.cancel()
 
     def _hand_on(self, message: worker_pb2.DecodeEvents) -> None:
         tokens = zip(message.attempts, message.token_ids)

@@ -66,7 +66,7 @@ class Worker:
     def __init__(self, member: Member, secret: Secret) -> None:
         self.member = member
         self.channel: grpc.aio.Channel = open_channel(member.address, secret)
-        self.feed = EventFeed(self.channel, str(self))
+        self.feed = EventFeed(self.channel, str(self), member.events)
         self.in_flight = 0
         self._tokens_in_flight = 0
         """That it is to compute for these calls."""

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.types import Token
 from paceline.proto import worker_pb2
-from paceline.services.gateway.event_feed import FeedError, Inbox
+from paceline.services.gateway.event_feed import EventFeed, FeedError, Inbox
 from tests.services.gateway.conftest import PATIENCE, Cluster, StartStack, eventually
 from tests.services.gateway.test_trouble import Reader
 from tests.services.gateway.toy_workers import TEXT
@@ -37,6 +37,13 @@ async def test_attempts_share_a_stream_until_it_breaks(cluster: Cluster) -> None
         again = await feed.join(inboxes[0])
         assert again.stream != first.stream
     assert len(worker.streams) == 2
+
+
+async def test_a_socket_of_another_host_is_no_hindrance(cluster: Cluster) -> None:
+    worker = await cluster.add("d")
+    feed = EventFeed(cluster.fleet.worker("d").channel, "d", "/nowhere/events.sock")
+    recipient = await feed.join(Inbox())
+    assert recipient.stream in worker.outboxes._by_name
 
 
 async def test_a_broken_stream_costs_an_attempt(start_stack: StartStack) -> None:
