@@ -16,6 +16,7 @@ from paceline.core.types import Token
 from paceline.proto import worker_pb2, worker_pb2_grpc
 from paceline.services.common.framed import Framed, socket_address
 from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
+from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.mailbox import Mailbox
 
 Heard = list[Token] | worker_pb2.DecodeEvent | Exception
@@ -91,6 +92,11 @@ class EventFeed:
         number = next(self._numbers)
         self._inboxes[number] = inbox
         return worker_pb2.Recipient(stream=stream, attempt=number)
+
+    async def close(self) -> None:
+        """Ends the stream, where there is one."""
+        if self._reading is not None:
+            await end_tasks(self._reading)
 
     def leave(self, recipient: worker_pb2.Recipient) -> None:
         self._inboxes.pop(recipient.attempt, None)

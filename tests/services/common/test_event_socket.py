@@ -84,6 +84,15 @@ async def test_what_a_gateway_does_not_read_waits_in_the_outbox(worker: Worker) 
     await ended.wait()
 
 
+async def test_a_gateway_that_lets_go_ends_its_connection(worker: Worker) -> None:
+    feed, inbox = worker.feed(), Inbox()
+    recipient = await feed.join(inbox)
+    await feed.close()
+    assert isinstance(await inbox.get(), FeedError)
+    while recipient.stream in worker.outboxes._by_name:
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("second", [worker_pb2.EventsRequest(stream="other").SerializeToString(), b"\xff"])
 async def test_a_connection_carries_one_stream(worker: Worker, second: bytes) -> None:
     ended = asyncio.Event()
