@@ -27,10 +27,13 @@ import psutil
 from bench.load import Server, percentile, table
 from bench.workloads import Request, Workload
 from paceline.core.model_folder import model_digest
+from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret
+from paceline.services.common.unix_listener import UnixListener
+from paceline.services.decode.event_socket import EventConnection
 from paceline.services.decode.outbox import Outboxes
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 
@@ -39,7 +42,6 @@ FIRST_ID, IDS = 1000, 20_000
 START_SECONDS = 30.0
 
 Context = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
-EventsContext = grpc.aio.ServicerContext[worker_pb2.EventsRequest, worker_pb2.DecodeEvents]
 
 
 class Reciter(worker_pb2_grpc.DecodeServicer):
@@ -48,7 +50,7 @@ class Reciter(worker_pb2_grpc.DecodeServicer):
     def __init__(self, step_seconds: float) -> None:
         self._step_seconds = step_seconds
         self._step = asyncio.Event()
-        self._outboxes = Outboxes()
+        self.outboxes = Outboxes()
 
     async def steps(self) -> None:
         """Begins a step for all streams, again and again."""
@@ -61,19 +63,15 @@ class Reciter(worker_pb2_grpc.DecodeServicer):
         self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Context
     ) -> None:
         command = await anext(commands)
-        work, number, outbox = command.admit, command.recipient.attempt, self._outboxes.of(command.recipient)
+        work, number, outbox = command.admit, command.recipient.attempt, self.outboxes.of(command.recipient)
         await context.write(worker_pb2.DecodeEvent(admitted=worker_pb2.Admitted(key=work.key)))
         await anext(commands)
         for index in range(work.sampling.max_tokens):
             await self._step.wait()
-            _, token = outbox.token(number)
-            token.id = FIRST_ID + index % IDS
+            outbox.token(number, Token(FIRST_ID + index % IDS))
             await outbox.flush()
         outbox.event(number).finished.reason = common_pb2.FINISH_REASON_LENGTH
         await outbox.flush()
-
-    async def Events(self, request: worker_pb2.EventsRequest, context: EventsContext) -> None:  # type: ignore[override]
-        await self._outboxes.serve(request.stream, context.write)
 
 
 @contextlib.asynccontextmanager
@@ -89,8 +87,11 @@ async def stack(model: Path, step_seconds: float) -> AsyncIterator[tuple[str, ps
         port = await rpc.start()
         undo.push_async_callback(rpc.close, 0)
         await rpc.set_ready(True)
-        limits = {"max_model_len": 8192, "max_seqs": 1024}
-        member = Member("reciter", "decode", 1, f"127.0.0.1:{port}", "h", model=model_digest(model), **limits)
+        listener = UnixListener(folder, lambda: EventConnection(reciter.outboxes))
+        await listener.start()
+        undo.push_async_callback(listener.close)
+        own = {"max_model_len": 8192, "max_seqs": 1024, "events": str(listener.path), "model": model_digest(model)}
+        member = Member("reciter", "decode", 1, f"127.0.0.1:{port}", "h", **own)
         registrar = Registrar(redis, "bench", lambda: member)
         await registrar.start()
         undo.push_async_callback(registrar.stop)

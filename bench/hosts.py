@@ -85,7 +85,7 @@ def _complete(http: httpx.Client) -> bool:
 
 def _transfers(http: httpx.Client) -> dict[str, float]:
     """What has come so far."""
-    time.sleep(1.5)  # a heartbeat, and the gateway's look at it
+    time.sleep(2.5)  # a heartbeat, and the gateway's look at it
     (reader,) = (worker for worker in http.get("/fleet").json()["workers"] if worker["worker_id"] == f"host-{READER}")
     return {name: value for name, value in reader["stats"].items() if name.startswith("transfer")}
 

@@ -28,8 +28,8 @@ from bench.services import names_by_pid, serving
 from bench.systems import ServerError, ending_on_sigterm
 from bench.workloads import WORKLOADS, make_workload
 
-SETTLE_SECONDS = 1.5
-"""Workers tell the gateway their counters twice a second."""
+SETTLE_SECONDS = 2.5
+"""Workers tell their counters every second, and the gateway looks twice a second."""
 
 COMPUTING = ("engine-compute", "kernels")
 FORWARD, BESIDE = "forward passes", "compute threads, beside the model"

@@ -34,7 +34,7 @@ FIGURES = (
     *("join_ms_p50", "join_ms_p90", "later_ms_p50", "later_ms_p99"),
     *("ttft_ms_p50", "output_tokens_per_s"),
 )
-HEARTBEAT_SECONDS = 1.5
+HEARTBEAT_SECONDS = 2.5
 """After this the gateway has the workers' newest figures."""
 
 _BUCKET = re.compile(r'paceline:kv_swap_in_seconds_bucket\{le="([^"]+)".*role="decode".*\} (\S+)')

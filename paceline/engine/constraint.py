@@ -154,8 +154,12 @@ class Constraints:
         if matcher is not None:
             self._ready[row] = self._thread.submit(matcher.restart, output)
 
+    def rule(self, row: int) -> bool:
+        """Whether the row has a constraint."""
+        return self._matchers[row] is not None
+
     def advance(self, moves: Mapping[int, Move]) -> None:
-        """Tells what rows have got."""
+        """Tells what rows have got; those without a constraint are of no interest."""
         own = {row: matcher for row in moves if (matcher := self._matchers[row]) is not None}
         if own:
             done = self._thread.submit(_advance_all, [(matcher, moves[row]) for row, matcher in own.items()])

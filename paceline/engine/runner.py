@@ -102,7 +102,7 @@ class ModelRunner:
         rows = self._rows
         moves = {}
         for chunk, result in zip(chunks, results):
-            if result.tokens and not rows.has_ended(chunk.row):
+            if result.tokens and self._constraints.rule(chunk.row) and not rows.has_ended(chunk.row):
                 tokens = [token.id for token in result.tokens]
                 moves[chunk.row] = Move(tokens, [draft.token for draft in rows.drafts_of(chunk.row)])
         self._constraints.advance(moves)
@@ -137,10 +137,10 @@ class ModelRunner:
             if not chunk.samples:
                 results.append(ChunkResult(scores=scores))
                 continue
-            own = logits[first : first + len(span)]
-            first += len(span)
+            own = range(first, first + len(span))
+            first = own.stop
             try:
-                tokens, accepted = self._verify(own, chunk.row, length, chosen.get(chunk.row))
+                tokens, accepted = self._verify(logits, own, chunk.row, length, chosen.get(chunk.row))
             except GrammarError as error:
                 self._rows.append(chunk.row, [], ended=True)
                 results.append(ChunkResult(scores=scores, failure=str(error)))
@@ -208,14 +208,17 @@ class ModelRunner:
         with self._in_model():
             return self._model.logits(hidden)
 
-    def _verify(self, logits: Tensor, row: int, length: int, chosen: Sequence[int] | None) -> tuple[list[Token], int]:
+    def _verify(
+        self, logits: Tensor, own: range, row: int, length: int, chosen: Sequence[int] | None
+    ) -> tuple[list[Token], int]:
         """Samples as long as what comes was drafted; returns the tokens, and how many of them were drafts.
 
         Drafts that a grammar forbids are never sampled, so that behind them no mask is needed. Behind a draft that it
         allows and cannot go on from there is none: the next step finds no token then.
 
         Args:
-            logits: fp32 [1 + drafts, vocab]; the first row chooses the token behind a context of `length` tokens.
+            logits: fp32 [rows, vocab], of all rows of the step.
+            own: those of this one, 1 + drafts; the first chooses the token behind a context of `length` tokens.
             chosen: accepted drafts and the token behind them, where those were chosen for all rows together; what comes
                 behind is not looked at.
 
@@ -223,18 +226,18 @@ class ModelRunner:
             GrammarError: the row has a grammar, and it allows no token.
         """
         state, fixed = self._rows, self._rows.row(row)
-        if logits.shape[0] == 0:
+        if not own:
             return [], 0
         tokens: list[Token] = []
         masks, drafts = self._constraints.masks(row), state.drafts_of(row)
-        for index in range(logits.shape[0] if masks is None else min(len(masks), logits.shape[0])):
-            draft = drafts[index] if index + 1 < logits.shape[0] else None
+        for index in range(len(own) if masks is None else min(len(masks), len(own))):
+            draft = drafts[index] if index + 1 < len(own) else None
             if chosen is not None:
                 token = Token(chosen[index])
             else:
                 mask = masks[index] if masks is not None else None
-                own = SamplingRow(fixed.sampling, state.context(row, length + index), fixed.prompt_len, mask)
-                token = sample(logits[index], own, draft if self._probabilistic else None)
+                how = SamplingRow(fixed.sampling, state.context(row, length + index), fixed.prompt_len, mask)
+                token = sample(logits[own[index]], how, draft if self._probabilistic else None)
             tokens.append(token)
             is_draft = draft is not None and token.id == draft.token
             ended = fixed.ends(token.id, length + len(tokens))

@@ -202,12 +202,12 @@ class Scheduler:
     def _next_tokens(self, request: Request, drafts: int) -> Chunk | None:
         """The newest token of a decoding request, and up to so many drafts behind it."""
         self._ask_for_blocks(request)
-        limit = request.limit(self._limits.max_model_len)
-        if request.least_len >= limit or request.most_len > request.pool_capacity:
+        limit, capacity = request.limit(self._limits.max_model_len), request.pool_capacity
+        least, most = request.least_len, request.most_len
+        if least >= limit or most > capacity:
             return None
-        room = min(drafts, limit - request.least_len - 1, request.pool_capacity - request.most_len)
-        start, length = request.most_len - 1, 1 + min(request.drafts, room)
-        return self._launch(request, start, length, follows=True, samples=True)
+        room = min(drafts, limit - least - 1, capacity - most)
+        return self._launch(request, most - 1, 1 + min(request.drafts, room), follows=True, samples=True)
 
     def _next_piece(self, request: Request, budget: int) -> Chunk | None:
         """As much of a prompt as fits; where it has readers, its tail is left to a chunk of its own."""

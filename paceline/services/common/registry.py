@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Literal, cast
 
 import redis.asyncio as redis
@@ -20,8 +21,8 @@ from redis.exceptions import RedisError
 from paceline.core.errors import ConfigError
 from paceline.services.common.tasks import end_tasks
 
-HEARTBEAT_SECONDS = 0.5
-TTL_SECONDS = 3.0
+HEARTBEAT_SECONDS = 1.0
+TTL_SECONDS = 5.0
 
 Role = Literal["gateway", "prefill", "decode", "kvtransfer"]
 State = Literal["ready", "draining"]
@@ -50,11 +51,14 @@ class Member:
     max_seqs: int = 0
     running: int = 0
     waiting: int = 0
+    events: str = ""
+    """Of a decode worker: the Unix socket on which gateways of its host read events."""
     stats: dict[str, float] = dataclasses.field(default_factory=dict)
     """Counters and gauges for /metrics and /fleet."""
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        # Not `asdict`, which copies all figures one by one.
+        return json.dumps({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @staticmethod
     def from_json(text: str | bytes) -> Member | None:
@@ -68,7 +72,7 @@ class Member:
         numbers = (member.epoch, member.max_model_len, member.max_seqs, member.running, member.waiting)
         words = (member.worker_id, member.role, member.address, member.host_id, member.state)
         well_formed = all(type(n) is int for n in numbers)
-        well_formed &= all(type(w) is str for w in (*words, member.model, member.layout))
+        well_formed &= all(type(w) is str for w in (*words, member.model, member.layout, member.events))
         well_formed &= isinstance(member.stats, dict) and all(type(n) in (int, float) for n in member.stats.values())
         return member if well_formed else None
 
@@ -93,14 +97,19 @@ def _names_key(cluster: str) -> str:
 
 async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
     """All members that Redis knows now. Raises RedisError."""
-    names = sorted(await cast(Awaitable[set[bytes]], client.smembers(_names_key(cluster))))
-    if not names:
-        return []
-    values = await client.mget([_prefix(cluster) + name.decode() for name in names])
-    if ended := [name for name, value in zip(names, values) if value is None]:
+    # Names and what they stand for in one go: this is asked all the time.
+    found = await client.sort(_names_key(cluster), by="nosort", get=["#", _prefix(cluster) + "*"], groups=True)
+    entries = cast(list[tuple[bytes, bytes | None]], found)
+    if ended := [name for name, value in entries if value is None]:
         await client.srem(_names_key(cluster), *ended)
-    members = (Member.from_json(value) for value in values if value is not None)
+    members = (_parsed(value) for _, value in entries if value is not None)
     return sorted((member for member in members if member is not None), key=lambda member: member.worker_id)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: bytes) -> Member | None:
+    """Members are looked at more often than they change."""
+    return Member.from_json(text)
 
 
 class Registrar:

@@ -28,7 +28,7 @@ class Reporter:
         """What decoding takes; the engine counts it, over preemptions."""
         self._preemptions = 0
         self._report = worker_pb2.Report()
-        self.has_news = False
+        self._has_news = False
         """Beside totals."""
         self._told = time.monotonic()
 
@@ -36,14 +36,19 @@ class Reporter:
         for event in events:
             if isinstance(event, Computed):
                 self._report.chunks.add(first=event.first, tokens=event.length, step_ms=event.seconds * 1000)
-                self.has_news = True
+                self._has_news = True
             self._preemptions += isinstance(event, Preempted)
 
     def adopted(self, blocks: int, bytes_moved: int, path: str, seconds: float) -> None:
         """The blocks of the prompt belong to this worker now; it took so long since the gateway said so."""
         self._report.adopted.blocks, self._report.adopted.bytes_moved = blocks, bytes_moved
         self._report.adopted.path, self._report.adopted.adopt_ms = path, seconds * 1000
-        self.has_news = True
+        self._has_news = True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there are news, or totals that have not been told for long."""
+        return self._has_news or time.monotonic() - self._told >= EFFORT_SECONDS
 
     def take(self, last: bool = False) -> worker_pb2.Report | None:
         """The news, if there are any. With the last word come the totals."""
@@ -59,12 +64,12 @@ class Reporter:
                     preemptions=self._preemptions,
                 )
             )
-            self.has_news = True
-        if not self.has_news:
+            self._has_news = True
+        if not self._has_news:
             return None
         if self._report.HasField("adopted") and self.effort.device_blocks:
             self._report.adopted.path = DEVICE
-        report, self._report, self.has_news = self._report, worker_pb2.Report(), False
+        report, self._report, self._has_news = self._report, worker_pb2.Report(), False
         return report
 
 

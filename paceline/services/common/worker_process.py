@@ -27,6 +27,7 @@ from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.models.config import read_config
 from paceline.services.common.arena_map import map_arena
+from paceline.services.common.framed import Framed
 from paceline.services.common.kv_client import KVClient
 from paceline.services.common.kv_memory import KVMemory, device_memory
 from paceline.services.common.lifecycle import (
@@ -39,6 +40,7 @@ from paceline.services.common.lifecycle import (
 from paceline.services.common.registry import Member, Registrar, Role
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret, read_secret
+from paceline.services.common.unix_listener import UnixListener
 from paceline.services.common.warm_up import warm_up
 from paceline.services.common.worker import Worker, WorkerLimits
 
@@ -46,7 +48,8 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-AddService = Callable[[grpc.aio.Server, Worker], None]
+AddService = Callable[[grpc.aio.Server, Worker], Callable[[], Framed] | None]
+"""Returns what makes connections of a Unix socket for others of this host, where the service has one."""
 
 
 async def run_worker(config: WorkerConfig, role: Role, add_service: AddService) -> None:
@@ -71,6 +74,8 @@ class WorkerProcess:
         self.worker = worker
         self.worker_id = config.worker_id
         self.address = ""
+        self.socket = ""
+        """Path, where it has one."""
         self._config = config
         self._role = role
         self._kv = kv
@@ -104,17 +109,21 @@ class WorkerProcess:
             limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
             worker = Worker(loaded, model_digest(Path(config.model)), memory, kv, limits, turns)
             process = cls(config, role, worker, kv, arena.host_id, secret)
-            add_service(process._server.server, worker)
-            await process._serve(undo)
+            connection = add_service(process._server.server, worker)
+            await process._serve(undo, None if connection is None else UnixListener(arena.path.parent, connection))
             process._undo = undo.pop_all()
         return process
 
-    async def _serve(self, undo: contextlib.AsyncExitStack) -> None:
+    async def _serve(self, undo: contextlib.AsyncExitStack, listener: UnixListener | None) -> None:
         await warm_up(self.worker)
         self.worker.engine.start()
         undo.push_async_callback(self._stop_engine)
         undo.push_async_callback(self._server.close, 0)
         self.address = reachable_address(self._config, await self._server.start())
+        if listener is not None:
+            await listener.start()
+            undo.push_async_callback(listener.close)
+            self.socket = str(listener.path)
         undo.push_async_callback(self._registrar.stop)
         await self._registrar.start()
         await self._server.set_ready(True)
@@ -175,6 +184,7 @@ class WorkerProcess:
             max_seqs=worker.limits.max_seqs,
             running=worker.active - worker.waiting,
             waiting=worker.waiting,
+            events=self.socket,
             stats=worker.report(),
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from paceline.core.errors import PacelineError
@@ -10,7 +9,7 @@ from paceline.engine.step import Computed, Preempted, Sampled, Scored
 from paceline.proto import worker_pb2
 from paceline.services.common.event_stream import EventStream, RequestEvent
 from paceline.services.common.reports import Reporter
-from paceline.services.common.wire import fill_token, reason_to_pb, scores_to_pb
+from paceline.services.common.wire import reason_to_pb, scores_to_pb
 from paceline.services.decode.outbox import Outbox
 
 
@@ -31,18 +30,17 @@ class AttemptStream(EventStream):
     def put(self, event: RequestEvent | PacelineError) -> None:
         match event:
             case Sampled(_, token, reason):
-                told, own = self._outbox.token(self._attempt)
-                fill_token(own, token)
-                self._report(told)
-                if reason is not None:
+                self._outbox.token(self._attempt, token)
+                if reason is None:
+                    self._tell_news()
+                else:
                     last = self._outbox.event(self._attempt)
                     last.finished.reason = reason_to_pb(reason)
                     self._report(last, is_last=True)
                     super().put(event)
             case Computed():
                 self.reporter.note((event,))
-                # A token may come with the same step, and takes it along.
-                asyncio.get_running_loop().call_soon(self._tell_news)
+                self._tell_news()
             case Scored(_, first, tokens):
                 self._outbox.event(self._attempt).prompt_logprobs.CopyFrom(scores_to_pb(first, tokens))
                 self._outbox.end_message()  # it may be large
@@ -69,7 +67,7 @@ class AttemptStream(EventStream):
         return event
 
     def _tell_news(self) -> None:
-        if self.reporter.has_news:
+        if self.reporter.is_due:
             told = self._outbox.event(self._attempt)
             told.alive.SetInParent()
             self._report(told)

@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
-from paceline.proto import common_pb2, worker_pb2
+from paceline.core.types import Token
+from paceline.proto import worker_pb2
 from paceline.services.common.rpc import is_cancelled
+from paceline.services.common.wire import fill_token
 
 Write = Callable[[worker_pb2.DecodeEvents], Awaitable[None]]
 
@@ -60,16 +62,21 @@ class Outbox:
         event.attempt = attempt
         return event
 
-    def token(self, attempt: int) -> tuple[worker_pb2.DecodeEvent, common_pb2.Token]:
-        """A new token, to be filled in at once, and the event that it is in: the last one, where that has tokens of the
-        same attempt."""
+    def token(self, attempt: int, token: Token) -> None:
+        """A new token. One with logprobs needs an event: the last one, where that has tokens of the same attempt."""
+        if not token.logprobs:
+            if not self._closed:
+                message = self._message()
+                message.attempts.append(attempt)
+                message.token_ids.append(token.id)
+            return
         events = self._messages[-1].events if self._messages and self._tokens < MAX_TOKENS else ()
         if events and events[-1].attempt == attempt and events[-1].HasField("tokens"):
             event = events[-1]
             self._tokens += 1
         else:
             event = self.event(attempt)
-        return event, event.tokens.tokens.add()
+        fill_token(event.tokens.tokens.add(), token)
 
     def end_message(self) -> None:
         """What comes from now on travels in another message."""

@@ -46,13 +46,13 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._outboxes = Outboxes()
+        self.outboxes = Outboxes()
 
     async def Events(  # type: ignore[override]
         self, request: worker_pb2.EventsRequest, context: EventsContext
     ) -> None:
         async with mapped_errors(context):
-            await self._outboxes.serve(request.stream, context.write)
+            await self.outboxes.serve(request.stream, context.write)
 
     async def Generate(self, commands: Commands, context: Context) -> None:  # type: ignore[override]
         # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
@@ -62,7 +62,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                     command = await _next(commands, "admit")
             except TimeoutError:
                 raise InvalidRequestError("no admit command came") from None
-            work, number, outbox = command.admit, command.recipient.attempt, self._outboxes.of(command.recipient)
+            work, number, outbox = command.admit, command.recipient.attempt, self.outboxes.of(command.recipient)
             carrier = carrier_of(context.invocation_metadata())
             with request_span("decode", work.key.request_id, carrier):
                 async with mapped_errors(context):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -121,7 +121,6 @@ class Attempt:
         self._prefill_call: WorkerCall | None = None
         """Set until the handoff."""
         self._first: worker_pb2.FirstToken | None = None
-        self._finished = False
         left = len(work.token_ids) - cached_tokens
         self._resources.enter_context(fleet.call(decode, left if prefill is None else 0))
         if prefill is not None:
@@ -198,18 +197,19 @@ class Attempt:
         if failed and self._source is not None:
             self._links.avoid((self._source.member.host_id, worker.member.host_id))
 
-    async def next(self) -> Event:
-        """What happens next. Raises what `admit` does. Behind Ended comes nothing."""
-        event = None
-        while event is None:
-            prefill = self._prefill_call
-            event = await (self._next_of_decode() if prefill is None else self._next_of_prefill(prefill))
-        return event
-
-    async def farewell(self) -> None:
-        """After Ended: lets a decode worker that has finished end its call itself; `close` would make it an abort."""
-        if self._finished:
-            await self._decode_call.farewell()
+    async def run(self, take: Callable[[Event], object]) -> None:
+        """Tells `take` what happens, Ended last. Raises what `admit` does, and what `take` raises."""
+        event: Event | None = None
+        while (prefill := self._prefill_call) is not None and not isinstance(event, Ended):
+            if (event := await self._next_of_prefill(prefill)) is not None:
+                take(event)
+        if isinstance(event, Ended):
+            return
+        self._decode_call.divert(lambda tokens: take(Generated(tokens)))
+        while not isinstance(event, Ended):
+            if (event := await self._next_of_decode()) is not None:
+                take(event)
+        await self._decode_call.farewell()  # `close` alone would make it an abort
 
     def close(self) -> None:
         """Ends whatever still runs."""
@@ -239,6 +239,8 @@ class Attempt:
 
     async def _next_of_decode(self) -> Event | None:
         event = await self._decode_call.next()
+        if isinstance(event, list):
+            return Generated(event)
         if event.HasField("report"):
             self.record.take(event.report, self.decode.member.worker_id)
         match event.WhichOneof("event"):
@@ -249,7 +251,6 @@ class Attempt:
             case "prompt_logprobs":
                 return _scores(event.prompt_logprobs)
             case "finished" if reason := reason_from_pb(event.finished.reason):
-                self._finished = True
                 return Ended(reason)
             case None:
                 raise await self._decode_call.error()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from paceline.core.telemetry import trace_headers
+from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.gateway.event_feed import FeedError, Inbox
 from paceline.services.gateway.fleet import Worker
@@ -66,8 +67,17 @@ class DecodeCall:
         assert self._call is not None
         await self._call.write(command)
 
-    async def next(self) -> worker_pb2.DecodeEvent:
-        """The next event."""
+    def divert(self, take: Callable[[list[Token]], object]) -> None:
+        """See `Inbox.divert`."""
+
+        def heard(tokens: list[Token]) -> None:
+            self._watch.begin()
+            take(tokens)
+
+        self._inbox.divert(heard)
+
+    async def next(self) -> list[Token] | worker_pb2.DecodeEvent:
+        """The next event, or tokens of which nothing else is told."""
         if self._inbox.is_empty:
             self._watch.begin()
         event = await self._inbox.get()

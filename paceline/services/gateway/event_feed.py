@@ -4,54 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import operator
 import secrets
-from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
+from paceline.core.types import Token
 from paceline.proto import worker_pb2, worker_pb2_grpc
+from paceline.services.common.framed import Framed, socket_address
 from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
+from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.mailbox import Mailbox
 
-_FEW = 16
-"""Events that may wait in the message that brought them, with those of other attempts."""
+Heard = list[Token] | worker_pb2.DecodeEvent | Exception
+"""Tokens of which nothing else is told, and that came together; or anything else."""
 
 
-class Inbox:
-    """Events of one attempt, in order. One task reads.
+class Inbox(Mailbox[Heard]):
+    """What one attempt hears, in order. One task reads.
 
-    What a slow client has not taken yet waits here, so that it holds up nobody else: no more than the answer that it
-    asked for. Behind an exception comes nothing. An asyncio.Queue would take more calls, and this is for every token.
+    What is not read yet waits here, so that it holds up nobody else: no more than the answer that was asked for. Behind
+    an exception comes nothing.
 
     Args:
         on_broken: called at once when the stream breaks, also while nobody reads.
     """
 
     def __init__(self, on_broken: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
         self.on_broken = on_broken
-        self._events: deque[worker_pb2.DecodeEvent | Exception] = deque()
-        self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Future[None] | None = None
+        self._take: Callable[[list[Token]], object] | None = None
 
-    def put(self, event: worker_pb2.DecodeEvent | Exception) -> None:
-        if len(self._events) >= _FEW and isinstance(event, worker_pb2.DecodeEvent):
-            own = worker_pb2.DecodeEvent()
-            own.CopyFrom(event)  # the original keeps the memory of its whole message
-            event = own
-        self._events.append(event)
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+    def divert(self, take: Callable[[list[Token]], object]) -> None:
+        """From now on gives tokens to `take` as they come, where nothing waits before them: to wake a task for each
+        would cost more than what it does with them. What `take` raises, the reader gets."""
+        self._take = take
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._events
-
-    async def get(self) -> worker_pb2.DecodeEvent | Exception:
-        while not self._events:
-            self._waiting = self._loop.create_future()
-            await self._waiting
-        return self._events.popleft()
+    def put(self, item: Heard) -> None:
+        if self._take is not None and self.is_empty and isinstance(item, list):
+            try:
+                self._take(item)
+                return
+            except Exception as error:
+                item = error
+        super().put(item)
 
 
 class FeedError(Exception):
@@ -63,10 +62,12 @@ class EventFeed:
 
     Args:
         name: of the worker, for people.
+        socket: by which gateways of its host read; others do by `channel`.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, name: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, name: str, socket: str = "") -> None:
         self._name = name
+        self._socket = socket
         self._stub = worker_pb2_grpc.DecodeStub(channel)
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, Inbox] = {}
@@ -92,20 +93,25 @@ class EventFeed:
         self._inboxes[number] = inbox
         return worker_pb2.Recipient(stream=stream, attempt=number)
 
+    async def close(self) -> None:
+        """Ends the stream, where there is one."""
+        if self._reading is not None:
+            await end_tasks(self._reading)
+
     def leave(self, recipient: worker_pb2.Recipient) -> None:
         self._inboxes.pop(recipient.attempt, None)
 
     async def _read(self, opened: asyncio.Future[str]) -> None:
         stream, error = secrets.token_hex(16), self._ended()
-        call: Any = None
+
+        def hear(message: worker_pb2.DecodeEvents) -> None:
+            if not opened.done():
+                opened.set_result(stream)
+            self._hand_on(message)
+
         try:
-            call = self._stub.Events(worker_pb2.EventsRequest(stream=stream))
-            while (message := await heeding_cancellation(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                if not opened.done():
-                    opened.set_result(stream)
-                for event in message.events:
-                    if (inbox := self._inboxes.get(event.attempt)) is not None:
-                        inbox.put(event)
+            if not (self._socket and await self._read_socket(stream, hear)):
+                await self._read_call(stream, hear)
         except grpc.aio.AioRpcError as failure:
             error = FeedError(str(unmapped_error(failure, self._name)))
         except grpc.aio.UsageError as failure:
@@ -114,8 +120,6 @@ class EventFeed:
             if is_cancelled():
                 raise
         finally:
-            if call is not None:
-                call.cancel()
             self._opened = None
             inboxes, self._inboxes = self._inboxes, {}
             for inbox in inboxes.values():
@@ -123,6 +127,47 @@ class EventFeed:
                 inbox.on_broken()
             if not opened.done():
                 opened.set_exception(error)
+
+    async def _read_socket(self, stream: str, hear: Callable[[worker_pb2.DecodeEvents], None]) -> bool:
+        """Until the connection ends. Returns False where there is none: the worker runs elsewhere, or is another's."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        framed = Framed(
+            lambda message: hear(worker_pb2.DecodeEvents.FromString(message)),
+            lambda: None if ended.done() else ended.set_result(None),
+        )
+        try:
+            with socket_address(Path(self._socket)) as address:
+                await loop.create_unix_connection(lambda: framed, address)
+        except OSError:
+            return False
+        try:
+            framed.send(worker_pb2.EventsRequest(stream=stream))
+            await ended
+            return True
+        finally:
+            framed.abort()
+
+    async def _read_call(self, stream: str, hear: Callable[[worker_pb2.DecodeEvents], None]) -> None:
+        """Until the call ends."""
+        call: Any = self._stub.Events(worker_pb2.EventsRequest(stream=stream))
+        try:
+            while (message := await heeding_cancellation(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                hear(message)
+        finally:
+            call.cancel()
+
+    def _hand_on(self, message: worker_pb2.DecodeEvents) -> None:
+        tokens = zip(message.attempts, message.token_ids)
+        for attempt, own in itertools.groupby(tokens, key=operator.itemgetter(0)):
+            if (inbox := self._inboxes.get(attempt)) is not None:
+                inbox.put([Token(token_id) for _, token_id in own])
+        for event in message.events:
+            if (inbox := self._inboxes.get(event.attempt)) is not None:
+                # The original keeps the memory of its whole message.
+                copy = worker_pb2.DecodeEvent()
+                copy.CopyFrom(event)
+                inbox.put(copy)
 
     def _ended(self) -> FeedError:
         return FeedError(f"{self._name} has ended its stream of events")

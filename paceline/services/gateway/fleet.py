@@ -24,12 +24,12 @@ from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.event_feed import EventFeed
-from paceline.services.gateway.router import Candidate, Link
+from paceline.services.gateway.links import Links
+from paceline.services.gateway.router import Candidate
 
 REFRESH_SECONDS = 0.5
 ASIDE_SECONDS = (0.25, 0.75)
 FAILED_PROBES = 2
-CUT_SECONDS = (10.0, 20.0)
 RECENT_SECONDS = 10.0
 """In which what a worker was given lately counts half."""
 MEASURED_BYTES = 16 << 20
@@ -66,7 +66,7 @@ class Worker:
     def __init__(self, member: Member, secret: Secret) -> None:
         self.member = member
         self.channel: grpc.aio.Channel = open_channel(member.address, secret)
-        self.feed = EventFeed(self.channel, str(self))
+        self.feed = EventFeed(self.channel, str(self), member.events)
         self.in_flight = 0
         self._tokens_in_flight = 0
         """That it is to compute for these calls."""
@@ -124,27 +124,14 @@ class Worker:
         self.in_flight -= 1
         self._tokens_in_flight -= tokens
 
+    async def close(self) -> None:
+        """Lets go of it."""
+        await self.feed.close()
+        await self.channel.close(None)
+
     def set_aside(self) -> None:
         """No new work until a health check succeeds, which is tried after a short, jittered time."""
         self.aside_until = time.monotonic() + random.uniform(*ASIDE_SECONDS)
-
-
-class Links:
-    """Over which links between hosts KV blocks did not get through lately."""
-
-    def __init__(self) -> None:
-        self._cut_until: dict[Link, float] = {}
-        """On time.monotonic()."""
-
-    def avoid(self, link: Link) -> None:
-        """Nothing is sent over this link for a while; then it is tried again."""
-        self._cut_until[link] = time.monotonic() + random.uniform(*CUT_SECONDS)
-        log.warning("KV blocks do not get from host %s to host %s; going on without", *link)
-
-    def cut(self) -> frozenset[Link]:
-        now = time.monotonic()
-        self._cut_until = {link: until for link, until in self._cut_until.items() if until > now}
-        return frozenset(self._cut_until)
 
 
 class Fleet:
@@ -173,7 +160,7 @@ class Fleet:
 
     async def close(self) -> None:
         await end_tasks(*self._tasks)
-        await asyncio.gather(*self._closing, *(worker.channel.close(None) for worker in self._workers.values()))
+        await asyncio.gather(*self._closing, *(worker.close() for worker in self._workers.values()))
 
     def workers(self) -> list[Worker]:
         """All members that are not known to be gone, by name."""
@@ -250,7 +237,8 @@ class Fleet:
         for name, member in listed.items():
             worker = self._workers.get(name)
             if worker is not None and (member.epoch, member.address) == (worker.member.epoch, worker.member.address):
-                worker.look(member)
+                if member != worker.member:
+                    worker.look(member)
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
                     self._drop(worker)
@@ -297,7 +285,7 @@ class Fleet:
 
     def _close_when_idle(self, worker: Worker) -> None:
         if worker.gone and worker.in_flight == 0:
-            _spawn(worker.channel.close(None), self._closing)
+            _spawn(worker.close(), self._closing)
 
 
 def _fetch_speed(stats: Mapping[str, float]) -> float:

@@ -7,13 +7,14 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from paceline.core.telemetry import request_span
 from paceline.core.types import Token
 from paceline.services.gateway.attempt import Ended, Event, Generated, PromptScores
 from paceline.services.gateway.detokenizer import Detokenizer
+from paceline.services.gateway.mailbox import Mailbox
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.progress import GenerateRequest
@@ -22,9 +23,6 @@ from paceline.services.gateway.request import RequestRunner
 from paceline.services.gateway.structured import at_its_place
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.traces import Trace, TraceBook
-
-BUFFERED = 256
-"""Deltas that may wait for a slow client; behind that its events wait as they came."""
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +71,10 @@ class Generation:
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(BUFFERED)
+        self._came: Mailbox[Delta | Exception | None] = Mailbox()
+        """What a slow client has not taken yet waits here. None is the end of a choice."""
+        self._left = len(plan.prompts) * plan.n
+        """Choices that have not ended."""
         self._has_begun = [asyncio.Event() for _ in plan.prompts]
         self._cached_tokens = [0] * len(plan.prompts)
 
@@ -87,31 +88,13 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }
 
-    async def batches(self) -> AsyncGenerator[list[Delta]]:
-        """Runs everything; yields what has come since the last time. Must be closed when left early.
-
-        Raises what RequestRunner.run raises; then all other choices are cancelled.
-        """
-        count = len(self.plan.prompts) * self.plan.n
-        tasks = [asyncio.create_task(self._run_choice(index)) for index in range(count)]
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Everything runs meanwhile; what has not ended is cancelled."""
+        tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
         self._traces.open(self._trace)
         try:
-            while count:
-                batch: list[Delta] = []
-                item = await self._queue.get()
-                while True:
-                    if isinstance(item, Exception):
-                        raise item
-                    if item is None:
-                        count -= 1
-                    else:
-                        self.completion_tokens += len(item.tokens)
-                        batch.append(item)
-                    if self._queue.empty():
-                        break
-                    item = self._queue.get_nowait()
-                if batch:
-                    yield batch
+            yield
         finally:
             for task in tasks:
                 task.cancel()
@@ -120,11 +103,25 @@ class Generation:
             finally:
                 self._traces.close(self._trace)
 
+    async def batch(self) -> list[Delta]:
+        """Waits for what comes; empty when all choices have ended. Raises what RequestRunner.run raises."""
+        batch: list[Delta] = []
+        while self._left and not (batch and self._came.is_empty):
+            item = await self._came.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                self._left -= 1
+            else:
+                self.completion_tokens += len(item.tokens)
+                batch.append(item)
+        return batch
+
     async def whole(self) -> list[Delta]:
         """Runs everything; returns each choice in full, by index."""
         choices: dict[int, Delta] = {}
-        async with contextlib.aclosing(self.batches()) as batches:
-            async for batch in batches:
+        async with self.running():
+            while batch := await self.batch():
                 for delta in batch:
                     if delta.index in choices:
                         choices[delta.index].add(delta)
@@ -148,28 +145,36 @@ class Generation:
         )
         choice = _Choice(index, prompt, self.plan, self._tokenizer)
         record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
+        begun = self._has_begun[which]
+
+        def take(event: Event) -> None:
+            delta = choice.take(event)
+            if not begun.is_set():
+                self._cached_tokens[which] = record.cached_tokens
+            if delta is not None:
+                self._came.put(delta)
+                begun.set()
+            if choice.ended_by_text:
+                raise _TextEndedError
+
         with request_span("request", request.request_id) as span:
             try:
-                async with contextlib.aclosing(self._runner.run(request, record)) as events:
-                    async for event in events:
-                        delta = choice.take(event)
-                        if sibling == 0 and not self._has_begun[which].is_set():
-                            self._cached_tokens[which] = record.cached_tokens
-                        if delta is not None:
-                            await self._queue.put(delta)
-                            self._has_begun[which].set()
-                        if choice.ended_by_text:
-                            break
-                await self._queue.put(None)
+                with contextlib.suppress(_TextEndedError):
+                    await self._runner.run(request, record, take)
+                self._came.put(None)
             except Exception as error:
                 error = at_its_place(error, prompt.sampling.constraint)
                 choice.outcome, choice.why = "error", str(error)
-                await self._queue.put(error)
+                self._came.put(error)
             finally:
                 self._metrics.observe(record, choice.tokens, choice.outcome)
                 span.add_event("end", {"outcome": choice.outcome})
                 _log(record, choice)
                 record.end(choice.outcome, choice.why, choice.tokens)
+
+
+class _TextEndedError(Exception):
+    """A choice needs no more tokens, and the worker does not know."""
 
 
 class _Choice:

@@ -32,7 +32,8 @@ def is_valid_id(text: str) -> bool:
 
 class RequestIdMiddleware:
     """Takes the id from X-Request-Id or makes one, as `request.state.request_id` and in log lines, and answers with it,
-    also where nobody foresaw an error. `request.state.arrived` is when the head came, on time.monotonic().
+    also where nobody foresaw an error. `request.state.arrived` is when the head came, on time.monotonic(), and
+    `request.state.send` is how the server itself is told of a body whose head has gone the usual way.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -44,7 +45,7 @@ class RequestIdMiddleware:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         state = scope.setdefault("state", {})
-        state["arrived"] = time.monotonic()
+        state["arrived"], state["send"] = time.monotonic(), send
         state["client_chose_id"] = is_valid_id(given)
         own = _ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
         state["request_id"] = given if state["client_chose_id"] else own

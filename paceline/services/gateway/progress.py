@@ -38,10 +38,11 @@ class GenerateRequest:
 
 
 class Progress:
-    """What an attempt leaves to the next one."""
+    """What an attempt leaves to the next one. Make it in the request's span."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self._span = trace.get_current_span()
         self.context = Context(request.token_ids, request.cache_salt)
         self.generated: list[int] = []
         self.tries = 0
@@ -95,14 +96,14 @@ class Progress:
         match event:
             case Generated(tokens):
                 if not self.generated:
-                    trace.get_current_span().add_event("first token")
+                    self._span.add_event("first token")
                 self.generated += [token.id for token in tokens]
                 self.context.token_ids += [token.id for token in tokens]
                 record.token_times.append(time.monotonic())
                 record.tokens += len(tokens)
             case HandedOver():
                 record.handed_over = time.monotonic()
-                trace.get_current_span().add_event("handoff")
+                self._span.add_event("handoff")
             case PromptScores():
                 return self._new_scores(event)
         return event

@@ -11,7 +11,8 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from opentelemetry import trace
 
@@ -56,8 +57,8 @@ class RequestRunner:
             attempt.close()
         self.line.wake()
 
-    async def run(self, request: GenerateRequest, record: RequestRecord) -> AsyncGenerator[Event]:
-        """Yields what comes, and Ended last. Must be closed when left early; then its calls are cancelled.
+    async def run(self, request: GenerateRequest, record: RequestRecord, take: Callable[[Event], object]) -> None:
+        """Tells `take` what comes, and Ended last. What it raises ends the request.
 
         Raises:
             InvalidRequestError: no worker can ever serve this.
@@ -70,14 +71,8 @@ class RequestRunner:
             while True:
                 attempt = await self._admit(progress, record, deadline)
                 try:
-                    while True:
-                        if (event := progress.note(await attempt.next(), attempt.record)) is not None:
-                            yield event
-                        if isinstance(event, HandedOver):
-                            self.line.wake()
-                        if isinstance(event, Ended):
-                            await attempt.farewell()
-                            return
+                    await attempt.run(partial(self._hear, progress, attempt.record, take))
+                    return
                 except (WorkerFailedError, WorkerBusyError) as error:  # busy after it had admitted is a failure, too
                     attempt.record.fail(str(error))
                     if isinstance(error, WorkerBusyError):
@@ -87,9 +82,15 @@ class RequestRunner:
                     self._discard(attempt)
                     self.line.wake()
                 if finish := progress.end():
-                    yield Ended(finish)
+                    take(Ended(finish))
                     return
                 self._check_can_go_on(progress, deadline)
+
+    def _hear(self, progress: Progress, record: AttemptRecord, take: Callable[[Event], object], event: Event) -> None:
+        if (fresh := progress.note(event, record)) is not None:
+            take(fresh)
+        if isinstance(event, HandedOver):
+            self.line.wake()
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

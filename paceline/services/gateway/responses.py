@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.services.gateway.generation import Delta
 from paceline.services.gateway.logprobs import LogprobFormat
@@ -15,6 +15,13 @@ from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, Ge
 from paceline.services.gateway.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+
+
+class TextChunk(NamedTuple):
+    """A chunk that says nothing but text; `ResponseFormat.text_chunk` is all of it."""
+
+    choice: int
+    text: str
 
 
 class ResponseFormat(ABC):
@@ -55,13 +62,17 @@ class ResponseFormat(ABC):
     def whole(self, choices: list[Delta], usage: Json) -> Json:
         """The body of a response that is not streamed."""
 
-    def chunks(self, delta: Delta) -> Iterator[Json]:
+    @abstractmethod
+    def text_chunk(self, index: int, text: str) -> Json:
+        """The chunk by which a choice gains text and nothing else."""
+
+    def chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
         """The stream chunks of a delta; none where it has nothing to say."""
         if (complete := self._with_end(delta)) is not None:
             yield from self._chunks(complete)
 
     @abstractmethod
-    def _chunks(self, delta: Delta) -> Iterator[Json]: ...
+    def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]: ...
 
     def _with_end(self, delta: Delta) -> Delta | None:
         """Joins a choice's last tokens with its end, which comes right behind: clients expect both in one chunk."""
@@ -109,6 +120,9 @@ class ResponseFormat(ABC):
     def _token_ids(self, delta: Delta) -> list[int] | None:
         return [token.id for token in delta.tokens] if self._returns_ids else None
 
+    def _says_only_text(self, delta: Delta) -> bool:
+        return self._format is None and delta.finish_reason is None and not self._returns_ids
+
     def _says_something(self, delta: Delta) -> bool:
         # Half a character or the possible start of a stop string has no text yet, but a client that waits sees that it
         # goes on, as with vLLM.
@@ -132,12 +146,19 @@ class ChatFormat(ResponseFormat):
         head = {**self._head, "object": self.whole_object}
         return {**head, "choices": formatted, "usage": usage, **self._about_prompt(choices[0])}
 
-    def _chunks(self, delta: Delta) -> Iterator[Json]:
+    def text_chunk(self, index: int, text: str) -> Json:
+        return self._chunk([self._delta_choice(index, {"content": text})])
+
+    def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
         if self._begins(delta):
             first = self._chunk([self._delta_choice(delta.index, {"role": "assistant", "content": self._echo})])
             yield first | ({"prompt_token_ids": self._prompt(delta).token_ids} if self._returns_ids else {})
         self._sent_tokens += len(delta.tokens)
-        if self._says_something(delta):
+        if not self._says_something(delta):
+            return
+        if self._says_only_text(delta):
+            yield TextChunk(delta.index, delta.text)
+        else:
             choice = self._delta_choice(delta.index, {"content": delta.text})
             if self._format is not None:
                 choice["logprobs"] = self._format.chat(delta.tokens)
@@ -181,10 +202,16 @@ class CompletionFormat(ResponseFormat):
         ]
         return {**self._head, "object": self.whole_object, "choices": formatted, "usage": usage}
 
-    def _chunks(self, delta: Delta) -> Iterator[Json]:
+    def text_chunk(self, index: int, text: str) -> Json:
+        return self._chunk([self._choice(Delta(index, text), echoed=False)])
+
+    def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
         first = self._begins(delta)
         self._sent_tokens += len(delta.tokens)
-        if self._says_something(delta) or (first and (self._echo or self._returns_ids)):
+        if self._says_only_text(delta) and not (first and self._echo):
+            if self._says_something(delta):
+                yield TextChunk(delta.index, delta.text)
+        elif self._says_something(delta) or (first and (self._echo or self._returns_ids)):
             choice = self._choice(delta, first and self._echo)
             if self._returns_ids:
                 choice["token_ids"] = self._token_ids(delta)

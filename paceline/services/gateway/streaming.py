@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from paceline.services.gateway.errors import to_api_error
-from paceline.services.gateway.generation import Generation
-from paceline.services.gateway.responses import ResponseFormat
+from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.responses import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.schemas import StreamOptions
 from paceline.services.gateway.stall_watch import StallWatch
 
@@ -26,6 +26,8 @@ SEND_SECONDS = 60.0
 """A client that takes nothing for so long is given up, because its request holds a place on a worker."""
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_MARK = "\0"
+"""No other string of a chunk is this one."""
 _DONE = b"data: [DONE]\n\n"
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 """JSON allows these characters, and clients that read line by line break at them."""
@@ -48,19 +50,49 @@ async def event_stream(
     generation: Generation, response_format: ResponseFormat, options: StreamOptions
 ) -> AsyncGenerator[bytes]:
     """The server-sent events of a generation, joined where they are ready together. Must be closed when left early."""
-    async with contextlib.aclosing(generation.batches()) as batches:
-        async for batch in batches:
-            events = []
-            for chunk in (chunk for delta in batch for chunk in response_format.chunks(delta)):
-                if options.include_usage:
-                    continuous = options.continuous_usage_stats
-                    chunk["usage"] = response_format.usage_so_far(generation.usage()) if continuous else None
-                events.append(_event(chunk))
-            if events:
-                yield b"".join(events)
+    writer = EventWriter(response_format, options, generation.usage)
+    async with generation.running():
+        while batch := await generation.batch():
+            if data := b"".join(map(writer.write, batch)):
+                yield data
     if options.include_usage:
         yield _event(response_format.usage_chunk(generation.usage()))
     yield _DONE
+
+
+class EventWriter:
+    """Turns deltas of one response into server-sent events.
+
+    Args:
+        usage: that of all tokens that have come.
+    """
+
+    def __init__(self, response_format: ResponseFormat, options: StreamOptions, usage: Callable[[], Json]) -> None:
+        self._format = response_format
+        self._options = options
+        self._usage = usage
+        self._around_text: dict[int, tuple[str, str]] = {}
+        """By choice: what stands before and behind the text of its chunks, which are alike but for that."""
+
+    def write(self, delta: Delta) -> bytes:
+        return b"".join(map(self._write_chunk, self._format.chunks(delta)))
+
+    def _write_chunk(self, chunk: Json | TextChunk) -> bytes:
+        if not isinstance(chunk, TextChunk):
+            return _event(self._with_usage(chunk))
+        if self._options.continuous_usage_stats:
+            return _event(self._with_usage(self._format.text_chunk(*chunk)))
+        if (around := self._around_text.get(chunk.choice)) is None:
+            whole = _ENCODER.encode(self._with_usage(self._format.text_chunk(chunk.choice, _MARK)))
+            before, behind = whole.split(_ENCODER.encode(_MARK))
+            around = self._around_text[chunk.choice] = before, behind
+        return _framed(around[0] + _ENCODER.encode(chunk.text) + around[1])
+
+    def _with_usage(self, chunk: Json) -> Json:
+        if self._options.include_usage:
+            continuous = self._options.continuous_usage_stats
+            chunk["usage"] = self._format.usage_so_far(self._usage()) if continuous else None
+        return chunk
 
 
 class EventStreamResponse(Response):
@@ -77,40 +109,44 @@ class EventStreamResponse(Response):
         self._send_seconds = send_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def watched_send(message: Message) -> None:
-            watch.begin()
-            await send(message)
-            watch.end()
-
         try:
             async with asyncio.timeout(None) as limit:
                 watch = StallWatch(self._send_seconds, lambda: limit.reschedule(0))
                 with contextlib.closing(watch):
-                    await until_disconnect(receive, self._send_all(scope, receive, watched_send))
+                    await until_disconnect(receive, self._send_all(scope, receive, send, watch))
         except TimeoutError:
             # Returning without an end makes the server close the connection.
             log.warning("a client took nothing for %g seconds; its request was cancelled", self._send_seconds)
 
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send, watch: StallWatch) -> None:
         begun = False
+        # What stands between us and the server has nothing to do with bodies, and each layer costs a call a token.
+        send_body: Send = scope.get("state", {}).get("send", send)
         async with contextlib.aclosing(self._events) as events:
             try:
                 async for data in events:
+                    watch.begin()
                     if not begun:
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await send_body({"type": "http.response.body", "body": data, "more_body": True})
+                    watch.end()
             except Exception as error:
+                watch.begin()
                 answer = to_api_error(error)
                 if not begun:
                     await answer.response()(scope, receive, send)
                     return
                 await send({"type": "http.response.body", "body": _event(answer.body) + _DONE, "more_body": True})
+        watch.begin()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    text = _ENCODER.encode(data)
+def _event(data: Json) -> bytes:
+    return _framed(_ENCODER.encode(data))
+
+
+def _framed(text: str) -> bytes:
     return f"data: {text if text.isascii() else text.translate(_LINE_BREAKS)}\n\n".encode()
 
 

@@ -1,7 +1,7 @@
 """Tells Redis which blocks this host holds, so that gateways can route by cached prefix.
 
 The stream is bounded (Redis trims it to about the newest _STREAM_LENGTH entries as it is written), and so is what waits
-here for a Redis that does not answer. Events of a tenth of a second share an entry; a host where no block becomes or
+here for a Redis that does not answer. Events of a quarter of a second share an entry; a host where no block becomes or
 ceases to be reusable sends nothing. A gateway that missed something asks the service for all (`KVTransfer.Reusable`).
 """
 
@@ -22,7 +22,7 @@ from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
 
-_PERIOD_SECONDS = 0.1
+_PERIOD_SECONDS = 0.25
 _DEADLINE_SECONDS = 2.0
 _MAX_PAUSE_SECONDS = 5.0
 _BATCH = 1000

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from paceline.services.kvtransfer.sessions import Sessions
 
-_TICK_SECONDS = 0.25
+_TICK_SECONDS = 0.5
 _CHECK_SECONDS = 5.0
 """The ledger is proved when nothing changed for a tick, and at least this often."""
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import grpc.aio
+
 from paceline.core.config import WorkerConfig
 from paceline.proto import worker_pb2_grpc
+from paceline.services.common.worker import Worker
 from paceline.services.common.worker_process import run_worker
 from paceline.services.prefill.service import PrefillService
 
 
 async def run(config: WorkerConfig) -> None:
     """Serves until SIGTERM, then drains. Raises PacelineError."""
-    await run_worker(
-        config,
-        "prefill",
-        lambda server, worker: worker_pb2_grpc.add_PrefillServicer_to_server(PrefillService(worker), server),
-    )
+    await run_worker(config, "prefill", add_prefill)
+
+
+def add_prefill(server: grpc.aio.Server, worker: Worker) -> None:
+    """Serves `Prefill`."""
+    worker_pb2_grpc.add_PrefillServicer_to_server(PrefillService(worker), server)

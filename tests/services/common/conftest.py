@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 import torch
 
@@ -17,22 +16,15 @@ from paceline.core.config import WorkerConfig
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import RpcServer, open_channel
 from paceline.services.common.secret import Secret
+from paceline.services.common.wire import token_to_pb
 from paceline.services.common.worker_process import WorkerProcess
-from paceline.services.decode.service import DecodeService
+from paceline.services.decode.main import add_decode
 from paceline.services.gateway.event_feed import EventFeed, Inbox
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
-from paceline.services.prefill.service import PrefillService
+from paceline.services.prefill.main import add_prefill
 
 PROMPT_VOCABULARY = 100
-
-
-def add_prefill(server: grpc.aio.Server, worker: object) -> None:
-    worker_pb2_grpc.add_PrefillServicer_to_server(PrefillService(worker), server)  # type: ignore[arg-type]
-
-
-def add_decode(server: grpc.aio.Server, worker: object) -> None:
-    worker_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), server)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -92,6 +84,9 @@ class DecodeCall:
             self._ending = asyncio.create_task(self._call.read())
             return event
         event = await self._events.get()
+        if isinstance(event, list):
+            tokens = worker_pb2.Tokens(tokens=[token_to_pb(token) for token in event])
+            return worker_pb2.DecodeEvent(attempt=self._recipient.attempt, tokens=tokens)
         if isinstance(event, Exception):
             raise event
         if event.WhichOneof("event") is None:
@@ -119,7 +114,7 @@ class Host:
         self.channels = [open_channel(address, Secret()) for address in (prefill.address, decode.address, kvtransfer)]
         self.prefill_stub = worker_pb2_grpc.PrefillStub(self.channels[0])
         self.decode_stub = worker_pb2_grpc.DecodeStub(self.channels[1])
-        self.feed = EventFeed(self.channels[1], "the decode worker")
+        self.feed = EventFeed(self.channels[1], "the decode worker", decode.socket)
         self.kv_stub = kvtransfer_pb2_grpc.KVTransferStub(self.channels[2])
 
     def decode_call(self, timeout: float = 60) -> DecodeCall:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import groupby
+from operator import itemgetter
 
 import pytest
 
 from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
+from paceline.core.types import Logprob, Token
 from paceline.proto import worker_pb2
 from paceline.services.common.tasks import end_tasks
 from paceline.services.decode.outbox import MAX_TOKENS, Outbox, Outboxes
@@ -25,7 +28,10 @@ class Gateway:
         self.under_way += 1
         await self._turn.acquire()
         self.under_way -= 1
-        self.messages.append([(each.attempt, [token.id for token in each.tokens.tokens]) for each in message.events])
+        plain = groupby(zip(message.attempts, message.token_ids), key=itemgetter(0))
+        tokens = [(attempt, [token_id for _, token_id in own]) for attempt, own in plain]
+        events = [(each.attempt, [token.id for token in each.tokens.tokens]) for each in message.events]
+        self.messages.append(tokens + events)
 
     def read(self, count: int) -> None:
         for _ in range(count):
@@ -41,9 +47,8 @@ async def open_stream() -> tuple[Gateway, Outbox]:
     return gateway, outboxes.of(worker_pb2.Recipient(stream="stream"))
 
 
-def put(outbox: Outbox, attempt: int, token_id: int) -> None:
-    _, token = outbox.token(attempt)
-    token.id = token_id
+def put(outbox: Outbox, attempt: int, token_id: int, logprobs: tuple[Logprob, ...] = ()) -> None:
+    outbox.token(attempt, Token(token_id, logprobs))
 
 
 async def test_what_comes_together_travels_together_and_nothing_is_lost_or_doubled() -> None:
@@ -66,6 +71,17 @@ async def test_what_comes_together_travels_together_and_nothing_is_lost_or_doubl
     gateway.read(1)
     await outbox.flush()
     assert gateway.messages[3:] == [[(1, [14])]]
+    await end_tasks(gateway.stream)
+
+
+async def test_tokens_of_which_more_is_told_have_events() -> None:
+    gateway, outbox = await open_stream()
+    gateway.read(9)
+    report = (Logprob(7, -1.0, 1),)
+    for attempt, token_id, logprobs in ((2, 20, report), (1, 10, ()), (2, 21, report)):
+        put(outbox, attempt, token_id, logprobs)
+    await outbox.flush()
+    assert gateway.messages[1:] == [[(1, [10]), (2, [20, 21])]]
     await end_tasks(gateway.stream)
 
 

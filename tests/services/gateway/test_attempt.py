@@ -27,8 +27,13 @@ async def test_a_prefill_worker_that_is_done_is_not_counted_any_more(
     attempt = Attempt(cluster.fleet, decode, prefill, work, seconds=PATIENCE, stall_seconds=PATIENCE)
     await attempt.admit()
     assert (decode.in_flight, prefill.in_flight) == (1, 1)
-    while not isinstance(await attempt.next(), end):
-        pass
-    assert (decode.in_flight, prefill.in_flight) == (1, 0)
+    seen: list[tuple[int, int]] = []
+
+    def take(event: Event) -> None:
+        if isinstance(event, end) and not seen:
+            seen.append((decode.in_flight, prefill.in_flight))
+
+    await attempt.run(take)
+    assert seen == [(1, 0)]
     attempt.close()
     assert (decode.in_flight, prefill.in_flight) == (0, 0)

@@ -194,14 +194,26 @@ async def test_every_chunk_has_the_logprobs_and_ids_that_were_asked_for(start_st
     assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
 
 
-async def test_line_breaks_of_unicode_do_not_break_lines(stack: Stack) -> None:
-    text = "a\x85b\u2028c\u2029d\r\ne\x0bf"
+@pytest.mark.parametrize("prompt", [{"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}])
+@pytest.mark.parametrize("with_usage", [False, True])
+async def test_every_chunk_is_a_line_of_json(stack: Stack, prompt: dict[str, object], with_usage: bool) -> None:
+    text = 'a\x85b\u2028c\u2029d\r\ne\x0bf"g\\h\0i'
     for worker in stack.workers.values():
         worker.script = text.encode()
-    body = {"prompt": "x", "max_tokens": len(text.encode()), "seed": 0, "stream": True}
-    lines = [line for line in (await stack.post("/v1/completions", **body)).text.splitlines() if line]
-    texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
-    assert "".join(texts) == text
+    options = {"stream_options": {"include_usage": True}} if with_usage else {}
+    body = {**prompt, "n": 2, "max_tokens": len(text.encode()), "seed": 0, "stream": True, **options}
+    path = "/v1/completions" if "prompt" in prompt else "/v1/chat/completions"
+    *lines, end = [line for line in (await stack.post(path, **body)).text.splitlines() if line]
+    assert end == "data: [DONE]"
+    texts = {0: "", 1: ""}
+    line_breaks = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})
+    for line in (line.removeprefix("data: ") for line in lines):
+        chunk = json.loads(line)
+        assert json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).translate(line_breaks) == line
+        assert ("usage" in chunk) is with_usage
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"] if "prompt" in prompt else choice["delta"]["content"]
+    assert texts == {0: text, 1: text[1:] + text[:1]}
 
 
 async def test_characters_of_several_tokens_arrive_whole_and_each_token_shows(stack: Stack) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
+import pytest
+
+from paceline.core.types import Token
 from paceline.proto import worker_pb2
-from paceline.services.gateway.event_feed import FeedError, Inbox
+from paceline.services.gateway.event_feed import EventFeed, FeedError, Inbox
 from tests.services.gateway.conftest import PATIENCE, Cluster, StartStack, eventually
 from tests.services.gateway.test_trouble import Reader
 from tests.services.gateway.toy_workers import TEXT
@@ -33,6 +37,13 @@ async def test_attempts_share_a_stream_until_it_breaks(cluster: Cluster) -> None
         again = await feed.join(inboxes[0])
         assert again.stream != first.stream
     assert len(worker.streams) == 2
+
+
+async def test_a_socket_of_another_host_is_no_hindrance(cluster: Cluster) -> None:
+    worker = await cluster.add("d")
+    feed = EventFeed(cluster.fleet.worker("d").channel, "d", "/nowhere/events.sock")
+    recipient = await feed.join(Inbox())
+    assert recipient.stream in worker.outboxes._by_name
 
 
 async def test_a_broken_stream_costs_an_attempt(start_stack: StartStack) -> None:
@@ -68,16 +79,32 @@ async def test_who_does_not_read_holds_up_nobody_else(cluster: Cluster) -> None:
     async with asyncio.timeout(PATIENCE):
         for number in range(1000):
             for recipient in (unread, read):
-                _, token = outbox.token(recipient.attempt)
-                token.id = number
+                outbox.token(recipient.attempt, Token(number))
             outbox.end_message()
-            event = await inboxes[1].get()
-            assert isinstance(event, worker_pb2.DecodeEvent)
-            assert event.tokens.tokens[0].id == number
+            assert await inboxes[1].get() == [Token(number)]
         for number in range(1000):
-            event = await inboxes[0].get()
-            assert isinstance(event, worker_pb2.DecodeEvent)
-            assert event.tokens.tokens[0].id == number
+            assert await inboxes[0].get() == [Token(number)]
+
+
+async def test_tokens_that_are_taken_as_they_come_keep_their_place() -> None:
+    inbox, taken = Inbox(), list[Token]()
+
+    def take(tokens: list[Token]) -> None:
+        taken.extend(tokens)
+        if Token(4) in tokens:
+            raise ValueError("enough")
+
+    inbox.put([Token(1)])
+    inbox.divert(taken.extend)
+    inbox.put([Token(2)])
+    assert [await inbox.get(), await inbox.get()] == [[Token(1)], [Token(2)]]
+    inbox.divert(take)
+    for number in (3, 4, 5):
+        inbox.put([Token(number)])
+    assert taken == [Token(3), Token(4)]
+    with pytest.raises(ValueError, match="enough"):
+        raise cast("Exception", await inbox.get())
+    assert await inbox.get() == [Token(5)]
 
 
 async def test_a_worker_that_ends_a_call_without_a_word_has_failed(start_stack: StartStack) -> None:

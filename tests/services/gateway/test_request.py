@@ -37,8 +37,7 @@ class Request:
         self.task = asyncio.create_task(self._run(runner, request))
 
     async def _run(self, runner: RequestRunner, request: GenerateRequest) -> Event:
-        async for event in runner.run(request, RequestRecord()):
-            self.events.append(event)
+        await runner.run(request, RequestRecord(), self.events.append)
         return self.events[-1]
 
     def has_begun(self) -> bool:

@@ -24,6 +24,7 @@ from paceline.services.common.registry import Member, Registrar, Role, State
 from paceline.services.common.rpc import RpcServer, mapped_errors
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
+from paceline.services.common.wire import token_from_pb
 from paceline.services.decode.outbox import Outbox, Outboxes
 
 TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back again. "
@@ -263,7 +264,7 @@ class ToyWorker(
         for count in itertools.count():
             await self._progress(call, count, context)
             token, reason = self._token(work, position + count)
-            call.tell(tokens=worker_pb2.Tokens(tokens=[token]))
+            call.outbox.token(call.number, token_from_pb(token))
             await call.outbox.flush()
             if reason != common_pb2.FINISH_REASON_NONE:
                 effort = worker_pb2.Effort(steps=count + 1, drafts=4, draft_tokens=9, accepted_tokens=5, preemptions=2)

@@ -14,7 +14,8 @@ import pytest
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.framed import HostConnection
-from paceline.services.kvtransfer.host_socket import HostSocket, remove_stale_sockets
+from paceline.services.common.unix_listener import remove_stale_sockets
+from paceline.services.kvtransfer.host_socket import HostSocket
 
 REFUSED, BROKEN, SLOW, BIG = 1, 2, 3, 4
 """Sessions."""

@@ -1,0 +1,62 @@
+"""Events for a gateway of the same host: what gRPC takes for a message, with threads of its own in both processes, is
+more than all the rest of a token's way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from google.protobuf.message import DecodeError
+
+from paceline.core.errors import InvalidRequestError
+from paceline.proto import worker_pb2
+from paceline.services.common.framed import Framed
+from paceline.services.decode.outbox import Outboxes
+
+log = logging.getLogger(__name__)
+
+
+class EventConnection(Framed):
+    """A gateway's: it sends one EventsRequest and reads what `Decode.Events` would tell it."""
+
+    def __init__(self, outboxes: Outboxes) -> None:
+        super().__init__(self._take, self._end)
+        self._outboxes = outboxes
+        self._serving: asyncio.Task[None] | None = None
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    def _take(self, message: bytes) -> None:
+        try:
+            if self._serving is not None:
+                raise InvalidRequestError("one stream of events has been asked for already")
+            name = worker_pb2.EventsRequest.FromString(message).stream
+            self._serving = asyncio.get_running_loop().create_task(self._serve(name))
+        except (InvalidRequestError, DecodeError) as error:
+            self._refuse(error)
+
+    async def _serve(self, name: str) -> None:
+        try:
+            await self._outboxes.serve(name, self._write)
+        except InvalidRequestError as error:
+            self._refuse(error)
+
+    async def _write(self, message: worker_pb2.DecodeEvents) -> None:
+        await self._has_room.wait()
+        self.send(message)
+
+    def _refuse(self, error: Exception) -> None:
+        log.warning("a gateway's connection is ended: %s", error)
+        self.abort()
+
+    def _end(self) -> None:
+        if self._serving is not None:
+            self._serving.cancel()
+
+    # ---- called by the event loop, where the gateway reads slowly
+
+    def pause_writing(self) -> None:
+        self._has_room.clear()
+
+    def resume_writing(self) -> None:
+        self._has_room.set()
