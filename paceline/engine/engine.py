@@ -31,7 +31,7 @@ from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.pool_directory import Neighbours
 from paceline.engine.request import Request
-from paceline.engine.residency import Copies
+from paceline.engine.residency import LAST, Copies
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import Event, Step, StepResult
@@ -151,6 +151,10 @@ class Engine:
     def add(self, request: Request) -> None:
         self._inbox.put(lambda: self._add(request))
 
+    def preload(self, request: Request) -> None:
+        """See `Scheduler.preload`."""
+        self._inbox.put(lambda: self._scheduler.preload(request))
+
     def remove(self, key: Key) -> None:
         """Confirmed by a `Removed` event, after which the request's blocks are touched no more."""
         self._inbox.put(lambda: self._scheduler.remove(key))
@@ -191,9 +195,7 @@ class Engine:
                 self._idle = False
             asked = time.perf_counter()
             for copies in self._scheduler.take_copies():
-                # A request waits for what is loaded. That it needs nothing that is still to be stored is a promise of
-                # the scheduler's: who left the pool comes back when all has been stored.
-                self._errands.put(_Errand(0 if copies.loads else 1, next(self._numbers), copies, asked))
+                self._errands.put(_Errand(copies.rank, next(self._numbers), copies, asked))
             if self._in_flight == 0 and self._depth > 0:
                 self._idle, self._depth = True, self._most_in_flight
             planned = time.perf_counter()
@@ -293,7 +295,7 @@ class Engine:
 
     def _end_copying(self) -> None:
         """Once all that was asked for is done."""
-        self._errands.put(_Errand(2, next(self._numbers), None, 0.0))
+        self._errands.put(_Errand(LAST + 1, next(self._numbers), None, 0.0))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         name_thread()

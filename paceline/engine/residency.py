@@ -10,21 +10,17 @@ Pure, like the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from paceline.core.block_pool import BlockPool
-from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
-from paceline.engine.pool_directory import Move, PoolDirectory
+from paceline.core.types import Key
+from paceline.engine.pool_directory import Move
 from paceline.engine.request import Request
 from paceline.engine.step import Event
 
-_WEIGHT = 0.1
-"""Of a new figure in an average."""
-
-_TELLING_LOADS = 4
-"""Of blocks together, at least, that tell how long one takes."""
+LAST = 2
+"""Rank of what nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,13 +34,28 @@ class Copies:
     """The other way."""
     events: list[Event] = field(default_factory=list)
     """What is true once they have been made."""
+    ahead: bool = False
+    """Loaded for a request that is not here yet."""
+
+    @property
+    def rank(self) -> int:
+        """The least is made first. A request waits for what is loaded, or soon will. That it needs nothing that is
+        still to be stored is a promise of the scheduler's: who left the pool comes back when all has been stored."""
+        return LAST if not self.loads else int(self.ahead)
 
 
 class Residency(Protocol):
     """Owns `pool_tables`, `loading` and `copies` of all requests."""
 
+    def preload(self, request: Request) -> None:
+        """Begins to load the full blocks of a request that does not run yet: as it is now, with the blocks that it
+        holds. It enters under the same request and attempt, and only as long as it has held them since."""
+
+    def forget(self, key: Key) -> None:
+        """What was preloaded is not needed: the request does not come."""
+
     def enter(self, request: Request, tokens_per_second: float) -> bool:
-        """Gives a request its blocks in the pool; False where there are not enough. It cannot run while `loading`.
+        """Gives a request its blocks in the pool; False where it has to wait. It cannot run while `loading`.
 
         Args:
             tokens_per_second: at which prompts are computed; 0 where nobody knows.
@@ -79,6 +90,12 @@ class Residency(Protocol):
 class InArena:
     """The device computes in the arena: nothing is ever copied."""
 
+    def preload(self, request: Request) -> None:
+        pass
+
+    def forget(self, key: Key) -> None:
+        pass
+
     def enter(self, request: Request, tokens_per_second: float) -> bool:
         request.pool_tables = request.tables
         return True
@@ -106,177 +123,3 @@ class InArena:
 
     def stats(self) -> dict[str, float]:
         return {}
-
-
-class OnDevice:
-    """The device has `slots` slots of its own.
-
-    Full blocks stay when their request leaves, until room is needed: who needs one of them next loads nothing.
-
-    Args:
-        directory: what other processes know of the pool, where they can read it.
-    """
-
-    def __init__(self, layout: KVLayout, slots: int, directory: PoolDirectory | None = None) -> None:
-        self._directory = directory
-        self._groups = layout.groups
-        self._pool = BlockPool(slots, len(layout.groups))
-        self._copies: list[Copies] = []
-        self._refused: Request | None = None
-        """Found no room, and none has come since."""
-        self._stores: list[Move] = []
-        """Of what was sealed since the last `tell`."""
-        self._block_seconds = 0.0
-        """To load a block; 0 as long as nobody knows."""
-
-    def enter(self, request: Request, tokens_per_second: float) -> bool:
-        if request is self._refused:
-            return False  # looking again takes long with long contexts
-        blocks = list(self._needed(request))
-        found = [self._pool.find(block.group, block.digest) if block.is_full else None for block in blocks]
-        reused = [slot for slot in found if slot is not None]
-        if len(blocks) - len(reused) > self._pool.available(reused):
-            self._refused = request
-            return False
-        loads = sum(slot is None and block.digest != b"" for block, slot in zip(blocks, found))
-        if self._is_cheaper_computed(request, loads, tokens_per_second):
-            request.start_over()
-            return self.enter(request, tokens_per_second)
-        self._pool.reuse(reused)
-        fresh = iter(self._take(len(blocks) - len(reused)))
-        request.pool_tables = [[NO_SLOT] * len(table) for table in request.tables]
-        copies = Copies(request)
-        for block, known in zip(blocks, found):
-            slot = request.pool_tables[block.group][block.place] = next(fresh) if known is None else known
-            if block.digest and known is None:
-                arena_slot = request.tables[block.group][block.place]
-                copies.loads.append(Move(slot, arena_slot, block.group, block.digest, block.is_full))
-        if copies.loads:
-            request.loading = True
-            self._submit(copies)
-        return True
-
-    def cover(self, request: Request) -> bool:
-        assert request.pool_tables is not None
-        missing = [len(table) - len(own) for table, own in zip(request.tables, request.pool_tables)]
-        if sum(missing) > self._pool.available():
-            return False
-        fresh = self._take(sum(missing))
-        for own, count in zip(request.pool_tables, missing):
-            own += fresh[:count]
-            del fresh[:count]
-        return True
-
-    def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
-        assert request.pool_tables is not None
-        for block, digest in enumerate(hashes, first_block):
-            slot = request.pool_tables[group][block]
-            self._pool.seal(slot, group, digest)
-            self._store(Move(slot, request.tables[group][block], group, digest))
-
-    def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
-        assert request.pool_tables is not None
-        table = request.pool_tables[group]
-        self._give_back([slot for slot in table[:first_kept_block] if slot != NO_SLOT])
-        table[:first_kept_block] = [NO_SLOT] * first_kept_block
-
-    def tell(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
-        if whole:
-            self._store_partial(request)
-        if not self._stores and not request.copies:
-            return events
-        if self._stores or events:
-            self._submit(Copies(request, stores=self._stores, events=events))
-            self._stores = []
-        return []
-
-    def leave(self, request: Request) -> None:
-        if request.pool_tables is not None:
-            self._give_back(slots_tail_first(self._groups, request.pool_tables))
-            request.pool_tables = None
-
-    def take_copies(self) -> list[Copies]:
-        copies, self._copies = self._copies, []
-        return copies
-
-    def copied(self, copies: Copies, seconds: float) -> list[Event]:
-        copies.request.copies -= 1
-        self._publish(copies.stores)
-        self._give_back([move.pool_slot for move in copies.stores])
-        if copies.loads:
-            copies.request.loading = False
-            if len(copies.loads) >= _TELLING_LOADS:
-                self._block_seconds = _average(self._block_seconds, seconds / len(copies.loads))
-            full = [move for move in copies.loads if move.is_full]
-            for move in full:
-                self._pool.seal(move.pool_slot, move.group, move.digest)
-            self._publish(full)
-        return copies.events
-
-    def stats(self) -> dict[str, float]:
-        return {f"blocks_{name}": count for name, count in self._pool.counts()._asdict().items()}
-
-    def _needed(self, request: Request) -> Iterator[_Block]:
-        """The blocks that a request goes on with."""
-        for number, (group, table) in enumerate(zip(self._groups, request.tables)):
-            filled = request.filled_len(number)
-            for index in range(group.first_needed_block(filled), len(table)):
-                if table[index] != NO_SLOT:
-                    is_full = (index + 1) * group.block_tokens <= filled
-                    digest = request.hash_of(number, index) if index * group.block_tokens < filled else b""
-                    yield _Block(number, index, is_full, digest)
-
-    def _is_cheaper_computed(self, request: Request, loads: int, tokens_per_second: float) -> bool:
-        """Whether to compute the context again takes less time than to load so many blocks."""
-        if any(group.shape.window for group in self._groups) or request.sampling.prompt_logprobs is not None:
-            return False  # of the beginning not all blocks are there to be computed in, or it was reported already
-        if request.computed_len >= loads * self._block_seconds * tokens_per_second:
-            return False
-        # No load will tell that they have become faster: so the figure does not stand for ever.
-        self._block_seconds *= 1 - _WEIGHT
-        return True
-
-    def _store_partial(self, request: Request) -> None:
-        assert request.pool_tables is not None
-        for number, (group, table) in enumerate(zip(self._groups, request.pool_tables)):
-            block, rest = divmod(request.filled_len(number), group.block_tokens)
-            # One that is sealed is whole there, and others read it; here it is being computed again.
-            if rest and block >= request.sealed_blocks[number]:
-                digest = request.hash_of(number, block)
-                self._store(Move(table[block], request.tables[number][block], number, digest, is_full=False))
-
-    def _store(self, move: Move) -> None:
-        # Its slot is nobody else's until it is stored, also where the request gives it back before.
-        self._pool.share((move.pool_slot,))
-        self._stores.append(move)
-
-    def _take(self, count: int) -> list[int]:
-        slots = self._pool.take(count)
-        if self._directory is not None:
-            self._directory.withdraw(slots)
-        return slots
-
-    def _publish(self, moves: Iterable[Move]) -> None:
-        """Nobody writes to these blocks from now on, until they are taken by somebody else."""
-        if self._directory is not None:
-            self._directory.publish(moves)
-
-    def _give_back(self, slots: Sequence[int]) -> None:
-        self._pool.give_back(slots)
-        self._refused = None
-
-    def _submit(self, copies: Copies) -> None:
-        copies.request.copies += 1
-        self._copies.append(copies)
-
-
-class _Block(NamedTuple):
-    group: int
-    place: int
-    is_full: bool
-    digest: bytes
-    """The name of what is in it; empty where there is nothing."""
-
-
-def _average(old: float, new: float) -> float:
-    return old + _WEIGHT * (new - old) if old else new

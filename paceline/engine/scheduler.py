@@ -22,27 +22,11 @@ from dataclasses import dataclass
 from paceline.core.types import Key
 from paceline.engine.request import Request
 from paceline.engine.residency import Copies, InArena, Residency
+from paceline.engine.results import Results
+from paceline.engine.seats import Seats
 from paceline.engine.speculation import Speculation
 from paceline.engine.stats import SchedulerStats
-from paceline.engine.step import (
-    Chunk,
-    ChunkResult,
-    Computed,
-    Event,
-    Failed,
-    Filled,
-    Grown,
-    Joined,
-    NeedsBlocks,
-    Preempted,
-    Removed,
-    Sampled,
-    Scored,
-    Sealed,
-    Step,
-    StepResult,
-    Trimmed,
-)
+from paceline.engine.step import Chunk, Event, NeedsBlocks, Preempted, Removed, Step, StepResult
 
 GROWTH_TOKENS = 64
 """Blocks are asked for in pieces of this many tokens, so that asking is rare."""
@@ -77,12 +61,12 @@ class Scheduler:
         self._requests: dict[Key, Request] = {}  # in order of arrival
         self._leaving: dict[Key, tuple[Request, Event | None]] = {}  # over, but steps in flight include them; last word
         self._grown: dict[Key, Request] = {}  # their blocks in the pool are to follow those that they hold
-        self._free_rows = list(range(limits.max_seqs))
-        self._updates: list[Joined | Grown] = []
+        self._seats = Seats(limits.max_seqs, limits.max_model_len)
         self._events: list[Event] = []
         self._made_room = False
         self._starved: list[Request] = []
         self.stats = SchedulerStats()
+        self._results = Results(limits.max_model_len, self._speculation, self._residency, self.stats)
 
     def add(self, request: Request) -> None:
         """A request with the blocks for its context. Its key must be new."""
@@ -90,11 +74,17 @@ class Scheduler:
             raise ValueError(f"{request.key} is already running")
         self._requests[request.key] = request
 
+    def preload(self, request: Request) -> None:
+        """A request that will be added later, under the next generation of its key, with blocks that are full already
+        (`computed_len`): they are brought to where the device computes meanwhile. `remove` takes this back, too."""
+        self._residency.preload(request)
+
     def remove(self, key: Key) -> None:
         """Drops a request, if it is still here; confirms with `Removed` as soon as no step in flight includes it."""
         leaving, _ = self._leaving.get(key, (None, None))
         request = self._requests.pop(key, leaving)
         if request is None:
+            self._residency.forget(key)
             self._events.append(Removed(key))
         else:
             self._leave(request, Removed(key))
@@ -151,8 +141,7 @@ class Scheduler:
                     break  # a first token need not wait for half of the next prompt
         if not chunks:
             return None
-        updates, self._updates = self._updates, []
-        return Step(tuple(chunks), tuple(updates))
+        return Step(tuple(chunks), self._seats.take_updates())
 
     def _settle_in(self) -> None:
         """Has every request and all of its blocks in the pool, as far as there is room; nobody before their turn."""
@@ -160,8 +149,7 @@ class Scheduler:
             while not (request.pool_tables is None or request.parking or self._residency.cover(request)):
                 if not self._make_room():
                     return  # what becomes free is for those that are there
-            if request.row is not None and request.pool_tables is not None:
-                self._updates.append(Grown(request.row, _copied(request.pool_tables), request.pool_capacity))
+            self._seats.grow(request)
             del self._grown[key]
         for request in self._requests.values():
             if request.pool_tables is None and not self._residency.enter(request, self.stats.prefill_tokens_per_second):
@@ -182,22 +170,7 @@ class Scheduler:
         """Whether the request can run; it gets a row where one is free."""
         if request.pool_tables is None or request.loading or request.parking:
             return False
-        if request.row is None and self._free_rows:
-            request.row = self._free_rows.pop()
-            self._updates.append(
-                Joined(
-                    request.row,
-                    list(request.token_ids),
-                    request.prompt_len,
-                    request.drafter_len,
-                    request.sampling,
-                    request.limit(self._limits.max_model_len),
-                    _copied(request.pool_tables),
-                    request.pool_capacity,
-                    request.matcher,
-                )
-            )
-        return request.row is not None
+        return self._seats.seat(request)
 
     def _next_tokens(self, request: Request, drafts: int) -> Chunk | None:
         """The newest token of a decoding request, and up to so many drafts behind it."""
@@ -252,8 +225,7 @@ class Scheduler:
 
     def apply(self, step: Step, result: StepResult) -> None:
         """Takes in what the oldest step in flight computed."""
-        self.stats.count_step(step, result)
-        self._observe(step, result)
+        self._results.observe(step, result)
         drafter_lengths = result.drafter_lengths or [0] * len(step.chunks)
         for chunk, own, drafter_len in zip(step.chunks, result.chunks, drafter_lengths, strict=True):
             request = chunk.request
@@ -261,7 +233,11 @@ class Scheduler:
             if chunk.samples:
                 request.unknown.popleft()
             if request.key in self._requests or self._is_preempted(request.key):
-                self._take(chunk, own, drafter_len, result.seconds)
+                events, is_over = self._results.take(chunk, own, drafter_len, result.seconds)
+                self._events += events
+                if is_over:
+                    self._requests.pop(request.key, None)
+                    self._leave(request, None)
             self._end_use(request)
 
     def take_copies(self) -> list[Copies]:
@@ -284,58 +260,6 @@ class Scheduler:
         events, self._events = self._events, []
         return events
 
-    def _observe(self, step: Step, result: StepResult) -> None:
-        """Tells what a step took, if it tells anything about decoding: one with prompts does not."""
-        if all(chunk.follows for chunk in step.chunks):
-            tokens = sum(1 + chunk.drafted for chunk in result.chunks if chunk.tokens)
-            given = sum(len(chunk.tokens) for chunk in result.chunks)
-            self._speculation.observe_step(tokens, given, result.drafted, result.seconds, result.draft_seconds)
-
-    def _take(self, chunk: Chunk, result: ChunkResult, drafter_len: int, seconds: float) -> None:
-        request, events = chunk.request, self._events
-        if chunk.prefills:
-            events.append(Computed(request.key, chunk.start, chunk.length, seconds))
-        if result.scores:
-            events.append(Scored(request.key, chunk.scored.start, result.scores))
-        sampled: list[Sampled] = []
-        for token in result.tokens:
-            request.token_ids.append(token.id)
-            sampled.append(Sampled(request.key, token, request.finish_reason(self._limits.max_model_len)))
-            if sampled[-1].reason is not None:
-                break
-        # The newest token is never computed: it is the input of the next step.
-        request.computed_len = len(request.token_ids) - 1 if chunk.samples else chunk.end
-        request.planned_len = max(request.planned_len, request.computed_len)
-        request.drafter_len = min(drafter_len, request.computed_len)  # what it computed for drafts may be refused
-        self.stats.computed_tokens += 1 + result.drafted if chunk.follows else chunk.length
-        self.stats.sampled_tokens += len(sampled)
-        request.effort.count(len(sampled), result.drafted, result.accepted)
-        if result.drafted and result.tokens:
-            assert request.acceptance is not None
-            self._speculation.observe_drafts(request.acceptance, result.drafted, result.accepted)
-            self.stats.count_drafts(result.drafted, result.accepted)
-        self._settle_blocks(request)
-        events += sampled
-        if request.only_first_token and sampled and sampled[-1].reason is None:
-            events += self._residency.tell(request, [Filled(request.key, request.joined_len)], whole=True)
-        if result.failure:
-            events.append(Failed(request.key, result.failure))
-        if result.failure or (sampled and (sampled[-1].reason is not None or request.only_first_token)):
-            self._requests.pop(request.key, None)
-            self._leave(request, None)
-
-    def _settle_blocks(self, request: Request) -> None:
-        events: list[Event] = []
-        for index in range(len(request.tables)):
-            first, hashes = request.seal_full_blocks(index)
-            if hashes:
-                self._residency.sealed(request, index, first, hashes)
-                events.append(Sealed(request.key, index, first, hashes))
-            if first_kept := request.trim_behind_window(index):
-                self._residency.trimmed(request, index, first_kept)
-                events.append(Trimmed(request.key, index, first_kept))
-        self._events += self._residency.tell(request, events)
-
     # ---- leaving
 
     def _leave(self, request: Request, last_word: Event | None) -> None:
@@ -349,20 +273,15 @@ class Scheduler:
             self._let_go(request)
         elif request.parking and request.in_flight == 0:
             if request.row is not None:
-                self._give_row_back(request)
+                self._seats.give_back(request)
                 self._events += self._residency.tell(request, [], whole=True)
             if request.copies == 0:
                 self._residency.leave(request)
                 request.parking = False
 
-    def _give_row_back(self, request: Request) -> None:
-        if request.row is not None:
-            self._free_rows.append(request.row)
-            request.row, request.drafts = None, 0
-
     def _let_go(self, request: Request) -> None:
         _, last_word = self._leaving.pop(request.key)
-        self._give_row_back(request)
+        self._seats.give_back(request)
         self._residency.leave(request)
         if last_word is not None:
             self._events.append(last_word)
@@ -377,8 +296,3 @@ class Scheduler:
 
     def _is_preempted(self, key: Key) -> bool:
         return key in self._leaving and isinstance(self._leaving[key][1], Preempted)
-
-
-def _copied(tables: list[list[int]]) -> list[list[int]]:
-    """As they are now: the host goes on changing its own."""
-    return [list(table) for table in tables]

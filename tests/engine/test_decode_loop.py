@@ -15,10 +15,10 @@ import torch
 from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import NO_SLOT, make_layout
 from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.device_pool import OnDevice
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
-from paceline.engine.residency import OnDevice
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.sampler import Draft

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import NO_SLOT, GroupShape, KVLayout, make_layout
 from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.device_pool import OnDevice
 from paceline.engine.pool_directory import Move, PoolDirectory
 from paceline.engine.request import Request
-from paceline.engine.residency import Copies, OnDevice
+from paceline.engine.residency import Copies
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import (
     Chunk,
@@ -133,6 +134,8 @@ class Wish:
     """Its prompt is in the arena already, but for the last token."""
     leaves: bool
     """It goes after its first token, and its blocks are handed over."""
+    expected: bool = False
+    """A part of its prompt is in the arena some time before it comes, and is loaded meanwhile."""
 
 
 class Host:
@@ -169,6 +172,9 @@ class Host:
         self._asks: list[NeedsBlocks] = []
         self._contexts: dict[str, list[int]] = {}
         self._waiting: list[tuple[Key, list[int], Wish]] = []
+        self._expected: list[tuple[Key, list[int], Wish]] = []
+        self._given_up: set[Key] = set()
+        self._acts = [self._adopt, self._answer, self._plan, self._compute, self._apply, self._copy]
 
     def run(self, wishes: Sequence[Wish]) -> None:
         for index, wish in enumerate(wishes):
@@ -176,11 +182,11 @@ class Host:
             self._waiting.append((Key(str(index), 1, 1), list(wish.prompt), wish))
         for _ in range(30_000):
             self._admit()
-            for act in self._rng.sample([self._answer, self._plan, self._compute, self._apply, self._copy], 5):
+            for act in self._rng.sample(self._acts, len(self._acts)):
                 if self._rng.random() < 0.6:
                     act()
             self._take_events()
-            if len(self.ended) == len(wishes) and not self.arena.used:
+            if len(self.ended) == len(wishes) and not self.arena.used and not self._copies:
                 return
         raise AssertionError("it does not come to an end")
 
@@ -190,27 +196,43 @@ class Host:
             if not self.arena.take(self.layout, key, len(context) + 1):
                 return
             self._waiting.pop(0)
-            tables = [list(table) for table in self.arena.used[key]]
-            computed = len(context) - 1 if wish.adopted else 0
-            for group, table in zip(self.layout.groups, tables):
-                first = group.first_needed_block(computed) * group.block_tokens
-                for position in range(first, computed):
-                    place = table[position // group.block_tokens], position % group.block_tokens
-                    self.arena.content[place] = kv_of(context, position)
-                self._note_sealed(table[first // group.block_tokens : computed // group.block_tokens])
-            request = Request(
-                key,
-                list(context),
-                len(wish.prompt),
-                SamplingParams(max_tokens=wish.max_tokens),
-                self.layout,
-                HashChain("x"),
-                tables,
-                computed,
-                wish.leaves,
-            )
-            self._contexts[key.request_id] = request.token_ids
-            self.scheduler.add(request)
+            if wish.adopted and wish.expected:
+                self.scheduler.preload(self._request(key, context[:-1], wish, self._rng.randrange(len(context))))
+                self._expected.append((key, context, wish))
+            else:
+                self._add(key, context, wish)
+
+    def _add(self, key: Key, context: list[int], wish: Wish) -> None:
+        request = self._request(key, context, wish, len(context) - 1 if wish.adopted else 0)
+        self._contexts[key.request_id] = request.token_ids
+        self.scheduler.add(request)
+
+    def _request(self, key: Key, context: list[int], wish: Wish, computed: int) -> Request:
+        """What it has computed is in its blocks of the arena."""
+        tables = [list(table) for table in self.arena.used[key]]
+        for group, table in zip(self.layout.groups, tables):
+            first = group.first_needed_block(computed) * group.block_tokens
+            for position in range(first, computed):
+                place = table[position // group.block_tokens], position % group.block_tokens
+                self.arena.content[place] = kv_of(context, position)
+            self._note_sealed(table[first // group.block_tokens : computed // group.block_tokens])
+        params = SamplingParams(max_tokens=wish.max_tokens)
+        chain = HashChain("x")
+        return Request(key, list(context), len(wish.prompt), params, self.layout, chain, tables, computed, wish.leaves)
+
+    def _adopt(self) -> None:
+        """The rest of a prompt has come; or its request is lost, and its blocks are anybody's at once."""
+        if not self._expected:
+            return
+        key, context, wish = self._expected.pop(self._rng.randrange(len(self._expected)))
+        after = key._replace(generation=key.generation + 1)
+        if self._rng.random() < 0.3:
+            self._given_up.add(key)
+            self.scheduler.remove(key)
+            self._waiting.append((after, context, wish))
+        else:
+            self.arena.used[after] = self.arena.used.pop(key)
+            self._add(after, context, wish)
 
     def _answer(self) -> None:
         if self._asks:
@@ -238,9 +260,8 @@ class Host:
 
     def _copy(self) -> None:
         if self._copies:
-            first = next((index for index, copies in enumerate(self._copies) if copies.loads), 0)
-            copies = self._copies[first]
-            del self._copies[first]
+            copies = min(self._copies, key=lambda copies: copies.rank)
+            self._copies.remove(copies)
             for moves, source, target in (
                 (copies.loads, self.arena.content, self.device.pool),
                 ([(arena, pool) for pool, arena, *_ in copies.stores], self.device.pool, self.arena.content),
@@ -254,9 +275,8 @@ class Host:
                 assert self._content(slot) == content, "a sealed block has changed"
             self._check_published()
             self.scheduler.copied(copies, self._load_seconds, 1e-3)
-            self.published |= {
-                move._replace(pool_slot=0): self._in_pool(move.pool_slot) for move in (*copies.loads, *copies.stores)
-            }
+            shown = () if copies.ahead else (*copies.loads, *copies.stores)
+            self.published |= {move._replace(pool_slot=0): self._in_pool(move.pool_slot) for move in shown}
             self._check_published()
 
     def _in_pool(self, slot: int) -> dict[int, int]:
@@ -309,7 +329,8 @@ class Host:
                 case Removed(key):
                     self._check_untouched(key)
                     self._release(key)
-                    self.ended.add(key.request_id)
+                    if key not in self._given_up:
+                        self.ended.add(key.request_id)
                 case Preempted(key, request):
                     self._check_untouched(key)
                     self._release(key)
@@ -328,4 +349,4 @@ class Host:
 
     def _check_untouched(self, key: Key) -> None:
         assert all(key != chunk.request.key for step in self._steps for chunk in step.chunks)
-        assert all(key != copies.request.key for copies in self._copies)
+        assert all(key != copies.request.key or copies.ahead for copies in self._copies)

@@ -12,7 +12,8 @@ from paceline.core.config import KV_TOKENS, parse_bytes
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.machine import available_memory
-from paceline.engine.residency import InArena, OnDevice, Residency
+from paceline.engine.device_pool import OnDevice
+from paceline.engine.residency import InArena, Residency
 from paceline.kernels.block_copies import BlockCopies
 from paceline.services.common.shared_pools import SharedPool, SharedPools, remove_ended
 

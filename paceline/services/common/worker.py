@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,7 +25,7 @@ from paceline.core.types import Key
 from paceline.engine.constraint import Matcher
 from paceline.engine.engine import Engine
 from paceline.engine.loading import Loaded
-from paceline.engine.request import Request
+from paceline.engine.request import Effort, Request
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import (
@@ -44,6 +43,7 @@ from paceline.engine.step import (
 )
 from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
+from paceline.services.common.admission import Admission
 from paceline.services.common.event_stream import ALIVE_SECONDS, EventStream, RequestEvent
 from paceline.services.common.kv_client import Hold, KVClient
 from paceline.services.common.kv_memory import KVMemory
@@ -89,13 +89,7 @@ class Worker:
         self.memory = memory
         self.layout = loaded.layout
         self.limits = limits
-        self.active = 0
-        """Requests that were admitted and have not ended."""
-        self.draining = False
-        """Whether new requests are refused."""
-        self._preempted: list[Key] = []
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.admission = Admission(limits.max_seqs)
         self._grammars = loaded.grammars
         self._vocab_size = loaded.model.config.vocab_size
         self._streams: dict[Key, EventStream] = {}
@@ -130,38 +124,6 @@ class Worker:
         if not self.failed.done():
             self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
 
-    @contextlib.contextmanager
-    def admission(self) -> Iterator[None]:
-        """A place for one request. Raises BusyError or UnavailableError."""
-        if self._preempted:
-            raise BusyError(f"{len(self._preempted)} requests that were preempted wait for blocks, and they come first")
-        if self.draining:
-            raise UnavailableError("this worker is draining")
-        if self.active >= self.limits.max_seqs:
-            raise BusyError(f"this worker runs {self.active} requests, as many as it may")
-        self.active += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.active -= 1
-            if self.active == 0:
-                self._idle.set()
-
-    @contextlib.contextmanager
-    def waiting_for_blocks(self, key: Key) -> Iterator[Callable[[], bool]]:
-        """A place in the line of preempted requests, before all newcomers; yields what says whether it is the first."""
-        self._preempted.append(key)
-        try:
-            yield lambda: self._preempted[0] == key
-        finally:
-            self._preempted.remove(key)
-
-    @property
-    def waiting(self) -> int:
-        """Requests that were preempted and wait for blocks."""
-        return len(self._preempted)
-
     def report(self) -> dict[str, float]:
         """Counters by name, for load reports and metrics."""
         stats, slot_bytes = self.engine.report(), self.layout.slot_bytes
@@ -172,12 +134,6 @@ class Worker:
     def goes_on(self) -> bool:
         """Whether the engine waits for work or takes its steps in time; a silent request then only waits its turn."""
         return self.engine.step_seconds < ALIVE_SECONDS
-
-    async def drain(self, seconds: float) -> None:
-        """Waits so long at most for what runs. Set `draining` before."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._idle.wait()
 
     def check(self, work: pb.Work) -> None:
         """Refuses what this worker can never do. Raises InvalidRequestError, or UnavailableError: another one can."""
@@ -262,6 +218,13 @@ class Worker:
             has_readers=has_readers,
             matcher=matcher,
         )
+
+    def preload(self, work: pb.Work, hold: Hold, token_ids: list[int], effort: Effort) -> None:
+        """What is cached of a context begins to move to where the engine computes, before `submit`."""
+        if self.memory.copies is not None and hold.filled_tokens:
+            request = self.make_request(work, hold, token_ids, None)
+            request.effort = effort
+            self.engine.preload(request)
 
     def submit(self, request: Request, events: EventStream) -> None:
         """Runs a request; `events` takes what happens. Raises StaleError where its blocks were lost meanwhile."""

@@ -137,12 +137,13 @@ class WorkerProcess:
 
     async def drain(self, seconds: float) -> None:
         """Takes no new work; gives what runs so much time. Raises UnavailableError when the engine failed."""
-        self.worker.draining = True
+        admission = self.worker.admission
+        admission.draining = True
         await self._server.set_ready(False)
         self._registrar.announce()
-        await self._first(self.worker.drain(seconds))
-        if self._kv.lost.done() and self.worker.active:
-            log.warning("the kvtransfer service of this host went away while %d requests ran", self.worker.active)
+        await self._first(admission.drain(seconds))
+        if self._kv.lost.done() and admission.active:
+            log.warning("the kvtransfer service of this host went away while %d requests ran", admission.active)
 
     async def _first(self, awaited: Coroutine[Any, Any, Any]) -> None:
         """Waits for this, or until nothing can go on. Raises UnavailableError where the engine failed."""
@@ -177,13 +178,13 @@ class WorkerProcess:
             epoch=self._epoch,
             address=self.address,
             host_id=self._host_id,
-            state="draining" if worker.draining else "ready",
+            state="draining" if worker.admission.draining else "ready",
             model=worker.model_id,
             layout=worker.layout.fingerprint,
             max_model_len=worker.limits.max_model_len,
             max_seqs=worker.limits.max_seqs,
-            running=worker.active - worker.waiting,
-            waiting=worker.waiting,
+            running=worker.admission.active - worker.admission.waiting,
+            waiting=worker.admission.waiting,
             events=self.socket,
             stats=worker.report(),
         )

@@ -66,7 +66,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             carrier = carrier_of(context.invocation_metadata())
             with request_span("decode", work.key.request_id, carrier):
                 async with mapped_errors(context):
-                    with self._worker.admission():
+                    with self._worker.admission.place():
                         self._worker.check(work)
                         events = AttemptStream(outbox, number, lambda: self._worker.goes_on)
                         async with outbox.member(number, events.put):
@@ -89,6 +89,7 @@ class _Attempt:
         prefix_came = await self._fetch_prefix(self._work.prefix_source)
         hold = await self._reserve()
         try:
+            self._worker.preload(self._work, hold, list(self._token_ids), self._events.reporter.effort)
             self._matcher = await self._worker.matcher(self._work)
             admitted = worker_pb2.Admitted(
                 key=key_to_pb(hold.key),
@@ -194,7 +195,7 @@ class _Attempt:
 
     async def _reserve_again(self) -> Hold:
         """After a preemption: waits until blocks are free. What is still cached need not be computed again."""
-        with self._worker.waiting_for_blocks(self._key) as is_first:
+        with self._worker.admission.waiting_for_blocks(self._key) as is_first:
             while True:
                 give_up = time.monotonic() + ALIVE_SECONDS
                 while time.monotonic() < give_up:

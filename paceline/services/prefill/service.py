@@ -33,7 +33,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         carrier = carrier_of(context.invocation_metadata())
         with request_span("prefill", work.key.request_id, carrier):
             async with mapped_errors(context):
-                with self._worker.admission():
+                with self._worker.admission.place():
                     self._worker.check(work)
                     await self._prefill(request, context)
 

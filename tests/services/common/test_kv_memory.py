@@ -8,7 +8,8 @@ import torch
 from paceline.core.config import KV_TOKENS
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import GroupShape, make_layout
-from paceline.engine.residency import InArena, OnDevice
+from paceline.engine.device_pool import OnDevice
+from paceline.engine.residency import InArena
 from paceline.services.common.kv_memory import KVMemory, device_memory
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")

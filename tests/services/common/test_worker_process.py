@@ -44,7 +44,7 @@ async def test_nobody_drains_an_engine_that_failed(start_host: StartHost, save_l
     async with start_host(tmp_path) as host:
         request = await running(host)
         draining = asyncio.create_task(host.decode.drain(600))
-        while not host.decode.worker.draining:
+        while not host.decode.worker.admission.draining:
             await asyncio.sleep(0.005)
         host.decode.worker.engine._runner = BrokenRunner()
         with pytest.raises(UnavailableError, match="no such instruction"):
@@ -62,7 +62,7 @@ async def test_nobody_drains_without_blocks(start_host: StartHost, save_llama: S
         draining = asyncio.create_task(host.decode.drain(600))
         await host.service.close()
         await asyncio.wait_for(draining, 20)
-        assert host.decode.worker.active == 1  # it waits for a word of the gateway, and would for long
+        assert host.decode.worker.admission.active == 1  # it waits for a word of the gateway, and would for long
         call.cancel()
 
 

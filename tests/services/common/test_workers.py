@@ -168,7 +168,7 @@ async def test_a_cancelled_request_gives_its_blocks_back(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert await host.all_blocks_back(1.0)
-        assert host.prefill.worker.active == host.decode.worker.active == 0
+        assert host.prefill.worker.admission.active == host.decode.worker.admission.active == 0
 
 
 async def test_a_request_whose_lease_ended_stops_and_touches_nothing(
@@ -275,12 +275,12 @@ async def test_a_full_or_draining_worker_refuses(start_host: StartHost, save_lla
     save_llama()
     async with start_host(tmp_path, max_seqs=1) as host:
         running = asyncio.create_task(host.generate([5, 6, 7], 600))
-        while host.decode.worker.active == 0:
+        while host.decode.worker.admission.active == 0:
             await asyncio.sleep(0.005)
         with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED"):
             await host.generate([5, 6, 7], 2)
         draining = asyncio.create_task(host.decode.drain(30))
-        while not host.decode.worker.draining:
+        while not host.decode.worker.admission.draining:
             await asyncio.sleep(0.005)
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await host.generate([5, 6, 7], 2)
@@ -399,8 +399,8 @@ async def test_newcomers_wait_for_the_preempted(start_host: StartHost, save_llam
     save_llama()
     async with start_host(tmp_path) as host:
         one, other = Key("one", 1, 2), Key("other", 1, 2)
-        with host.decode.worker.waiting_for_blocks(one) as is_first:
-            with host.decode.worker.waiting_for_blocks(other) as other_is_first:
+        with host.decode.worker.admission.waiting_for_blocks(one) as is_first:
+            with host.decode.worker.admission.waiting_for_blocks(other) as other_is_first:
                 assert (is_first(), other_is_first()) == (True, False)
             with pytest.raises(grpc.aio.AioRpcError, match="they come first"):
                 await host.generate([5, 6, 7], 3)

@@ -1,0 +1,96 @@
+"""What a step's results mean for its requests, their blocks and the counters."""
+
+from __future__ import annotations
+
+from paceline.engine.request import Request
+from paceline.engine.residency import Residency
+from paceline.engine.speculation import Speculation
+from paceline.engine.stats import SchedulerStats
+from paceline.engine.step import (
+    Chunk,
+    ChunkResult,
+    Computed,
+    Event,
+    Failed,
+    Filled,
+    Sampled,
+    Scored,
+    Sealed,
+    Step,
+    StepResult,
+    Trimmed,
+)
+
+
+class Results:
+    """Brings requests up to date.
+
+    Args:
+        max_model_len: tokens of the longest context.
+    """
+
+    def __init__(
+        self, max_model_len: int, speculation: Speculation, residency: Residency, stats: SchedulerStats
+    ) -> None:
+        self._max_model_len = max_model_len
+        self._speculation = speculation
+        self._residency = residency
+        self._stats = stats
+
+    def observe(self, step: Step, result: StepResult) -> None:
+        """Tells what a step took, if it tells anything about decoding: one with prompts does not."""
+        self._stats.count_step(step, result)
+        if all(chunk.follows for chunk in step.chunks):
+            tokens = sum(1 + chunk.drafted for chunk in result.chunks if chunk.tokens)
+            given = sum(len(chunk.tokens) for chunk in result.chunks)
+            self._speculation.observe_step(tokens, given, result.drafted, result.seconds, result.draft_seconds)
+
+    def take(self, chunk: Chunk, result: ChunkResult, drafter_len: int, seconds: float) -> tuple[list[Event], bool]:
+        """Returns what has happened, in order, and whether the request is over for the engine."""
+        request, events = chunk.request, list[Event]()
+        if chunk.prefills:
+            events.append(Computed(request.key, chunk.start, chunk.length, seconds))
+        if result.scores:
+            events.append(Scored(request.key, chunk.scored.start, result.scores))
+        sampled: list[Sampled] = []
+        for token in result.tokens:
+            request.token_ids.append(token.id)
+            sampled.append(Sampled(request.key, token, request.finish_reason(self._max_model_len)))
+            if sampled[-1].reason is not None:
+                break
+        # The newest token is never computed: it is the input of the next step.
+        request.computed_len = len(request.token_ids) - 1 if chunk.samples else chunk.end
+        request.planned_len = max(request.planned_len, request.computed_len)
+        request.drafter_len = min(drafter_len, request.computed_len)  # what it computed for drafts may be refused
+        self._count(chunk, result, len(sampled))
+        events += self._settle_blocks(request)
+        events += sampled
+        leaves = bool(sampled) and (sampled[-1].reason is not None or request.only_first_token)
+        if leaves and sampled[-1].reason is None:
+            events += self._residency.tell(request, [Filled(request.key, request.joined_len)], whole=True)
+        if result.failure:
+            events.append(Failed(request.key, result.failure))
+        return events, leaves or bool(result.failure)
+
+    def _count(self, chunk: Chunk, result: ChunkResult, sampled: int) -> None:
+        request, stats = chunk.request, self._stats
+        stats.computed_tokens += 1 + result.drafted if chunk.follows else chunk.length
+        stats.sampled_tokens += sampled
+        request.effort.count(sampled, result.drafted, result.accepted)
+        if result.drafted and result.tokens:
+            assert request.acceptance is not None
+            self._speculation.observe_drafts(request.acceptance, result.drafted, result.accepted)
+            stats.count_drafts(result.drafted, result.accepted)
+
+    def _settle_blocks(self, request: Request) -> list[Event]:
+        """Seals what is full, and lets go of what is behind a window."""
+        events: list[Event] = []
+        for index in range(len(request.tables)):
+            first, hashes = request.seal_full_blocks(index)
+            if hashes:
+                self._residency.sealed(request, index, first, hashes)
+                events.append(Sealed(request.key, index, first, hashes))
+            if first_kept := request.trim_behind_window(index):
+                self._residency.trimmed(request, index, first_kept)
+                events.append(Trimmed(request.key, index, first_kept))
+        return self._residency.tell(request, events)
