@@ -16,7 +16,7 @@ Answer = Hold | PacelineError | None
 def carry_out(world: World, op: Op) -> Answer:
     """Calls the ledger; the answer is the hold, or the error."""
     ledger = world.hosts[op.host].ledger
-    allowed = judge.right_to(ledger, op)
+    allowed = judge.right_to(ledger, op, world.now)
     try:
         answer = _call(world, ledger, op)
     except PacelineError as error:

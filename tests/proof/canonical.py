@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import marshal
+import math
 from collections.abc import Iterable
 
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim
-from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold
-from tests.proof.judge import lives
+from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State
 from tests.proof.parties import DECODE, Asked, Block, Job, Op, Transfer, Word
 from tests.proof.world import World
 
@@ -142,7 +142,8 @@ class _Encoder:
         owner, writer = self._session(hold.owner), self._session(hold.writer)
         name = (*self._name(hold.key), hold.key.generation, hold.first_generation)
         # A draining hold that waits for a word of its writer differs from one whose grace runs.
-        rest = (hold.state.value, hold.token_count, hold.filled_tokens, not lives(hold) and hold.deadline < 1e18)
+        ending = (hold.deadline <= self._world.now, hold.state is State.DRAINING and hold.deadline < math.inf)
+        rest = (hold.state.value, hold.token_count, hold.filled_tokens, *ending)
         tables = [[self._block(host, hold, slot) for slot in table] for table in hold.tables]
         return (name, owner, writer, rest, tables)
 

@@ -8,6 +8,7 @@ from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State
 from paceline.services.kvtransfer.ledger import Ledger
+from tests.proof.ledger_copy import copy_ledger
 from tests.proof.parties import Job, Op, Transfer
 from tests.proof.world import Host, Violation, World, blocks_of
 
@@ -79,11 +80,11 @@ def check_content(world: World, job: Job) -> None:
             raise Violation(f"block {slot} of {job.key} contains {memory[slot]}")
 
 
-def right_to(ledger: Ledger, op: Op) -> bool:
-    """Whether the sender may do this: only with the newest generation, and to what is its own to change."""
+def right_to(ledger: Ledger, op: Op, now: float) -> bool:
+    """Whether the sender may do this: within a lease, with the newest generation, to what is its own to change."""
     if op.kind in ("reserve", "release"):
         return True
-    hold = next((hold for hold in ledger.holds() if hold.key[:2] == op.key[:2] and lives(hold)), None)
+    hold = next((hold for hold in ledger.holds() if hold.key[:2] == op.key[:2] and lives(hold, now)), None)
     if op.kind == "adopt" and op.session != TRANSFER:  # by the key of the reservation
         return hold is not None and hold.state is State.FILLED and hold.owner == op.session
     if hold is None or hold.key.generation != op.key.generation:
@@ -93,14 +94,17 @@ def right_to(ledger: Ledger, op: Op) -> bool:
     return hold.writer == op.session
 
 
-def lives(hold: Hold) -> bool:
-    return hold.state is not State.DRAINING
+def lives(hold: Hold, now: float) -> bool:
+    """A lease that is over is so before any sweep."""
+    return hold.state is not State.DRAINING and hold.deadline > now
 
 
-def standing(ledger: Ledger) -> object:
-    """All that an operation may change, but for deadlines."""
-    holds = [(hold.key, hold.state, hold.owner, hold.writer, str(hold.tables)) for hold in ledger.holds()]
-    return holds, ledger.counts()
+def standing(ledger: Ledger, now: float) -> object:
+    """All that an operation may change, but for deadlines, and for the end of what is over."""
+    swept = copy_ledger(ledger)
+    swept.expire(now)
+    holds = [(hold.key, hold.state, hold.owner, hold.writer, str(hold.tables)) for hold in swept.holds()]
+    return holds, swept.counts()
 
 
 def check_leases(world: World, renewed: set[tuple[int, str, int]]) -> None:
@@ -111,8 +115,14 @@ def check_leases(world: World, renewed: set[tuple[int, str, int]]) -> None:
     """
     for number, host in enumerate(world.hosts):
         for hold in host.ledger.holds():
-            if lives(hold) and (number, *hold.key[:2]) not in renewed:
+            if lives(hold, world.now) and (number, *hold.key[:2]) not in renewed:
                 raise Violation(f"hold {hold.key} outlives its lease")
+
+
+def check_swept(world: World, host: int) -> None:
+    for hold in world.hosts[host].ledger.holds():
+        if hold.deadline <= world.now:
+            raise Violation(f"hold {hold.key}, {hold.state.value}, outlives a sweep")
 
 
 def check_exported(world: World) -> None:
@@ -120,7 +130,7 @@ def check_exported(world: World) -> None:
     for transfer in world.transfers.values():
         if transfer.source == "exporting" and transfer.adopted is not None:
             holds = world.hosts[transfer.there].ledger.holds()
-            if not any(hold.key == transfer.adopted and lives(hold) for hold in holds):
+            if not any(hold.key == transfer.adopted and lives(hold, world.now) for hold in holds):
                 raise Violation(f"the lease of {transfer.adopted} ended while it was being read")
 
 

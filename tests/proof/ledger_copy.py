@@ -26,7 +26,8 @@ def copy_ledger(ledger: Ledger) -> Ledger:
 
 
 def _copy_policy(policy: CachePolicy) -> CachePolicy:
-    assert isinstance(policy, LRU)
+    if not isinstance(policy, LRU):
+        return copy.deepcopy(policy)
     twin = _copy_fields(policy)
     twin._blocks = {name: copy.copy(block) for name, block in policy._blocks.items()}
     twin._queue = _copy_fields(policy._queue)

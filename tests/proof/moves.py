@@ -73,6 +73,9 @@ def _of_network(world: World) -> Iterator[Move]:
     for session in world.unnoticed:
         if not _away(world, session):
             yield Move(network.notice, (session,))
+    for number, host in enumerate(world.hosts):
+        if not host.away and any(hold.deadline <= world.now for hold in host.ledger.holds()):
+            yield Move(network.sweep, (number,))
 
 
 def _away(world: World, session: int) -> bool:
@@ -114,7 +117,7 @@ _NEXT = {
 def _is_lost(world: World, job: Job) -> bool:
     """Whether the ledger would refuse a renewal: the hold has ended."""
     holds = world.hosts[job.host].ledger.holds()
-    return not any(hold.key[:2] == job.key[:2] and judge.lives(hold) for hold in holds)
+    return not any(hold.key[:2] == job.key[:2] and judge.lives(hold, world.now) for hold in holds)
 
 
 def _is_read_for(world: World, job: Job) -> bool:

@@ -75,6 +75,22 @@ def without_deadlines(patch: Patch) -> None:
     patch.setattr(HoldBook, "expire", lambda book, now: None)
 
 
+def without_leases_before_the_sweep(patch: Patch) -> None:
+    """A lease ends when the ledger is swept, and not before."""
+    patch.setattr(HoldBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
+
+
+def without_a_look_at_the_lease_in_a_release(patch: Patch) -> None:
+    """As it was before: where the lease was over and nobody had noticed, what was given back drained for ever."""
+
+    def drained(book: HoldBook, session: int, key: Key, now: float) -> None:
+        for hold in [hold for hold in book._draining.values() if hold.key[:2] == key[:2]]:
+            if hold.writer == session and hold.first_generation <= key.generation <= hold.key.generation:
+                book._end_drain(hold)
+
+    patch.setattr(HoldBook, "drained", drained)
+
+
 def without_idempotent_release(patch: Patch) -> None:
     """Releasing twice gives the blocks back twice."""
 
@@ -178,6 +194,8 @@ MUTATIONS: tuple[Callable[[Patch], None], ...] = (
     without_quarantine,
     without_grace,
     without_deadlines,
+    without_leases_before_the_sweep,
+    without_a_look_at_the_lease_in_a_release,
     without_idempotent_release,
     without_idempotent_fill,
     without_time_to_come_back,
@@ -245,6 +263,17 @@ def test_the_explorer_finds_a_transfer_without_digests(monkeypatch: Patch) -> No
     without_digests(monkeypatch)
     with pytest.raises(Violation, match="is published as"):
         Explorer(dataclasses.replace(SETUPS["too_late"], faults=1, kind="cut")).run()
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [without_leases_before_the_sweep, without_a_look_at_the_lease_in_a_release],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_the_explorer_finds_a_lease(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match="=>"):
+        Explorer(dataclasses.replace(SETUPS["one"], faults=1, kind="pass_time")).run()
 
 
 def test_the_explorer_finds_a_protocol_without_generations(monkeypatch: Patch) -> None:

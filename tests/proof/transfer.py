@@ -165,8 +165,8 @@ def _exported(world: World, transfer: Transfer) -> Hold | None:
     """The hold at the source, while it lives."""
     key = transfer.adopted or transfer.source_key
     for hold in world.hosts[transfer.there].ledger.holds():
-        if lives(hold) and hold.key[:2] == key[:2] and hold.first_generation <= key.generation <= hold.key.generation:
-            return hold
+        if lives(hold, world.now) and hold.key[:2] == key[:2]:
+            return hold if hold.first_generation <= key.generation <= hold.key.generation else None
     return None
 
 
