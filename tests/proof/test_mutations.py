@@ -11,8 +11,8 @@ from paceline.core.errors import BusyError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.proto.kvtransfer_pb2 import ExportedBlock
+from paceline.services.kvtransfer.arrivals import Arrivals
 from paceline.services.kvtransfer.exports import Cursor
-from paceline.services.kvtransfer.fetches import Arrivals
 from paceline.services.kvtransfer.hold import NOBODY, Hold, State
 from paceline.services.kvtransfer.hold_book import HoldBook
 from paceline.services.kvtransfer.ledger import Ledger

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 from paceline.core.errors import PacelineError
 from paceline.core.types import Key
+from paceline.services.kvtransfer.arrivals import Arrivals
 from paceline.services.kvtransfer.exports import Cursor
-from paceline.services.kvtransfer.fetches import Arrivals
 from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
 from tests.proof.calls import Answer, carry_out
 from tests.proof.judge import lives
