@@ -10,7 +10,7 @@ from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof.ledger_copy import copy_ledger
 from tests.proof.parties import Job, Op, Transfer
-from tests.proof.world import Host, Violation, World, blocks_of
+from tests.proof.world import Host, Violation, World, blocks_of, is_prefix
 
 Holders = defaultdict[int, list[Hold]]
 """By slot."""
@@ -31,6 +31,9 @@ def check(world: World) -> None:
     for transfer in world.transfers.values():
         if transfer.reader == "reading":
             _check_read(world, transfer, holders[transfer.here])
+    for number, host in enumerate(world.hosts):
+        if not host.away:
+            _check_prefixes(world, number)
 
 
 def _check_host(host: Host) -> Holders:
@@ -60,6 +63,36 @@ def _check_read(world: World, transfer: Transfer, holders: Holders) -> None:
         _check_block(slot, transfer.key, TRANSFER, holders[slot], writes)
 
 
+def _check_prefixes(world: World, number: int) -> None:
+    """What is held for the moving of prefixes is being moved, and no link of a chain is brought twice at a time."""
+    moved: set[Key] = set()
+    links: set[bytes] = set()
+    for transfer in world.transfers.values():
+        if not transfer.prefix:
+            continue
+        if transfer.there == number and transfer.source == "exporting" and transfer.adopted is not None:
+            moved.add(transfer.adopted)
+            _check_named(world, transfer)
+        if transfer.here == number and transfer.reader == "reading":
+            moved.add(transfer.key)
+            request = world.request(transfer.request)
+            own = set(request.hashes[transfer.filled_tokens // 16 : request.reusable])
+            if own & links:
+                raise Violation(f"the prefix of {transfer.key} is brought twice at a time")
+            links |= own
+    left = [hold.key for hold in world.hosts[number].ledger.holds() if is_prefix(hold.key) and hold.key not in moved]
+    if left:
+        raise Violation(f"{left} hold blocks, and nobody moves them")
+
+
+def _check_named(world: World, transfer: Transfer) -> None:
+    """What the source holds and has named is not overwritten before it has been read."""
+    memory = world.hosts[transfer.there].memory
+    for message in transfer.stream:
+        if any(memory[block.slot] != block.digest for block in message.blocks):
+            raise Violation(f"what is read for {transfer.key} is not what was named any more")
+
+
 def _check_block(slot: int, key: Key, session: int, holders: list[Hold], writes: bool) -> None:
     own = [hold for hold in holders if hold.key == key]
     if not own:
@@ -82,7 +115,7 @@ def check_content(world: World, job: Job) -> None:
 
 def right_to(ledger: Ledger, op: Op, now: float) -> bool:
     """Whether the sender may do this: within a lease, with the newest generation, to what is its own to change."""
-    if op.kind in ("reserve", "release"):
+    if op.kind in ("reserve", "pin", "release"):
         return True
     hold = next((hold for hold in ledger.holds() if hold.key[:2] == op.key[:2] and lives(hold, now)), None)
     if op.kind == "adopt" and op.session != TRANSFER:  # by the key of the reservation
@@ -128,7 +161,8 @@ def check_swept(world: World, host: int) -> None:
 def check_exported(world: World) -> None:
     """A lease has gone by: what a source has taken over is still its own while it is being read."""
     for transfer in world.transfers.values():
-        if transfer.source == "exporting" and transfer.adopted is not None:
+        renews = transfer.named_all or not transfer.prefix
+        if transfer.source == "exporting" and transfer.adopted is not None and renews:
             holds = world.hosts[transfer.there].ledger.holds()
             if not any(hold.key == transfer.adopted and lives(hold, world.now) for hold in holds):
                 raise Violation(f"the lease of {transfer.adopted} ended while it was being read")
