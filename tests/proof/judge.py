@@ -136,7 +136,7 @@ def standing(ledger: Ledger, now: float) -> object:
     """All that an operation may change, but for deadlines, and for the end of what is over."""
     swept = copy_ledger(ledger)
     swept.expire(now)
-    holds = [(hold.key, hold.state, hold.owner, hold.writer, str(hold.tables)) for hold in swept.holds()]
+    holds = {hold.key: (hold.state, hold.owner, hold.writer, hold.tables) for hold in swept.holds()}
     return holds, swept.counts()
 
 
