@@ -75,14 +75,19 @@ def _check_prefixes(world: World, number: int) -> None:
             _check_named(world, transfer)
         if transfer.here == number and transfer.reader == "reading":
             moved.add(transfer.key)
-            request = world.request(transfer.request)
-            own = set(request.hashes[transfer.filled_tokens // 16 : request.reusable])
+            own = set(_links_to_come(world, transfer))
             if own & links:
                 raise Violation(f"the prefix of {transfer.key} is brought twice at a time")
             links |= own
     left = [hold.key for hold in world.hosts[number].ledger.holds() if is_prefix(hold.key) and hold.key not in moved]
     if left:
         raise Violation(f"{left} hold blocks, and nobody moves them")
+
+
+def _links_to_come(world: World, transfer: Transfer) -> list[bytes]:
+    """Of the prefix that is brought; a context is reused up to the boundary of a block of every group."""
+    request, links = world.request(transfer.request), world.setup.layout.alignment // 16
+    return request.hashes[transfer.filled_tokens // 16 : request.reusable // links * links]
 
 
 def _check_named(world: World, transfer: Transfer) -> None:
