@@ -44,6 +44,13 @@ def match_prefix(layout: KVLayout, find: Find, hashes: Sequence[bytes], max_toke
     return length, [_table(group, found[index], length) for index, group in enumerate(layout.groups)]
 
 
+def lacking_links(layout: KVLayout, find: Find, hashes: Sequence[bytes]) -> Sequence[bytes]:
+    """The part of a chain that could be in blocks, and is not."""
+    most = len(hashes) * BASE_TOKENS // layout.alignment * layout.alignment
+    length, _ = match_prefix(layout, find, hashes, most)
+    return hashes[length // BASE_TOKENS : most // BASE_TOKENS]
+
+
 def _block_hashes(group: KVGroup, hashes: Sequence[bytes], length: int) -> Sequence[bytes]:
     """The hashes that name the group's blocks within the first `length` tokens."""
     stride = group.block_tokens // BASE_TOKENS

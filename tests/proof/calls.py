@@ -8,7 +8,7 @@ from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof import judge
 from tests.proof.parties import Op
-from tests.proof.world import Violation, World
+from tests.proof.world import Violation, World, is_prefix, origin
 
 Answer = Hold | PacelineError | None
 
@@ -16,7 +16,7 @@ Answer = Hold | PacelineError | None
 def carry_out(world: World, op: Op) -> Answer:
     """Calls the ledger; the answer is the hold, or the error."""
     ledger = world.hosts[op.host].ledger
-    allowed = judge.right_to(ledger, op)
+    allowed = judge.right_to(ledger, op, world.now)
     try:
         answer = _call(world, ledger, op)
     except PacelineError as error:
@@ -27,9 +27,14 @@ def carry_out(world: World, op: Op) -> Answer:
 
 
 def _call(world: World, ledger: Ledger, op: Op) -> Answer:
-    request = world.request(int(op.key.request_id.split(".")[0]))
+    request = world.request(int(origin(op.key.request_id).split(".")[0]))
     session, key, now = op.session, op.key, world.now
     match op.kind:
+        case "reserve" if is_prefix(key):
+            hashes = request.hashes[: request.reusable]
+            return ledger.reserve(session, key, hashes, 16 * len(hashes), 16 * len(hashes), now)
+        case "pin":
+            return ledger.pin(session, key, request.hashes[: request.reusable], now)
         case "reserve":
             tokens = request.context + (request.growth if key.generation > 1 else 0)
             return ledger.reserve(session, key, request.hashes, tokens, max(0, request.context - 1), now)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import marshal
+import math
 from collections.abc import Iterable
 
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim
-from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold
-from tests.proof.judge import lives
+from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State
 from tests.proof.parties import DECODE, Asked, Block, Job, Op, Transfer, Word
-from tests.proof.world import World
+from tests.proof.world import World, is_prefix, origin
 
 
 def digest(world: World) -> bytes:
@@ -46,7 +46,7 @@ class _Encoder:
         self._rank = {index: rank for rank, index in enumerate(order)}
         self._sessions: dict[int, int] = {NOBODY: 0, TRANSFER: -1}
         self._slots: dict[tuple[int, int], int] = {}
-        self._names: dict[tuple[str, int], tuple[int, int, int]] = {}
+        self._names: dict[tuple[str, int], tuple[int, int, int, bool]] = {}
 
     def encode(self) -> bytes:
         world = self._world
@@ -74,7 +74,8 @@ class _Encoder:
     def _asked(self, index: int, asked: Asked) -> object:
         world = self._world
         session = world.sessions[asked.prefiller]
-        prefiller = (world.host_of(session), self._session(session)) if asked.phase == "admitting" else 0
+        chosen = asked.phase == "admitting" and asked.prefiller >= 0
+        prefiller = (world.host_of(session), self._session(session)) if chosen else 0
         request = world.setup.requests.index(world.request(index))
         told = (asked.opened is not None, asked.filled is not None)
         return (request, asked.failures, asked.phase, prefiller, told)
@@ -84,21 +85,22 @@ class _Encoder:
 
     def _holds(self, host: int, index: int) -> list[Hold]:
         prefix = f"{index}."
-        found = [hold for hold in self._world.hosts[host].ledger.holds() if hold.key.request_id.startswith(prefix)]
+        holds = self._world.hosts[host].ledger.holds()
+        found = [hold for hold in holds if origin(hold.key.request_id).startswith(prefix)]
         return sorted(found, key=lambda hold: (self._name(hold.key), hold.key.generation))
 
     def _transfers(self, index: int) -> list[Transfer]:
         found = [each for each in self._world.transfers.values() if each.request == index]
         return sorted(found, key=lambda each: self._name(each.key))
 
-    def _name(self, key: tuple[str, int, int]) -> tuple[int, int, int]:
-        """(request, lives ago, attempts ago)"""
+    def _name(self, key: Key) -> tuple[int, int, int, bool]:
+        """(request, lives ago, attempts ago, whether a prefix is meant)"""
         known = self._names.get(key[:2])
         if known is None:
-            index, life = map(int, key[0].split("."))
+            index, life = map(int, origin(key.request_id).split("."))
             asked = self._world.asked[index]
             attempt = asked.tries - key[1] if asked.life == life else key[1]
-            known = self._names[key[:2]] = (self._rank[index], asked.life - life, attempt)
+            known = self._names[key[:2]] = (self._rank[index], asked.life - life, attempt, is_prefix(key))
         return known
 
     def _session(self, session: int) -> int:
@@ -124,10 +126,18 @@ class _Encoder:
         world = self._world
         ended = [world.hosts[host].ledger._book._ended.get(each.id, -1) for host in (each.here, each.there)]
         generations = (each.key.generation, each.source_key.generation, each.adopted is not None)
-        stream = [([self._named(each, block) for block in message.blocks], message.last) for message in each.stream]
+        stream = [([self._named(each, block) for block in message.blocks], *message[1:]) for message in each.stream]
         ends = (each.reader, each.source, each.cut, each.named, each.named_all, self._session(each.session))
+        if each.prefix:
+            ends += (each.caller[0], self._flight(each))
         came = (self._tables(each.here, each.tables), each.filled_tokens, sorted(each.come))
         return (self._name(each.key), each.here, each.there, generations, ends, came, stream, ended)
+
+    def _flight(self, each: Transfer) -> object:
+        """What it is to bring, or for whom it waits."""
+        flights = self._world.hosts[each.here].flights
+        ahead = flights._waiting.get(each.id)
+        return (sorted(flights._flying.get(each.id, ())), ahead and self._name(Key(*ahead, 1)))
 
     def _named(self, each: Transfer, block: Block) -> object:
         """A block that is still to be read, wherever it has come to meanwhile."""
@@ -142,7 +152,8 @@ class _Encoder:
         owner, writer = self._session(hold.owner), self._session(hold.writer)
         name = (*self._name(hold.key), hold.key.generation, hold.first_generation)
         # A draining hold that waits for a word of its writer differs from one whose grace runs.
-        rest = (hold.state.value, hold.token_count, hold.filled_tokens, not lives(hold) and hold.deadline < 1e18)
+        ending = (hold.deadline <= self._world.now, hold.state is State.DRAINING and hold.deadline < math.inf)
+        rest = (hold.state.value, hold.token_count, hold.filled_tokens, *ending)
         tables = [[self._block(host, hold, slot) for slot in table] for table in hold.tables]
         return (name, owner, writer, rest, tables)
 

@@ -9,6 +9,9 @@ from tests.proof import worker
 from tests.proof.parties import DECODE, PREFILL, Asked, Job, Transfer
 from tests.proof.world import World, request_id
 
+NOBODY = -1
+"""Stands for the prefill worker where decode computes the prompt itself."""
+
 
 def start(world: World, index: int, decoder: int, prefiller: int) -> None:
     """Begins an attempt: its decode worker reserves."""
@@ -17,8 +20,10 @@ def start(world: World, index: int, decoder: int, prefiller: int) -> None:
     world.asked[index] = asked._replace(
         tries=key.attempt, phase="admitting", prefiller=prefiller, opened=None, filled=None
     )
-    job = world.put(Job(DECODE, world.setup.place(decoder), world.sessions[decoder], index, key, "reserving"))
-    world.send(job, "reserve")
+    place = world.setup.place(decoder)
+    job = Job(DECODE, place, world.sessions[decoder], index, key, "reserving")
+    computes_here = prefiller == NOBODY or world.setup.place(prefiller) == place
+    worker.reserve(world, job, world.setup.prefix_source(index, place) if computes_here else None)
 
 
 def call_prefill(world: World, index: int) -> None:
@@ -32,7 +37,16 @@ def call_prefill(world: World, index: int) -> None:
     if place == decode.host:
         world.send(world.put(job), "open")
     else:
-        world.send(world.put(job, phase="reserving", reserved=True), "reserve")
+        job = job._replace(phase="reserving", reserved=True)
+        worker.reserve(world, job, world.setup.prefix_source(index, place))
+
+
+def prefill_here(world: World, index: int) -> None:
+    """The decode worker, which has admitted the request, computes its prompt, too."""
+    decode = world.job(DECODE, index)
+    assert decode is not None
+    world.asked[index] = world.asked[index]._replace(phase="decoding")
+    worker.begin(world, decode._replace(alone=True))
 
 
 def call_fetch(world: World, index: int) -> None:
@@ -42,7 +56,8 @@ def call_fetch(world: World, index: int) -> None:
     assert asked.opened is not None
     world.put(decode, fetch="called")
     there = world.setup.place(asked.prefiller)
-    world.transfers[decode.key[:2]] = Transfer(index, decode.host, there, decode.session, decode.key, asked.opened)
+    transfer = Transfer(index, decode.host, there, decode.session, decode.id, decode.key, asked.opened)
+    world.transfers[transfer.id] = transfer
 
 
 def hand_over(world: World, index: int) -> None:
@@ -71,7 +86,7 @@ def restart(world: World) -> None:
 # ---- when
 
 
-def may_call_prefill(world: World, index: int) -> bool:
+def is_admitted(world: World, index: int) -> bool:
     job = world.job(DECODE, index)
     return world.asked[index].phase == "admitting" and job is not None and job.phase == "admitted"
 

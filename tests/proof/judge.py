@@ -8,8 +8,9 @@ from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State
 from paceline.services.kvtransfer.ledger import Ledger
+from tests.proof.ledger_copy import copy_ledger
 from tests.proof.parties import Job, Op, Transfer
-from tests.proof.world import Host, Violation, World, blocks_of
+from tests.proof.world import Host, Violation, World, blocks_of, is_prefix
 
 Holders = defaultdict[int, list[Hold]]
 """By slot."""
@@ -30,6 +31,9 @@ def check(world: World) -> None:
     for transfer in world.transfers.values():
         if transfer.reader == "reading":
             _check_read(world, transfer, holders[transfer.here])
+    for number, host in enumerate(world.hosts):
+        if not host.away:
+            _check_prefixes(world, number)
 
 
 def _check_host(host: Host) -> Holders:
@@ -59,6 +63,41 @@ def _check_read(world: World, transfer: Transfer, holders: Holders) -> None:
         _check_block(slot, transfer.key, TRANSFER, holders[slot], writes)
 
 
+def _check_prefixes(world: World, number: int) -> None:
+    """What is held for the moving of prefixes is being moved, and no link of a chain is brought twice at a time."""
+    moved: set[Key] = set()
+    links: set[bytes] = set()
+    for transfer in world.transfers.values():
+        if not transfer.prefix:
+            continue
+        if transfer.there == number and transfer.source == "exporting" and transfer.adopted is not None:
+            moved.add(transfer.adopted)
+            _check_named(world, transfer)
+        if transfer.here == number and transfer.reader == "reading":
+            moved.add(transfer.key)
+            own = set(_links_to_come(world, transfer))
+            if own & links:
+                raise Violation(f"the prefix of {transfer.key} is brought twice at a time")
+            links |= own
+    left = [hold.key for hold in world.hosts[number].ledger.holds() if is_prefix(hold.key) and hold.key not in moved]
+    if left:
+        raise Violation(f"{left} hold blocks, and nobody moves them")
+
+
+def _links_to_come(world: World, transfer: Transfer) -> list[bytes]:
+    """Of the prefix that is brought; a context is reused up to the boundary of a block of every group."""
+    request, links = world.request(transfer.request), world.setup.layout.alignment // 16
+    return request.hashes[transfer.filled_tokens // 16 : request.reusable // links * links]
+
+
+def _check_named(world: World, transfer: Transfer) -> None:
+    """What the source holds and has named is not overwritten before it has been read."""
+    memory = world.hosts[transfer.there].memory
+    for message in transfer.stream:
+        if any(memory[block.slot] != block.digest for block in message.blocks):
+            raise Violation(f"what is read for {transfer.key} is not what was named any more")
+
+
 def _check_block(slot: int, key: Key, session: int, holders: list[Hold], writes: bool) -> None:
     own = [hold for hold in holders if hold.key == key]
     if not own:
@@ -79,11 +118,11 @@ def check_content(world: World, job: Job) -> None:
             raise Violation(f"block {slot} of {job.key} contains {memory[slot]}")
 
 
-def right_to(ledger: Ledger, op: Op) -> bool:
-    """Whether the sender may do this: only with the newest generation, and to what is its own to change."""
-    if op.kind in ("reserve", "release"):
+def right_to(ledger: Ledger, op: Op, now: float) -> bool:
+    """Whether the sender may do this: within a lease, with the newest generation, to what is its own to change."""
+    if op.kind in ("reserve", "pin", "release"):
         return True
-    hold = next((hold for hold in ledger.holds() if hold.key[:2] == op.key[:2] and lives(hold)), None)
+    hold = next((hold for hold in ledger.holds() if hold.key[:2] == op.key[:2] and lives(hold, now)), None)
     if op.kind == "adopt" and op.session != TRANSFER:  # by the key of the reservation
         return hold is not None and hold.state is State.FILLED and hold.owner == op.session
     if hold is None or hold.key.generation != op.key.generation:
@@ -93,14 +132,17 @@ def right_to(ledger: Ledger, op: Op) -> bool:
     return hold.writer == op.session
 
 
-def lives(hold: Hold) -> bool:
-    return hold.state is not State.DRAINING
+def lives(hold: Hold, now: float) -> bool:
+    """A lease that is over is so before any sweep."""
+    return hold.state is not State.DRAINING and hold.deadline > now
 
 
-def standing(ledger: Ledger) -> object:
-    """All that an operation may change, but for deadlines."""
-    holds = [(hold.key, hold.state, hold.owner, hold.writer, str(hold.tables)) for hold in ledger.holds()]
-    return holds, ledger.counts()
+def standing(ledger: Ledger, now: float) -> object:
+    """All that an operation may change, but for deadlines, and for the end of what is over."""
+    swept = copy_ledger(ledger)
+    swept.expire(now)
+    holds = {hold.key: (hold.state, hold.owner, hold.writer, hold.tables) for hold in swept.holds()}
+    return holds, swept.counts()
 
 
 def check_leases(world: World, renewed: set[tuple[int, str, int]]) -> None:
@@ -111,16 +153,23 @@ def check_leases(world: World, renewed: set[tuple[int, str, int]]) -> None:
     """
     for number, host in enumerate(world.hosts):
         for hold in host.ledger.holds():
-            if lives(hold) and (number, *hold.key[:2]) not in renewed:
+            if lives(hold, world.now) and (number, *hold.key[:2]) not in renewed:
                 raise Violation(f"hold {hold.key} outlives its lease")
+
+
+def check_swept(world: World, host: int) -> None:
+    for hold in world.hosts[host].ledger.holds():
+        if hold.deadline <= world.now:
+            raise Violation(f"hold {hold.key}, {hold.state.value}, outlives a sweep")
 
 
 def check_exported(world: World) -> None:
     """A lease has gone by: what a source has taken over is still its own while it is being read."""
     for transfer in world.transfers.values():
-        if transfer.source == "exporting" and transfer.adopted is not None:
+        renews = transfer.named_all or not transfer.prefix
+        if transfer.source == "exporting" and transfer.adopted is not None and renews:
             holds = world.hosts[transfer.there].ledger.holds()
-            if not any(hold.key == transfer.adopted and lives(hold) for hold in holds):
+            if not any(hold.key == transfer.adopted and lives(hold, world.now) for hold in holds):
                 raise Violation(f"the lease of {transfer.adopted} ended while it was being read")
 
 

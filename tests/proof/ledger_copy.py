@@ -14,9 +14,9 @@ Owner = TypeVar("Owner")
 
 
 def copy_ledger(ledger: Ledger) -> Ledger:
-    twin = _copy_fields(ledger)
-    pool = twin._pool = _copy_fields(ledger._pool)
-    book = twin._book = _copy_fields(ledger._book)
+    twin = copy_fields(ledger)
+    pool = twin._pool = copy_fields(ledger._pool)
+    book = twin._book = copy_fields(ledger._book)
     pool._index = [index.copy() for index in pool._index]
     pool._policy = _copy_policy(ledger._pool._policy)
     book._pool = pool
@@ -26,14 +26,15 @@ def copy_ledger(ledger: Ledger) -> Ledger:
 
 
 def _copy_policy(policy: CachePolicy) -> CachePolicy:
-    assert isinstance(policy, LRU)
-    twin = _copy_fields(policy)
+    if not isinstance(policy, LRU):
+        return copy.deepcopy(policy)
+    twin = copy_fields(policy)
     twin._blocks = {name: copy.copy(block) for name, block in policy._blocks.items()}
-    twin._queue = _copy_fields(policy._queue)
+    twin._queue = copy_fields(policy._queue)
     return twin
 
 
-def _copy_fields(owner: Owner) -> Owner:
+def copy_fields(owner: Owner) -> Owner:
     """The same object with containers of its own."""
     twin = object.__new__(type(owner))
     for name, value in vars(owner).items():

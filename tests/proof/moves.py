@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tests.proof import gateway, judge, network, transfer, worker
+from paceline.core.types import Key
+from paceline.services.kvtransfer.hold import prefix_key
+from tests.proof import claims, gateway, judge, network, transfer, transfer_moves, worker
 from tests.proof.parties import DECODE, Job
 from tests.proof.world import Violation, World
 
@@ -56,7 +58,7 @@ def progress(world: World) -> Iterator[Move]:
         if host.away:
             yield from _of_return(world, number)
     for brought in world.transfers.values():
-        for act in transfer.progress(world, brought):
+        for act in transfer_moves.progress(world, brought):
             yield Move(act, (brought.id,))
     for job in world.jobs.values():
         yield from _of_job(world, job)
@@ -73,6 +75,9 @@ def _of_network(world: World) -> Iterator[Move]:
     for session in world.unnoticed:
         if not _away(world, session):
             yield Move(network.notice, (session,))
+    for number, host in enumerate(world.hosts):
+        if not host.away and any(hold.deadline <= world.now for hold in host.ledger.holds()):
+            yield Move(network.sweep, (number,))
 
 
 def _away(world: World, session: int) -> bool:
@@ -83,7 +88,7 @@ def _of_return(world: World, host: int) -> Iterator[Move]:
     """kvtransfer is away: its workers come back to its successor."""
     for session in sorted({job.session for job in world.jobs.values() if job.host == host}):
         if session not in (world.hosts[host].claims or ()):
-            yield Move(worker.come_back, (session,))
+            yield Move(claims.come_back, (session,))
     if network.may_reconcile(world, host):
         yield Move(network.reconcile, (host,))
 
@@ -91,8 +96,10 @@ def _of_return(world: World, host: int) -> Iterator[Move]:
 def _of_job(world: World, job: Job) -> Iterator[Move]:
     if job.renews and not world.hosts[job.host].away and _is_lost(world, job):
         yield Move(worker.learn_of_loss, (job.id,))
-    if job.fetch == "called" and not _is_read_for(world, job):
+    if job.fetch == "called" and not _is_read_for(world, job, job.key):
         yield Move(worker.fetch_failed, (job.id,))
+    if job.phase == "fetching prefix" and not _is_read_for(world, job, prefix_key(job.key)):
+        yield Move(worker.leave_prefix, (job.id,))
     if not world.is_current(job) and not job.cancelled and job.phase != "stopping":
         yield Move(worker.cancel, (job.id,))
     if job.phase == "admitted" and network.may_adopt(world, job):
@@ -114,12 +121,12 @@ _NEXT = {
 def _is_lost(world: World, job: Job) -> bool:
     """Whether the ledger would refuse a renewal: the hold has ended."""
     holds = world.hosts[job.host].ledger.holds()
-    return not any(hold.key[:2] == job.key[:2] and judge.lives(hold) for hold in holds)
+    return not any(hold.key[:2] == job.key[:2] and judge.lives(hold, world.now) for hold in holds)
 
 
-def _is_read_for(world: World, job: Job) -> bool:
+def _is_read_for(world: World, job: Job, key: Key) -> bool:
     """Whether a reader has this job's call."""
-    brought = world.transfers.get(job.key[:2])
+    brought = world.transfers.get(key[:2])
     return brought is not None and brought.reader != "gone"
 
 
@@ -128,8 +135,9 @@ def _of_gateway(world: World, index: int) -> Iterator[Move]:
     if phase == "waiting":
         yield from _starts(world, index)
     elif phase in ("admitting", "prefilling", "decoding"):
-        if gateway.may_call_prefill(world, index):
-            yield Move(gateway.call_prefill, (index,))
+        if gateway.is_admitted(world, index):
+            alone = world.asked[index].prefiller == gateway.NOBODY
+            yield Move(gateway.prefill_here if alone else gateway.call_prefill, (index,))
         if gateway.may_call_fetch(world, index):
             yield Move(gateway.call_fetch, (index,))
         if gateway.may_hand_over(world, index):
@@ -145,6 +153,8 @@ def _starts(world: World, index: int) -> Iterator[Move]:
     closed = {job.session for job in world.jobs.values() if job.role == DECODE and job.alone}
     for decoder in range(setup.decoders):
         if rooms[setup.place(decoder)] and world.sessions[decoder] not in closed:
+            if not setup.prefillers:
+                yield Move(gateway.start, (index, decoder, gateway.NOBODY))
             for prefiller in range(setup.decoders, setup.decoders + setup.prefillers):
                 if rooms[setup.place(prefiller)]:
                     yield Move(gateway.start, (index, decoder, prefiller))
@@ -202,5 +212,11 @@ def _faults_of_transfers(world: World) -> Iterator[Move]:
         if brought.source == "exporting" and brought.reader == "reading" and not brought.cut:
             yield Move(network.cut, (brought.id,))
         job = transfer.waiting_job(world, brought)
-        if job is not None and brought.reader != "gone":
+        if job is None or brought.reader == "gone":
+            continue
+        if not brought.prefix:
             yield Move(worker.fetch_failed, (job.id,))
+        else:
+            yield Move(worker.leave_prefix, (job.id,))
+            if brought.reader in ("waiting", "reading"):
+                yield Move(transfer.run_out_of_time, (brought.id,))

@@ -48,9 +48,9 @@ def arrive(world: World, late: Late) -> None:
     index = world.late.index(late)
     world.late = world.late[:index] + world.late[index + 1 :]
     ledger = world.hosts[late.op.host].ledger
-    before = judge.standing(ledger) if late.again else None
+    before = judge.standing(ledger, world.now) if late.again else None
     carry_out(world, late.op)
-    if late.again and judge.standing(ledger) != before:
+    if late.again and judge.standing(ledger, world.now) != before:
         raise Violation(f"{late.op} came again and was not without effect")
 
 
@@ -66,7 +66,7 @@ def _take(world: World, session: int) -> Op:
 def may_adopt(world: World, job: Job) -> bool:
     """Whether a decode worker that waits for its blocks gets an answer: they are filled, or it has lost them."""
     host = world.hosts[job.host]
-    holds = [hold for hold in host.ledger.holds() if hold.key[:2] == job.key[:2] and judge.lives(hold)]
+    holds = [hold for hold in host.ledger.holds() if hold.key[:2] == job.key[:2] and judge.lives(hold, world.now)]
     return not host.away and (not holds or holds[0].state is State.FILLED)
 
 
@@ -87,7 +87,8 @@ def notice(world: World, session: int) -> None:
 
 
 def pass_time(world: World, deaf: int = 0) -> None:
-    """A lease goes by. All renew what they know of, but for the session to which its ledger is deaf.
+    """A lease goes by. All renew what they know of, but for the session to which its ledger is deaf. What is over then
+    the ledger finds when it sweeps, or when somebody names it, whichever comes first.
 
     A ghost whose session is known to have ended is gone when the grace is over.
     """
@@ -102,10 +103,14 @@ def pass_time(world: World, deaf: int = 0) -> None:
             if exported.source == "exporting" and transfer.keep(world, exported, instant):
                 renewed.add((exported.there, *exported.id))
     world.now += max(LEASE, GRACE_SECONDS)
-    for host in world.hosts:
-        host.ledger.expire(world.now)
     judge.check_leases(world, renewed)
     judge.check_exported(world)
+
+
+def sweep(world: World, host: int) -> None:
+    """The ledger looks for what is over (services/kvtransfer/keeper.py)."""
+    world.hosts[host].ledger.expire(world.now)
+    judge.check_swept(world, host)
 
 
 def _renew(world: World, job: Job, now: float) -> bool:

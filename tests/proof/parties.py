@@ -119,11 +119,14 @@ class Named(NamedTuple):
 
     blocks: tuple[Block, ...]
     last: bool
-    """Whether the prompt is complete with these."""
+    """Whether these are all."""
+    filled_tokens: int
+    """That the source's hold contains."""
 
 
 class Transfer(NamedTuple):
-    """A prompt on its way between hosts: what the reader believes, what the source does, and the stream between."""
+    """A prompt, or a cached prefix, on its way between hosts: what the reader believes, what the source does, and the
+    stream between."""
 
     request: int
     here: int
@@ -131,13 +134,16 @@ class Transfer(NamedTuple):
     there: int
     """Host of the source, which is kvtransfer of the prefill worker's."""
     session: int
-    """Of the decode worker that waits for it."""
+    """Of the worker that waits for it."""
+    caller: JobId
+    """That worker's job."""
     key: Key
     """Of the hold here."""
     source_key: Key
-    """Of the hold there."""
+    """Of the hold there; of a prefix the same, and each end makes its own."""
+    prefix: bool = False
     reader: str = "called"
-    """called, reading, filled: its answer is on the way; gone."""
+    """called; waiting: for another that brings the same prefix; reading; filled: its answer is on the way; gone."""
     source: str = "gone"
     """exporting: it has been called; gone."""
     cut: bool = False
@@ -150,7 +156,7 @@ class Transfer(NamedTuple):
     """(group, block) of those that have been read."""
     stream: tuple[Named, ...] = ()
     adopted: Key | None = None
-    """Under which the source has taken over the filled hold there."""
+    """Under which the source has taken over the filled hold there, or holds what it had cached."""
     named: tuple[int, ...] = ()
     """By group, how far the source has named blocks."""
     named_all: bool = False

@@ -43,6 +43,11 @@ class Request:
         """Tokens at the front whose blocks can be shared."""
         return len(self.text) * BASE_TOKENS
 
+    @property
+    def reusable(self) -> int:
+        """Links of the chain that can be found: the last token is always computed."""
+        return min(len(self.text), max(0, self.context - 1) // BASE_TOKENS)
+
     @functools.cached_property
     def hashes(self) -> list[bytes]:
         return [hashlib.md5(self.text[: end + 1].encode()).digest() for end in range(len(self.text))]
@@ -57,6 +62,10 @@ class Setup:
     prefillers: int = 2
     places: tuple[int, ...] = ()
     """The host of each worker, decode workers first; one host where it is empty."""
+    cached: tuple[tuple[int, str], ...] = ()
+    """(host, text) of what is cached from the beginning."""
+    fetched: str = ""
+    """Prompts that begin with one of these letters are believed to be cached on the other one of two hosts."""
     attempts: int = 2
     """Failed attempts after which the gateway gives a request up."""
     faults: int = 0
@@ -68,10 +77,28 @@ class Setup:
 
     @property
     def hosts(self) -> int:
-        return max(self.places, default=0) + 1
+        return max((*self.places, *(host for host, _ in self.cached)), default=0) + 1
 
     def place(self, worker: int) -> int:
         return self.places[worker] if self.places else 0
+
+    def prefix_source(self, request: int, host: int) -> int | None:
+        """Host from which whoever computes this request's prompt on `host` brings over a prefix first."""
+        text = self.requests[request].text
+        return 1 - host if self.hosts == 2 and text and text[0] in self.fetched else None
+
+
+def _of_a_prefix(*requests: Request, slots: int, cached: str) -> Setup:
+    return Setup(
+        requests,
+        slots,
+        decoders=1,
+        prefillers=0,
+        places=(0,),
+        cached=((1, cached),),
+        fetched="a",
+        attempts=1,
+    )
 
 
 SETUPS = {
@@ -87,6 +114,21 @@ SETUPS = {
     "window": Setup((Request("abc"), Request("a")), slots=9, layout=WITH_A_WINDOW),
     # Prefill on one host, decode on another one.
     "between_hosts": Setup((Request("a"),), slots=3, decoders=1, prefillers=1, places=(0, 1), attempts=1),
+    # Two that lack the same prefix, which another host has. Their worker computes prompts itself.
+    "prefix": _of_a_prefix(Request("a"), Request("a"), slots=3, cached="a"),
+    # One of them lacks less of it.
+    "longer_prefix": _of_a_prefix(Request("ab"), Request("a"), slots=4, cached="ab"),
+    # A prefix's source has work, too: what it has cached may have to go.
+    "lost_prefix": Setup(
+        (Request("a"), Request("b")),
+        slots=2,
+        decoders=2,
+        prefillers=0,
+        places=(0, 1),
+        cached=((1, "a"),),
+        fetched="a",
+        attempts=1,
+    ),
     # The source has one block, which the other request gets as soon as it is free: a reader may come too late.
     "too_late": Setup(
         (Request("a", tail=0), Request("b", tail=0)),

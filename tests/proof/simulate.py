@@ -27,6 +27,8 @@ _HOW_OFTEN = {
     network.crash_ledger: 8.0,
     network.cut: 30.0,
     worker.fetch_failed: 10.0,
+    worker.leave_prefix: 10.0,
+    transfer.run_out_of_time: 10.0,
     gateway.restart: 0.05,
     network.restart_ledger: 0.05,
     worker.adopt_never: 0.1,
@@ -50,7 +52,8 @@ class Run:
 
 def setup_of(seed: int) -> Setup:
     """20 requests with common beginnings, 4 + 4 workers, and room for a few of them at a time. In every second seed
-    each worker is on one of two hosts, so that about half of the attempts are between hosts. Any policy evicts."""
+    each worker is on one of two hosts, so that about half of the attempts are between hosts, and in half of these seeds
+    prefixes come from the other host. Any policy evicts."""
     draw = random.Random(seed)
     layout = draw.choice((ONE_GROUP, WITH_A_WINDOW))
     requests = tuple(
@@ -65,7 +68,8 @@ def setup_of(seed: int) -> Setup:
     slots, faults = draw.choice((12, 12, 20, 40)), draw.choice((0, 5, 20, 60))
     places = tuple(draw.randrange(2) for _ in range(8)) if seed % 2 else ()
     policy = draw.choice([*POLICIES.values()])
-    return Setup(requests, slots, layout, 4, 4, places, attempts=3, faults=faults, policy=policy)
+    fetched = draw.choice(("", "au")) if places else ""
+    return Setup(requests, slots, layout, 4, 4, places, fetched=fetched, attempts=3, faults=faults, policy=policy)
 
 
 def simulate(seed: int) -> Run:

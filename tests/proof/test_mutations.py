@@ -3,185 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from paceline.core.errors import BusyError
-from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
-from paceline.proto.kvtransfer_pb2 import ExportedBlock
-from paceline.services.kvtransfer.exports import Cursor
-from paceline.services.kvtransfer.fetches import Arrivals
-from paceline.services.kvtransfer.hold import NOBODY, Hold, State
-from paceline.services.kvtransfer.hold_book import HoldBook
+from paceline.services.kvtransfer.hold import Hold
 from paceline.services.kvtransfer.ledger import Ledger
-from tests.proof import network, transfer, worker
+from tests.proof import mutations
 from tests.proof.explore import Explorer
-from tests.proof.parties import Job
-from tests.proof.setup import SETUPS
+from tests.proof.mutations import Patch
+from tests.proof.setup import SETUPS, Request
 from tests.proof.simulate import simulate
-from tests.proof.transfer import put
-from tests.proof.world import Violation, World
+from tests.proof.world import Violation
 
 MOST_SEEDS = 200
 
-Patch = pytest.MonkeyPatch
-
-
-def without_generation_fence(patch: Patch) -> None:
-    """Whoever names a request and attempt reaches its hold, however old the generation."""
-
-    def find(book: HoldBook, key: Key, now: float) -> Hold:
-        hold = book._alive(key, now)
-        return hold if hold is not None else original(book, key, now)
-
-    original = HoldBook.find
-    patch.setattr(HoldBook, "find", find)
-    patch.setattr(HoldBook, "find_newest", find)
-
-
-def without_memory_of_ended_keys(patch: Patch) -> None:
-    """A reservation that comes late or again is a new one."""
-    patch.setattr(HoldBook, "forbid", lambda book, key: None)
-
-
-def without_quarantine(patch: Patch) -> None:
-    """Blocks of a hold that has ended are free at once, although another worker writes."""
-
-    def drain(book: HoldBook, hold: Hold, writer: int) -> None:
-        book._forget(hold)
-        book._give_back(hold)
-
-    patch.setattr(HoldBook, "_drain", drain)
-
-
-def without_grace(patch: Patch) -> None:
-    """Blocks of a worker whose session has ended are free at once, although a step may be under way."""
-
-    def lose_session(book: HoldBook, session: int, now: float) -> None:
-        original(book, session, now)
-        for hold in list(book._draining.values()):
-            if hold.writer == session:
-                book._end_drain(hold)
-
-    original = HoldBook.lose_session
-    patch.setattr(HoldBook, "lose_session", lose_session)
-
-
-def without_deadlines(patch: Patch) -> None:
-    """A hold that nobody renews lives on."""
-    patch.setattr(HoldBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
-    patch.setattr(HoldBook, "expire", lambda book, now: None)
-
-
-def without_idempotent_release(patch: Patch) -> None:
-    """Releasing twice gives the blocks back twice."""
-
-    def release(ledger: Ledger, session: int, key: Key, now: float) -> None:
-        released: dict[Key, list[int]] = ledger.__dict__.setdefault("_released", {})
-        if key in released:
-            ledger._pool.give_back(released[key])
-            return
-        hold = next((hold for hold in ledger.holds() if hold.key == key), None)
-        if hold is not None and hold.writer == session:
-            released[key] = hold.slots()
-        original(ledger, session, key, now)
-
-    original = Ledger.release
-    patch.setattr(Ledger, "release", release)
-
-
-def without_idempotent_fill(patch: Patch) -> None:
-    """A prompt that is declared complete twice is handed over twice."""
-
-    def fill(ledger: Ledger, session: int, key: Key, filled_tokens: int, now: float) -> Hold:
-        ledger._book.drained(session, key, now)
-        hold = ledger._book._live.get(key[:2])
-        if hold is None:
-            return original(ledger, session, key, filled_tokens, now)
-        if not hold.in_flight:
-            ledger._pool.enter_flight(hold.slots())
-        hold.state, hold.writer, hold.filled_tokens = State.FILLED, NOBODY, filled_tokens
-        return hold
-
-    original = Ledger.fill
-    patch.setattr(Ledger, "fill", fill)
-
-
-def without_time_to_come_back(patch: Patch) -> None:
-    """A kvtransfer that is started again gives blocks away before all workers have said what they hold."""
-    patch.setattr(network, "may_reconcile", lambda world, host: world.hosts[host].away)
-
-
-def without_claims_of_what_has_ended(patch: Patch) -> None:
-    """A worker claims nothing that it lost, although its engine has not let go of it yet."""
-    original = worker.claims_of
-    patch.setattr(worker, "claims_of", lambda world, job: [each for each in original(world, job) if each.active])
-
-
-def without_truth_about_contents(patch: Patch) -> None:
-    """A worker claims blocks as sealed that it has yet to write."""
-
-    def name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
-        digest = world.word(job, group, block)[1]
-        return digest if slot != NO_SLOT and isinstance(digest, bytes) else b""
-
-    patch.setattr(worker, "_name", name)
-
-
-def without_digests(patch: Patch) -> None:
-    """What came from another host is not compared with what was named."""
-    patch.setattr(transfer, "damaged", lambda host, blocks, places: False)
-
-
-def without_seals(patch: Patch) -> None:
-    """The source names blocks that are yet to be written."""
-
-    def sealed(cursor: Cursor, hold: Hold, hash_of: Callable[[int], bytes | None]) -> Iterator[ExportedBlock]:
-        return cursor._take(hold, hold.token_count, hash_of, only_sealed=False)
-
-    patch.setattr(Cursor, "sealed", sealed)
-
-
-def without_the_source_keeping(patch: Patch) -> None:
-    """The source renews nothing while it is read."""
-    patch.setattr(transfer, "keep", lambda world, each, now: False)
-
-
-def without_the_source_letting_go(patch: Patch) -> None:
-    """A source whose reader is gone keeps what it has taken over."""
-    patch.setattr(transfer, "stop_exporting", lambda world, name: put(world, world.transfers[name], source="gone"))
-
-
-def without_the_reader_letting_go(patch: Patch) -> None:
-    """A reader that fails keeps its hold."""
-    patch.setattr(
-        transfer, "stop_reading", lambda world, name: put(world, world.transfers[name], reader="gone", stream=())
-    )
-
-
-def without_arrivals(patch: Patch) -> None:
-    """A reader that has missed a message takes what came for all."""
-
-    def read(world: World, name: tuple[str, int]) -> None:
-        each = world.transfers[name]
-        original(world, put(world, each, stream=each.stream[-1:]).id)
-
-    original = transfer.read
-    patch.setattr(transfer, "read", read)
-    patch.setattr(Arrivals, "check_all", lambda arrivals, tokens: None)
-
-
 MUTATIONS: tuple[Callable[[Patch], None], ...] = (
-    without_memory_of_ended_keys,
-    without_quarantine,
-    without_grace,
-    without_deadlines,
-    without_idempotent_release,
-    without_idempotent_fill,
-    without_time_to_come_back,
-    without_truth_about_contents,
+    mutations.without_memory_of_ended_keys,
+    mutations.without_quarantine,
+    mutations.without_grace,
+    mutations.without_deadlines,
+    mutations.without_leases_before_the_sweep,
+    mutations.without_a_look_at_the_lease_in_a_release,
+    mutations.without_idempotent_release,
+    mutations.without_idempotent_fill,
+    mutations.without_time_to_come_back,
+    mutations.without_truth_about_contents,
 )
 
 
@@ -199,7 +48,7 @@ def _simulate_all() -> None:
 
 @pytest.mark.parametrize(
     "mutate",
-    [without_quarantine, without_grace, without_deadlines],
+    [mutations.without_quarantine, mutations.without_grace, mutations.without_deadlines],
     ids=lambda mutate: mutate.__name__,
 )
 def test_the_explorer_finds_a_protocol(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
@@ -210,7 +59,11 @@ def test_the_explorer_finds_a_protocol(mutate: Callable[[Patch], None], monkeypa
 
 @pytest.mark.parametrize(
     "mutate",
-    [without_time_to_come_back, without_claims_of_what_has_ended, without_truth_about_contents],
+    [
+        mutations.without_time_to_come_back,
+        mutations.without_claims_of_what_has_ended,
+        mutations.without_truth_about_contents,
+    ],
     ids=lambda mutate: mutate.__name__,
 )
 def test_the_explorer_finds_a_return(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
@@ -222,16 +75,16 @@ def test_the_explorer_finds_a_return(mutate: Callable[[Patch], None], monkeypatc
 @pytest.mark.parametrize(
     ("mutate", "kind"),
     [
-        (without_quarantine, "fail"),
-        (without_memory_of_ended_keys, "delay"),
-        (without_idempotent_release, "duplicate"),
-        (without_idempotent_fill, "duplicate"),
-        (without_time_to_come_back, "crash_ledger"),
-        (without_seals, "fail"),
-        (without_arrivals, "fail"),
-        (without_the_source_keeping, "fail"),
-        (without_the_source_letting_go, "cut"),
-        (without_the_reader_letting_go, "cut"),
+        (mutations.without_quarantine, "fail"),
+        (mutations.without_memory_of_ended_keys, "delay"),
+        (mutations.without_idempotent_release, "duplicate"),
+        (mutations.without_idempotent_fill, "duplicate"),
+        (mutations.without_time_to_come_back, "crash_ledger"),
+        (mutations.without_seals, "fail"),
+        (mutations.without_arrivals, "fail"),
+        (mutations.without_the_source_keeping, "fail"),
+        (mutations.without_the_source_letting_go, "cut"),
+        (mutations.without_the_reader_letting_go, "cut"),
     ],
     ids=lambda each: getattr(each, "__name__", each),
 )
@@ -241,14 +94,56 @@ def test_the_explorer_finds_a_transfer(mutate: Callable[[Patch], None], kind: st
         Explorer(dataclasses.replace(SETUPS["between_hosts"], faults=1, kind=kind)).run()
 
 
+@pytest.mark.parametrize(
+    ("mutate", "kind"),
+    [
+        (mutations.without_one_flight, ""),
+        (mutations.without_a_word_to_those_who_wait, ""),
+        (mutations.without_a_look_at_the_lease_in_a_release, ""),
+        (mutations.without_the_source_keeping, ""),
+        (mutations.without_the_source_letting_go, "cut"),
+        (mutations.without_the_reader_letting_go, "cut"),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_the_explorer_finds_a_prefix(mutate: Callable[[Patch], None], kind: str, monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match="=>"):
+        Explorer(dataclasses.replace(SETUPS["prefix"], faults=bool(kind), kind=kind)).run()
+
+
+def test_the_explorer_finds_a_prefix_that_ends_when_one_of_three_waits_no_longer(monkeypatch: Patch) -> None:
+    mutations.without_those_who_fly_when_one_who_waits_goes(monkeypatch)
+    three = dataclasses.replace(SETUPS["prefix"], requests=(Request("a"),) * 3, slots=6)
+    with pytest.raises(Violation, match="brought twice"):
+        Explorer(dataclasses.replace(three, faults=1, kind="run_out_of_time")).run()
+
+
+def test_the_explorer_finds_a_prefix_without_digests(monkeypatch: Patch) -> None:
+    mutations.without_digests(monkeypatch)
+    with pytest.raises(Violation, match="is published as"):
+        Explorer(dataclasses.replace(SETUPS["lost_prefix"], faults=1, kind="crash_ledger")).run()
+
+
 def test_the_explorer_finds_a_transfer_without_digests(monkeypatch: Patch) -> None:
-    without_digests(monkeypatch)
+    mutations.without_digests(monkeypatch)
     with pytest.raises(Violation, match="is published as"):
         Explorer(dataclasses.replace(SETUPS["too_late"], faults=1, kind="cut")).run()
 
 
+@pytest.mark.parametrize(
+    "mutate",
+    [mutations.without_leases_before_the_sweep, mutations.without_a_look_at_the_lease_in_a_release],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_the_explorer_finds_a_lease(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match="=>"):
+        Explorer(dataclasses.replace(SETUPS["one"], faults=1, kind="pass_time")).run()
+
+
 def test_the_explorer_finds_a_protocol_without_generations(monkeypatch: Patch) -> None:
-    without_generation_fence(monkeypatch)
+    mutations.without_generation_fence(monkeypatch)
     with pytest.raises(Violation, match="=>"):
         Explorer(dataclasses.replace(SETUPS["growth"], faults=1, kind="duplicate")).run()
 

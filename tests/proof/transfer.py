@@ -1,22 +1,21 @@
-"""A prompt comes from another host: kvtransfer's fetches.py, which reads, and exports.py, the source.
+"""A prompt comes from another host, or a prefix: kvtransfer's fetches.py, which reads, and exports.py, the source.
 
-To its ledger the reader is what a prefill worker is on one host, and the source what a decode worker is. That the other
-end is gone each learns in its own time. A read copies what is in the blocks of the source at that moment, whosever they
-are by then: nothing but the digests tells.
+Of a prompt, the reader is to its ledger what a prefill worker is on one host, and the source what a decode worker is;
+for a prefix see `prefix`. That the other end is gone each learns in its own time. A read copies what is in the blocks
+of the source at that moment, whosever they are by then: nothing but the digests tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 from paceline.core.errors import PacelineError
 from paceline.core.types import Key
+from paceline.services.kvtransfer.arrivals import Arrivals, check_names
 from paceline.services.kvtransfer.exports import Cursor
-from paceline.services.kvtransfer.fetches import Arrivals
 from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
+from tests.proof import worker
 from tests.proof.calls import Answer, carry_out
 from tests.proof.judge import lives
-from tests.proof.parties import DECODE, Block, Job, Named, Op, Transfer
+from tests.proof.parties import Block, Job, Named, Op, Transfer
 from tests.proof.world import Host, World, tables_of
 
 Id = tuple[str, int]
@@ -32,9 +31,12 @@ def put(world: World, transfer: Transfer, **changes: object) -> Transfer:
 
 
 def waiting_job(world: World, transfer: Transfer) -> Job | None:
-    """The decode worker's, while it waits for this transfer."""
-    job = world.jobs.get((DECODE, *transfer.id))
-    return job if job is not None and job.fetch == "called" and job.session == transfer.session else None
+    """The worker's that waits for this transfer."""
+    job = world.jobs.get(transfer.caller)
+    if job is None or job.session != transfer.session:
+        return None
+    waits = job.phase == "fetching prefix" if transfer.prefix else job.fetch == "called"
+    return job if waits else None
 
 
 # ---- the reader
@@ -48,7 +50,7 @@ def begin(world: World, name: Id) -> None:
     except PacelineError:
         put(world, transfer, reader="gone")
         return
-    hold = _do(world, "open", transfer.here, transfer.key)
+    hold = do(world, "open", transfer.here, transfer.key)
     if not isinstance(hold, Hold):
         put(world, transfer, reader="gone")
         return
@@ -66,12 +68,15 @@ def begin(world: World, name: Id) -> None:
 
 
 def read(world: World, name: Id) -> None:
-    """Reads the blocks of one message, publishes those that have a name, and fills the hold with the last ones."""
+    """Reads the blocks of one message and publishes those that have a name. With the last ones the hold is complete."""
     transfer = world.transfers[name]
     here, there = world.hosts[transfer.here], world.hosts[transfer.there]
-    (blocks, last), *stream = transfer.stream
-    arrivals = Arrivals(world.setup.layout.groups, transfer)  # type: ignore[arg-type]
+    (blocks, last, filled_tokens), *stream = transfer.stream
+    groups = world.setup.layout.groups
+    arrivals = Arrivals(groups, transfer)  # type: ignore[arg-type]
     arrivals._come = [{block for of, block in transfer.come if of == g} for g in range(len(transfer.tables))]
+    if transfer.prefix:
+        check_names(groups, blocks, world.request(transfer.request).hashes)  # type: ignore[arg-type]
     places = arrivals.places(blocks)  # type: ignore[arg-type]
     for block, place in zip(blocks, places):
         here.memory[place] = there.memory[block.slot]
@@ -82,14 +87,17 @@ def read(world: World, name: Id) -> None:
             if block.hash:
                 here.ledger.seal(TRANSFER, transfer.key, block.group, block.index, [block.hash], world.now)
         if last:
-            arrivals.check_all(world.request(transfer.request).context)
+            arrivals.check_all(filled_tokens)
     except PacelineError:
         stop_reading(world, name)
         return
     come = transfer.come | {(block.group, block.index) for block in blocks}
     transfer = put(world, transfer, come=come, stream=tuple(stream))
-    if last:
-        if isinstance(_do(world, "fill", transfer.here, transfer.key), Hold):
+    if last and transfer.prefix:
+        do(world, "release", transfer.here, transfer.key)
+        end_flight(world, put(world, transfer, reader="filled"))
+    elif last:
+        if isinstance(do(world, "fill", transfer.here, transfer.key), Hold):
             put(world, transfer, reader="filled")
         else:
             stop_reading(world, name)
@@ -103,17 +111,33 @@ def stop_reading(world: World, name: Id) -> None:
     """The transfer failed, or nobody waits for it: the reader gives its hold back. It touches nothing any more."""
     transfer = world.transfers[name]
     if transfer.reader == "reading":
-        _do(world, "release", transfer.here, transfer.key)
-    put(world, transfer, reader="gone", stream=())
+        do(world, "release", transfer.here, transfer.key)
+    transfer = put(world, transfer, reader="gone", stream=())
+    if transfer.prefix:
+        end_flight(world, transfer)
+
+
+def end_flight(world: World, transfer: Transfer) -> None:
+    """A prefix has come or failed, or nobody waits for it any more: those who wait for it look again."""
+    for name in world.hosts[transfer.here].flights.end(transfer.id):
+        put(world, world.transfers[name], reader="called")
+
+
+def run_out_of_time(world: World, name: Id) -> None:
+    """A prefix takes so long that it is given up, whoever it is that has not got on."""
+    stop_reading(world, name)
 
 
 def answer(world: World, name: Id) -> None:
-    """The decode worker learns that all is here."""
+    """The worker learns that all is here."""
     transfer = world.transfers[name]
     job = waiting_job(world, transfer)
     assert job is not None
-    world.put(job, fetch="answered")
     put(world, transfer, reader="gone")
+    if transfer.prefix:
+        worker.leave_prefix(world, job.id)
+    else:
+        world.put(job, fetch="answered")
 
 
 # ---- the source
@@ -122,7 +146,7 @@ def answer(world: World, name: Id) -> None:
 def take_over(world: World, name: Id) -> None:
     """The prompt is complete: the source adopts its hold, so that it stays until all has been read."""
     transfer = world.transfers[name]
-    taken = _do(world, "adopt", transfer.there, transfer.source_key)
+    taken = do(world, "adopt", transfer.there, transfer.source_key)
     if isinstance(taken, Hold):
         put(world, transfer, adopted=taken.key)
     else:
@@ -132,8 +156,11 @@ def take_over(world: World, name: Id) -> None:
 def tell(world: World, name: Id) -> None:
     """The source names the blocks that have become complete."""
     transfer = world.transfers[name]
-    blocks, named = _complete(world, transfer)
-    message = Named(blocks, transfer.adopted is not None)
+    hold = exported(world, transfer)
+    assert hold is not None
+    blocks, named = complete(world, transfer, hold)
+    filled_tokens = hold.filled_tokens if transfer.adopted is not None else 0
+    message = Named(blocks, transfer.adopted is not None, filled_tokens)
     put(world, transfer, stream=(*transfer.stream, message), named=named, named_all=message.last)
 
 
@@ -141,13 +168,15 @@ def stop_exporting(world: World, name: Id) -> None:
     """The hold has ended, or the reader is gone or done."""
     transfer = world.transfers[name]
     if transfer.adopted is not None:
-        _do(world, "release", transfer.there, transfer.adopted)
+        do(world, "release", transfer.there, transfer.adopted)
     put(world, transfer, source="gone")
 
 
 def keep(world: World, transfer: Transfer, now: float) -> bool:
     """What the source does every second: it renews, or takes over what has been filled. Whether the hold is its own."""
     ledger = world.hosts[transfer.there].ledger
+    if transfer.prefix and not transfer.named_all:
+        return False  # it renews nothing until all has been named
     try:
         if transfer.adopted is not None:
             ledger.renew(TRANSFER, transfer.adopted, now)
@@ -161,19 +190,18 @@ def keep(world: World, transfer: Transfer, now: float) -> bool:
     return False
 
 
-def _exported(world: World, transfer: Transfer) -> Hold | None:
+def exported(world: World, transfer: Transfer) -> Hold | None:
     """The hold at the source, while it lives."""
     key = transfer.adopted or transfer.source_key
     for hold in world.hosts[transfer.there].ledger.holds():
-        if lives(hold) and hold.key[:2] == key[:2] and hold.first_generation <= key.generation <= hold.key.generation:
-            return hold
+        if lives(hold, world.now) and hold.key[:2] == key[:2]:
+            return hold if hold.first_generation <= key.generation <= hold.key.generation else None
     return None
 
 
-def _complete(world: World, transfer: Transfer) -> tuple[tuple[Block, ...], tuple[int, ...]]:
-    """Blocks that can be named and have not been, and how far they go."""
-    host, hold = world.hosts[transfer.there], _exported(world, transfer)
-    assert hold is not None
+def complete(world: World, transfer: Transfer, hold: Hold) -> tuple[tuple[Block, ...], tuple[int, ...]]:
+    """Blocks of the source's hold that can be named and have not been, and how far they go."""
+    host = world.hosts[transfer.there]
     cursor = Cursor(world.setup.layout.groups, transfer.filled_tokens)
     cursor._next = list(transfer.named)
     take = cursor.sealed if transfer.adopted is None else cursor.rest
@@ -181,40 +209,5 @@ def _complete(world: World, transfer: Transfer) -> tuple[tuple[Block, ...], tupl
     return tuple(blocks), tuple(cursor._next)
 
 
-def _do(world: World, kind: str, host: int, key: Key) -> Answer:
+def do(world: World, kind: str, host: int, key: Key) -> Answer:
     return carry_out(world, Op(kind, host, TRANSFER, key))
-
-
-# ---- when
-
-
-def progress(world: World, transfer: Transfer) -> Iterator[Callable[[World, Id], None]]:
-    """What the two ends do when nothing goes wrong. A service that is away does nothing."""
-    if transfer.reader != "gone" and not world.hosts[transfer.here].away:
-        yield from _of_reader(transfer, waiting_job(world, transfer) is not None)
-    if transfer.source != "gone" and not world.hosts[transfer.there].away:
-        yield from _of_source(world, transfer)
-
-
-def _of_reader(transfer: Transfer, awaited: bool) -> Iterator[Callable[[World, Id], None]]:
-    if transfer.reader == "called":
-        yield begin
-    elif transfer.reader == "filled":
-        if awaited:
-            yield answer
-    elif transfer.stream:
-        yield read
-    if not awaited or (transfer.reader == "reading" and (transfer.cut or transfer.source == "gone")):
-        yield stop_reading
-
-
-def _of_source(world: World, transfer: Transfer) -> Iterator[Callable[[World, Id], None]]:
-    hold = _exported(world, transfer)
-    if hold is None or transfer.reader != "reading" or transfer.cut:
-        yield stop_exporting
-    if hold is None:
-        return
-    if transfer.adopted is None and hold.state is State.FILLED:
-        yield take_over
-    elif not transfer.named_all and (transfer.adopted is not None or _complete(world, transfer)[0]):
-        yield tell

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.core.errors import BusyError, UnavailableError
-from paceline.core.kv_layout import NO_SLOT
-from paceline.services.kvtransfer.claim import Claim
-from paceline.services.kvtransfer.hold import Hold
+from paceline.services.kvtransfer.hold import Hold, prefix_key
 from tests.proof import judge
 from tests.proof.calls import Answer
-from tests.proof.parties import DECODE, PREFILL, Job, JobId, Op
+from tests.proof.parties import DECODE, PREFILL, Job, JobId, Op, Transfer
 from tests.proof.world import World, tables_of
 
 
@@ -41,7 +39,7 @@ def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
         elif job.alone:
             world.put(job, phase="running", tables=tables, settled=answer.filled_tokens)
         else:
-            world.put(job, phase="admitted", tables=tables)
+            world.put(job, phase="admitted", tables=tables, settled=answer.filled_tokens)
         return
     if isinstance(answer, Hold | UnavailableError):
         world.send(job, "release")
@@ -100,6 +98,22 @@ _WAITS_IN = {
 # ---- moves of one job
 
 
+def reserve(world: World, job: Job, prefix_source: int | None = None) -> None:
+    """Asks for blocks, and, where it is told a source, for a prefix from there before, whether that comes or not."""
+    if prefix_source is None or not world.request(job.request).reusable:
+        world.send(world.put(job, phase="reserving"), "reserve")
+        return
+    world.put(job, phase="fetching prefix")
+    key = prefix_key(job.key)
+    transfer = Transfer(job.request, job.host, prefix_source, job.session, job.id, key, key, prefix=True)
+    world.transfers[transfer.id] = transfer
+
+
+def leave_prefix(world: World, job_id: JobId) -> None:
+    """Its call for a prefix is over: that has come or failed, or the call breaks, and kvtransfer is yet to learn."""
+    reserve(world, world.jobs[job_id])
+
+
 def given(world: World, job: Job, answer: Answer) -> None:
     """The ledger has given it the blocks for which it waited, or refused to; the worker has not heard yet."""
     if isinstance(answer, Hold):
@@ -121,7 +135,8 @@ def hear(world: World, job_id: JobId) -> None:
 
 
 def begin(world: World, job: Job) -> None:
-    """It has its blocks and the first token; where the blocks were lost meanwhile, it gives up."""
+    """It has its blocks, and the first token unless it computes that itself, too. Where the blocks were lost meanwhile,
+    it gives up."""
     if job.lost:
         world.drop(job)
     else:
@@ -172,6 +187,9 @@ def generate(world: World, job_id: JobId) -> None:
     if not job.alone:
         judge.check_content(world, job)
     world.write(job)
+    if job.settled < request.sealable:
+        world.send(job, "seal")
+        job = world.put(job, settled=request.sealable)
     if any(group.shape.window for group in world.setup.layout.groups):
         job = _trim(world, job)
     world.put(job, phase="stopping")
@@ -218,6 +236,8 @@ def cancel(world: World, job_id: JobId) -> None:
         case "adopting":
             world.send(job, "release")
             world.put(job, cancelled=True, fetch="")
+        case "fetching prefix":
+            world.drop(job)
         case "reserving" | "opening" | "filling":
             world.put(job, cancelled=True)
         case _:
@@ -245,48 +265,6 @@ def fetch_failed(world: World, job_id: JobId) -> None:
 def scribble(world: World, job: Job) -> None:
     """A step that is still under way writes: of a request that stops, or of a worker that nobody hears any more."""
     world.write(job)
-
-
-# ---- kvtransfer comes back without its memory
-
-
-def come_back(world: World, session: int) -> None:
-    """A worker claims what its engine may touch, and gives up what it cannot claim."""
-    at = world.hosts[world.host_of(session)]
-    assert at.claims is not None
-    claims = []
-    for job in [job for job in world.jobs.values() if job.session == session]:
-        claims += claims_of(world, job)
-        if job.waits:
-            learn_of_loss(world, job.id)
-        elif job.role == PREFILL and job.phase == "writing":
-            world.put(job, phase="stopping", lost=True)
-    at.claims[session] = tuple(claims)
-
-
-def claims_of(world: World, job: Job) -> list[Claim]:
-    """What may be touched is claimed; only a decode worker can go on in it."""
-    if not job.touches:
-        return []
-    groups = world.setup.layout.groups
-    names = [
-        [_name(world, job, group, block, slot) for block, slot in enumerate(table)]
-        for group, table in enumerate(job.tables)
-    ]
-    tokens = min(len(table) * group.block_tokens for group, table in zip(groups, job.tables))
-    active = job.role == DECODE and not job.lost
-    return [Claim(job.session, job.key, tokens, 0, [list(table) for table in job.tables], names, active)]
-
-
-def _name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
-    """As the worker knows it: what was sealed when it got the blocks, and what it has sealed since."""
-    if slot == NO_SLOT:
-        return b""
-    word = world.word(job, group, block)
-    if job.role == PREFILL and not world.may_write(job, group, block) and isinstance(word[1], bytes):
-        return word[1]
-    known = world.hosts[job.host].ledger._pool.name(slot)
-    return b"" if known is None else known[1]
 
 
 # ---- a worker comes to its end

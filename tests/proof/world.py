@@ -9,13 +9,15 @@ each operation may be lost, carried out without an answer, come late (behind wha
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.kv_layout import NO_SLOT
+from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim
-from paceline.services.kvtransfer.hold import TRANSFER, Hold
+from paceline.services.kvtransfer.flights import Flights
+from paceline.services.kvtransfer.hold import TRANSFER, Hold, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
-from tests.proof.ledger_copy import copy_ledger
+from tests.proof.ledger_copy import copy_fields, copy_ledger
 from tests.proof.parties import Asked, Job, JobId, Late, Op, Transfer, Word
 from tests.proof.setup import Request, Setup
 
@@ -37,6 +39,8 @@ class Host:
     claims: dict[int, tuple[Claim, ...]] | None = None
     """Set while kvtransfer is away: by session, what workers that have come back say they hold. Nothing reaches the
     ledger, which is still that of the service that ended, for the judge to see."""
+    flights: Flights[tuple[str, int]] = field(default_factory=Flights)
+    """Of prefixes, by the ids of their transfers."""
 
     @property
     def away(self) -> bool:
@@ -44,7 +48,7 @@ class Host:
 
     def copy(self) -> Host:
         claims = None if self.claims is None else self.claims.copy()
-        return Host(copy_ledger(self.ledger), self.memory.copy(), claims)
+        return Host(copy_ledger(self.ledger), self.memory.copy(), claims, copy_fields(self.flights))
 
 
 @dataclass
@@ -147,6 +151,19 @@ def request_id(index: int, life: int) -> str:
     return f"{index}.{life}"
 
 
+def origin(request_id: str) -> str:
+    """The request's own id, also of the one under which its prefix is moved."""
+    return request_id.removeprefix(_PREFIX)
+
+
+def is_prefix(key: Key) -> bool:
+    """Whether a hold is one in which a prefix is moved."""
+    return key.request_id.startswith(_PREFIX)
+
+
+_PREFIX = prefix_key(Key("", 0, 0)).request_id
+
+
 def tables_of(hold: Hold) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, hold.tables))
 
@@ -169,10 +186,24 @@ def make_host(setup: Setup) -> Host:
     return Host(make_ledger(setup), [None] * setup.slots)
 
 
+def _cache(host: Host, text: str) -> None:
+    """As if a request had been served that left this; in a layout of one group."""
+    hashes, ledger = Request(text, tail=0).hashes, host.ledger
+    tokens, session = 16 * len(hashes), FIRST_SESSION - 2
+    hold = ledger.reserve(session, Key(f"left {text}", 1, 1), hashes, tokens, 0, 0.0)
+    for slot, digest in zip(hold.tables[0], hashes):
+        host.memory[slot] = (0, digest)
+    ledger.seal(session, hold.key, 0, 0, hashes, 0.0)
+    ledger.release(session, hold.key, 0.0)
+
+
 def make_world(setup: Setup) -> World:
+    hosts = [make_host(setup) for _ in range(setup.hosts)]
+    for host, text in setup.cached:
+        _cache(hosts[host], text)
     return World(
         setup=setup,
-        hosts=[make_host(setup) for _ in range(setup.hosts)],
+        hosts=hosts,
         faults=setup.faults,
         asked=[Asked() for _ in setup.requests],
         sessions=[FIRST_SESSION + worker for worker in range(setup.decoders + setup.prefillers)],

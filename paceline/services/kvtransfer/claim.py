@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.core.cache_policy.base import Place
 from paceline.core.errors import InvalidRequestError
 from paceline.core.hashing import HASH_BYTES
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key
+from paceline.services.kvtransfer.hold import Hold, State
+from paceline.services.kvtransfer.places import place_of
 
 
 class ContradictionError(InvalidRequestError):
@@ -59,6 +63,33 @@ def claimed_slots(layout: KVLayout, slots: int, claims: Iterable[Claim]) -> Slot
                     _add(found, slots, slot, (group, digest) if digest else None, claim.key)
     _check_sharing(found)
     return found
+
+
+def claimed_places(layout: KVLayout, claims: Sequence[Claim]) -> dict[int, Place]:
+    """Of sealed blocks, by slot."""
+    return {
+        slot: place_of(layout, group, block, names[block], names[block - 1] if block else b"")
+        for claim in claims
+        for group, (table, names) in enumerate(zip(claim.tables, claim.names))
+        for block, slot in enumerate(table)
+        if names[block]
+    }
+
+
+def restored_hold(claim: Claim, now: float, lease_seconds: float) -> Hold:
+    """What is claimed, as a ledger keeps it."""
+    return Hold(
+        key=claim.key,
+        first_generation=claim.key.generation,
+        state=State.ACTIVE if claim.active else State.DRAINING,
+        owner=claim.session,
+        writer=claim.session,
+        token_count=claim.token_count,
+        filled_tokens=claim.filled_tokens,
+        tables=[list(table) for table in claim.tables],
+        created=now,
+        deadline=now + lease_seconds if claim.active else math.inf,
+    )
 
 
 def _add(found: Slots, slots: int, slot: int, name: tuple[int, bytes] | None, key: Key) -> None:

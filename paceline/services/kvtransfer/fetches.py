@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from paceline.core.errors import PacelineError, TransferError, UnavailableError
-from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVGroup, KVLayout
+from paceline.core.kv_layout import BASE_TOKENS, KVLayout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import heeding_cancellation, unmapped_error
 from paceline.services.common.wire import key_to_pb
+from paceline.services.kvtransfer.arrivals import Arrivals, check_names
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.exports import digest_of
 from paceline.services.kvtransfer.hold import TRANSFER, Hold, prefix_key
@@ -177,7 +178,7 @@ class Fetches:
                 named = time.monotonic()
                 if exported.blocks:
                     if hashes is not None:
-                        self._check_names(exported.blocks, hashes)
+                        check_names(self._layout.groups, exported.blocks, hashes)
                     reply.path = await self._read(offer, source, exported.blocks, arrivals)
                     self._seal(hold.key, exported.blocks)
                 read_seconds += time.monotonic() - named
@@ -191,14 +192,6 @@ class Fetches:
             raise unmapped_error(error, f"kvtransfer at {source}") from error
         finally:
             call.cancel()
-
-    def _check_names(self, blocks: Sequence[pb.ExportedBlock], hashes: Sequence[bytes]) -> None:
-        """Raises TransferError where the source names blocks of another context."""
-        strides = [group.block_tokens // BASE_TOKENS for group in self._layout.groups]
-        for block in blocks:
-            end = (block.index + 1) * strides[block.group] if block.group < len(strides) else 0
-            if not 0 < end <= len(hashes) or block.hash != hashes[end - 1]:
-                raise TransferError(f"block {block.index} of group {block.group} is of another context")
 
     async def _read(self, offer: pb.Offer, source: str, blocks: Sequence[pb.ExportedBlock], arrivals: Arrivals) -> str:
         """Pulls and verifies blocks; returns the name of the path."""
@@ -218,36 +211,6 @@ class Fetches:
             first, *others = (block for _, block in run)
             hashes = [block.hash for block in (first, *others)]
             self._ledger.seal(TRANSFER, key, first.group, first.index, hashes, self._clock())
-
-
-class Arrivals:
-    """Which blocks of a hold have come: each that is needed has to, once."""
-
-    def __init__(self, groups: Sequence[KVGroup], hold: Hold) -> None:
-        self._groups = groups
-        self._hold = hold
-        self._first = [hold.filled_tokens // group.block_tokens for group in groups]
-        """Of each group, the first block that is not here from the beginning."""
-        self._come: list[set[int]] = [set() for _ in groups]
-
-    def places(self, blocks: Sequence[pb.ExportedBlock]) -> list[int]:
-        """The slot here for each block. Raises TransferError for what was not to come."""
-        return [self._place(block.group, block.index) for block in blocks]
-
-    def _place(self, group: int, index: int) -> int:
-        table = self._hold.tables[group] if group < len(self._groups) else []
-        if index >= len(table) or table[index] == NO_SLOT or index < self._first[group] or index in self._come[group]:
-            raise TransferError(f"block {index} of group {group} came, and there is no place for it")
-        self._come[group].add(index)
-        return table[index]
-
-    def check_all(self, filled_tokens: int) -> None:
-        """Raises TransferError where a block is missing without which the context cannot be read."""
-        for number, group in enumerate(self._groups):
-            first = max(self._first[number], group.first_needed_block(filled_tokens))
-            missing = set(range(first, group.blocks_for(filled_tokens))) - self._come[number]
-            if missing:
-                raise TransferError(f"{len(missing)} blocks of group {number} have not come")
 
 
 async def _next(call: Call, expected: str) -> pb.ExportEvent:

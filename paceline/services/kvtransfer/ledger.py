@@ -16,17 +16,16 @@ else owns the hold now, UnknownHoldError where there is none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from paceline.core.block_pool import BlockEvent, BlockPool, Counts
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.errors import BusyError, InvalidRequestError
-from paceline.core.hashing import HASH_BYTES
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
 from paceline.core.prefix import match_prefix
 from paceline.core.types import Key
-from paceline.services.kvtransfer.claim import Claim, claimed_slots
+from paceline.services.kvtransfer import block_tables
+from paceline.services.kvtransfer.claim import Claim, claimed_places, claimed_slots, restored_hold
 from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State, UnknownHoldError, held_slots
 from paceline.services.kvtransfer.hold_book import HoldBook
 from paceline.services.kvtransfer.places import place_of
@@ -74,20 +73,20 @@ class Ledger:
             priority: of the request; a lower one is more urgent, so that its blocks stay cached longer.
         """
         self._book.check_new(key, now)
-        _check_hashes(hashes)
+        block_tables.check_hashes(hashes)
         if len(hashes) * BASE_TOKENS > token_count:
             raise InvalidRequestError(f"{len(hashes)} hashes cover more than the {token_count} tokens to reserve")
-        self._check_fits(self._layout.slots_for(token_count), token_count)
+        block_tables.check_fits(self._pool, self._layout.slots_for(token_count), token_count)
         cached, tables = match_prefix(self._layout, self._pool.find, hashes, max_cached_tokens)
         reused = held_slots(tables)
-        missing = self._missing(tables, token_count)
+        missing = block_tables.missing_blocks(self._layout, tables, token_count)
         try:
-            self._check_available(sum(missing), reused)
+            block_tables.check_available(self._pool, sum(missing), reused)
         except BusyError:
             self._book.forbid(key)
             raise
         self._pool.reuse(reused, priority)
-        self._grow(tables, missing)
+        block_tables.grow(self._pool, tables, missing)
         if session != TRANSFER:
             self.queried_tokens += len(hashes) * BASE_TOKENS
             self.cached_tokens += cached
@@ -109,7 +108,7 @@ class Ledger:
 
     def pin(self, session: int, key: Key, hashes: Sequence[bytes], now: float) -> Hold:
         """Makes a hold of the cached blocks of the longest known prefix of a context, and of no others: to be read."""
-        _check_hashes(hashes)
+        block_tables.check_hashes(hashes)
         cached, _ = match_prefix(self._layout, self._pool.find, hashes, len(hashes) * BASE_TOKENS)
         return self.reserve(session, key, hashes[: cached // BASE_TOKENS], cached, cached, now)
 
@@ -126,8 +125,8 @@ class Ledger:
     def seal(self, session: int, key: Key, group: int, first_block: int, hashes: Sequence[bytes], now: float) -> Hold:
         """Publishes full blocks, beginning with `first_block`; hashes[i] names the content up to its block i's end."""
         hold = self._book.find_written(session, key, now)
-        table = self._table(hold, group)
-        _check_hashes(hashes)
+        table = block_tables.table_of(hold, group)
+        block_tables.check_hashes(hashes)
         if first_block + len(hashes) > len(table):
             raise InvalidRequestError(
                 f"hold {key} has {len(table)} blocks in group {group}: "
@@ -139,7 +138,7 @@ class Ledger:
                 raise InvalidRequestError(f"hold {key} has given back block {block} of group {group}")
             if self._pool.name(slot) not in (None, (group, digest)):
                 raise InvalidRequestError(f"hold {key}: block {block} of group {group} is sealed with another hash")
-        before = self._names(table[max(0, first_block - 1) : first_block]) or [b""]
+        before = block_tables.names_of(self._pool, table[max(0, first_block - 1) : first_block]) or [b""]
         for block, (slot, digest, parent) in enumerate(zip(slots, hashes, [*before, *hashes]), first_block):
             if self._pool.name(slot) is None:
                 place = place_of(self._layout, group, block, digest, parent, hold.priority)
@@ -174,10 +173,10 @@ class Ledger:
     def extend(self, session: int, key: Key, token_count: int, now: float) -> Hold:
         """Grows the tables to cover `token_count` tokens, in all groups or in none."""
         hold = self._book.find_written(session, key, now)
-        missing = self._missing(hold.tables, token_count)
-        self._check_fits(sum(missing) + len(hold.slots()), token_count)
-        self._check_available(sum(missing))
-        fresh = self._grow(hold.tables, missing)
+        missing = block_tables.missing_blocks(self._layout, hold.tables, token_count)
+        block_tables.check_fits(self._pool, sum(missing) + len(hold.slots()), token_count)
+        block_tables.check_available(self._pool, sum(missing))
+        fresh = block_tables.grow(self._pool, hold.tables, missing)
         if hold.in_flight:
             self._pool.enter_flight(fresh)
         hold.token_count = max(hold.token_count, token_count)
@@ -186,7 +185,7 @@ class Ledger:
     def trim(self, session: int, key: Key, group: int, first_kept_block: int, now: float) -> Hold:
         """Gives back the blocks of a windowed group before `first_kept_block`."""
         hold = self._book.find_written(session, key, now)
-        table = self._table(hold, group)
+        table = block_tables.table_of(hold, group)
         if self._layout.groups[group].shape.window == 0:
             raise InvalidRequestError(f"group {group} has full attention: none of its blocks can be given back")
         if first_kept_block > len(table):
@@ -220,7 +219,7 @@ class Ledger:
 
     def names(self, hold: Hold) -> list[list[bytes]]:
         """As the hold's tables: the hashes of sealed blocks, empty for others."""
-        return [self._names(table) for table in hold.tables]
+        return [block_tables.names_of(self._pool, table) for table in hold.tables]
 
     def restore(self, claims: Sequence[Claim], now: float) -> None:
         """Takes over, into a new ledger, what workers hold from the time of another one. All else is free.
@@ -229,29 +228,9 @@ class Ledger:
             ContradictionError: not all claims can be true. Nothing is taken over then.
         """
         slots = claimed_slots(self._layout, self._pool.counts().total, claims)
-        places = {
-            slot: place_of(self._layout, group, block, names[block], names[block - 1] if block else b"")
-            for claim in claims
-            for group, (table, names) in enumerate(zip(claim.tables, claim.names))
-            for block, slot in enumerate(table)
-            if names[block]
-        }
-        self._pool.restore(slots, places)
+        self._pool.restore(slots, claimed_places(self._layout, claims))
         for claim in claims:
-            self._book.restore(
-                Hold(
-                    key=claim.key,
-                    first_generation=claim.key.generation,
-                    state=State.ACTIVE if claim.active else State.DRAINING,
-                    owner=claim.session,
-                    writer=claim.session,
-                    token_count=claim.token_count,
-                    filled_tokens=claim.filled_tokens,
-                    tables=[list(table) for table in claim.tables],
-                    created=now,
-                    deadline=now + self._lease_seconds if claim.active else math.inf,
-                )
-            )
+            self._book.restore(restored_hold(claim, now, self._lease_seconds))
 
     # ---- time and death
 
@@ -315,50 +294,6 @@ class Ledger:
         """Proves counts, owners, references and index; returns a sentence for everything that is wrong."""
         return self._book.check()
 
-    # ---- blocks
-
-    def _names(self, table: Sequence[int]) -> list[bytes]:
-        found = [None if slot == NO_SLOT else self._pool.name(slot) for slot in table]
-        return [b"" if name is None else name[1] for name in found]
-
-    def _missing(self, tables: Sequence[Sequence[int]], token_count: int) -> list[int]:
-        """Blocks that each group's table lacks to cover `token_count` tokens."""
-        return [max(0, group.blocks_for(token_count) - len(table)) for group, table in zip(self._layout.groups, tables)]
-
-    def _grow(self, tables: Sequence[list[int]], missing: Sequence[int]) -> list[int]:
-        """Appends fresh blocks to each table; returns all of them."""
-        fresh = self._pool.take(sum(missing))
-        start = 0
-        for table, count in zip(tables, missing):
-            table += fresh[start : start + count]
-            start += count
-        return fresh
-
-    def _check_available(self, needed: int, reusing: Sequence[int] = ()) -> None:
-        available = self._pool.available(reusing)
-        if needed > available:
-            raise BusyError(
-                f"{needed} blocks are needed and {available} can be had; try again when requests have ended"
-            )
-
-    def _check_fits(self, slots: int, token_count: int) -> None:
-        total = self._pool.counts().total
-        if slots > total:
-            raise InvalidRequestError(
-                f"{token_count} tokens take {slots} blocks and the arena has {total}: "
-                "shorten the request or raise --kv-memory (--kv-tier-memory, where workers have pools)"
-            )
-
-    def _table(self, hold: Hold, group: int) -> list[int]:
-        if not 0 <= group < len(hold.tables):
-            raise InvalidRequestError(f"there is no group {group}; the layout has {len(hold.tables)}")
-        return hold.tables[group]
-
     def _renewed(self, hold: Hold, now: float) -> Hold:
         hold.deadline = now + self._lease_seconds
         return hold
-
-
-def _check_hashes(hashes: Sequence[bytes]) -> None:
-    if any(len(digest) != HASH_BYTES for digest in hashes):
-        raise InvalidRequestError(f"a hash must have {HASH_BYTES} bytes")

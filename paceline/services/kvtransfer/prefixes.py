@@ -6,28 +6,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 
 from paceline.core.errors import TransferError
-from paceline.core.kv_layout import BASE_TOKENS, KVLayout
-from paceline.core.prefix import match_prefix
+from paceline.core.kv_layout import KVLayout
+from paceline.core.prefix import lacking_links
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.kvtransfer.disk_tier import Promotions
 from paceline.services.kvtransfer.fetches import Fetches
+from paceline.services.kvtransfer.flights import Flights
 from paceline.services.kvtransfer.ledger import Ledger
 
 PREFIX_SECONDS = 5.0
 """For all of a prefix, waiting for others included; its request waits, and could have been computed instead."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
-    """A prefix that is being brought."""
-
-    lacking: frozenset[bytes]
-    """Links of its context's chain that were not here when it began."""
-    landed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Prefixes:
@@ -42,7 +33,8 @@ class Prefixes:
         self._ledger = ledger
         self._fetches = fetches
         self._promotions = promotions
-        self._flights: list[_Flight] = []
+        self._flights: Flights[asyncio.Event] = Flights()
+        """Of calls, each by the event that wakes it."""
 
     async def bring(self, key: Key, source: str, hashes: Sequence[bytes]) -> pb.FetchReply:
         """Has cached here, if it can, what the disk or another host has of a context. Tells what came from the latter.
@@ -74,21 +66,12 @@ class Prefixes:
     @contextlib.asynccontextmanager
     async def _flight(self, hashes: Sequence[bytes]) -> AsyncIterator[bool]:
         """Waits for others that bring what this context lacks first. Yields whether it lacks anything then."""
-        while lacking := self._lacking(hashes):
-            other = next((flight for flight in self._flights if lacking[0] in flight.lacking), None)
-            if other is None:
-                break
-            await other.landed.wait()
-        own = _Flight(frozenset(lacking))
-        self._flights.append(own)
+        woken = asyncio.Event()
         try:
+            while not self._flights.ask(woken, lacking := lacking_links(self._layout, self._ledger.slot_of, hashes)):
+                woken.clear()
+                await woken.wait()
             yield bool(lacking)
         finally:
-            self._flights.remove(own)
-            own.landed.set()
-
-    def _lacking(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """The part of the chain that could be cached here, and is not."""
-        most = len(hashes) * BASE_TOKENS // self._layout.alignment * self._layout.alignment
-        length, _ = match_prefix(self._layout, self._ledger.slot_of, hashes, most)
-        return hashes[length // BASE_TOKENS : most // BASE_TOKENS]
+            for other in self._flights.end(woken):
+                other.set()

@@ -1,0 +1,62 @@
+"""The block tables of holds, and what they can be made of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.block_pool import BlockPool
+from paceline.core.errors import BusyError, InvalidRequestError
+from paceline.core.hashing import HASH_BYTES
+from paceline.core.kv_layout import NO_SLOT, KVLayout
+from paceline.services.kvtransfer.hold import Hold
+
+
+def table_of(hold: Hold, group: int) -> list[int]:
+    """Raises InvalidRequestError where there is no such group."""
+    if not 0 <= group < len(hold.tables):
+        raise InvalidRequestError(f"there is no group {group}; the layout has {len(hold.tables)}")
+    return hold.tables[group]
+
+
+def names_of(pool: BlockPool, table: Sequence[int]) -> list[bytes]:
+    """The hashes of sealed blocks, empty for others."""
+    found = [None if slot == NO_SLOT else pool.name(slot) for slot in table]
+    return [b"" if name is None else name[1] for name in found]
+
+
+def missing_blocks(layout: KVLayout, tables: Sequence[Sequence[int]], token_count: int) -> list[int]:
+    """How many blocks each group's table lacks to cover `token_count` tokens."""
+    return [max(0, group.blocks_for(token_count) - len(table)) for group, table in zip(layout.groups, tables)]
+
+
+def grow(pool: BlockPool, tables: Sequence[list[int]], missing: Sequence[int]) -> list[int]:
+    """Appends fresh blocks to each table, which must be available; returns all of them."""
+    fresh = pool.take(sum(missing))
+    start = 0
+    for table, count in zip(tables, missing):
+        table += fresh[start : start + count]
+        start += count
+    return fresh
+
+
+def check_hashes(hashes: Sequence[bytes]) -> None:
+    """Raises InvalidRequestError for what is no hash."""
+    if any(len(digest) != HASH_BYTES for digest in hashes):
+        raise InvalidRequestError(f"a hash must have {HASH_BYTES} bytes")
+
+
+def check_available(pool: BlockPool, needed: int, reusing: Sequence[int] = ()) -> None:
+    """Raises BusyError where there are not so many blocks now, beside the cached ones in `reusing`."""
+    available = pool.available(reusing)
+    if needed > available:
+        raise BusyError(f"{needed} blocks are needed and {available} can be had; try again when requests have ended")
+
+
+def check_fits(pool: BlockPool, slots: int, token_count: int) -> None:
+    """Raises InvalidRequestError where the whole arena has too few blocks."""
+    total = pool.counts().total
+    if slots > total:
+        raise InvalidRequestError(
+            f"{token_count} tokens take {slots} blocks and the arena has {total}: "
+            "shorten the request or raise --kv-memory (--kv-tier-memory, where workers have pools)"
+        )

@@ -1,0 +1,210 @@
+"""The protocol with one of its guards gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from paceline.core.kv_layout import NO_SLOT
+from paceline.core.types import Key
+from paceline.proto.kvtransfer_pb2 import ExportedBlock
+from paceline.services.kvtransfer.arrivals import Arrivals
+from paceline.services.kvtransfer.exports import Cursor
+from paceline.services.kvtransfer.flights import Flights
+from paceline.services.kvtransfer.hold import NOBODY, Hold, State
+from paceline.services.kvtransfer.hold_book import HoldBook
+from paceline.services.kvtransfer.ledger import Ledger
+from tests.proof import claims, network, transfer
+from tests.proof.parties import Job
+from tests.proof.transfer import put
+from tests.proof.world import World
+
+Patch = pytest.MonkeyPatch
+
+
+def without_generation_fence(patch: Patch) -> None:
+    """Whoever names a request and attempt reaches its hold, however old the generation."""
+
+    def find(book: HoldBook, key: Key, now: float) -> Hold:
+        hold = book._alive(key, now)
+        return hold if hold is not None else original(book, key, now)
+
+    original = HoldBook.find
+    patch.setattr(HoldBook, "find", find)
+    patch.setattr(HoldBook, "find_newest", find)
+
+
+def without_memory_of_ended_keys(patch: Patch) -> None:
+    """A reservation that comes late or again is a new one."""
+    patch.setattr(HoldBook, "forbid", lambda book, key: None)
+
+
+def without_quarantine(patch: Patch) -> None:
+    """Blocks of a hold that has ended are free at once, although another worker writes."""
+
+    def drain(book: HoldBook, hold: Hold, writer: int) -> None:
+        book._forget(hold)
+        book._give_back(hold)
+
+    patch.setattr(HoldBook, "_drain", drain)
+
+
+def without_grace(patch: Patch) -> None:
+    """Blocks of a worker whose session has ended are free at once, although a step may be under way."""
+
+    def lose_session(book: HoldBook, session: int, now: float) -> None:
+        original(book, session, now)
+        for hold in list(book._draining.values()):
+            if hold.writer == session:
+                book._end_drain(hold)
+
+    original = HoldBook.lose_session
+    patch.setattr(HoldBook, "lose_session", lose_session)
+
+
+def without_deadlines(patch: Patch) -> None:
+    """A hold that nobody renews lives on."""
+    patch.setattr(HoldBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
+    patch.setattr(HoldBook, "expire", lambda book, now: None)
+
+
+def without_leases_before_the_sweep(patch: Patch) -> None:
+    """A lease ends when the ledger is swept, and not before."""
+    patch.setattr(HoldBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
+
+
+def without_a_look_at_the_lease_in_a_release(patch: Patch) -> None:
+    """As it was before: where the lease was over and nobody had noticed, what was given back drained for ever."""
+
+    def drained(book: HoldBook, session: int, key: Key, now: float) -> None:
+        for hold in [hold for hold in book._draining.values() if hold.key[:2] == key[:2]]:
+            if hold.writer == session and hold.first_generation <= key.generation <= hold.key.generation:
+                book._end_drain(hold)
+
+    patch.setattr(HoldBook, "drained", drained)
+
+
+def without_idempotent_release(patch: Patch) -> None:
+    """Releasing twice gives the blocks back twice."""
+
+    def release(ledger: Ledger, session: int, key: Key, now: float) -> None:
+        released: dict[Key, list[int]] = ledger.__dict__.setdefault("_released", {})
+        if key in released:
+            ledger._pool.give_back(released[key])
+            return
+        hold = next((hold for hold in ledger.holds() if hold.key == key), None)
+        if hold is not None and hold.writer == session:
+            released[key] = hold.slots()
+        original(ledger, session, key, now)
+
+    original = Ledger.release
+    patch.setattr(Ledger, "release", release)
+
+
+def without_idempotent_fill(patch: Patch) -> None:
+    """A prompt that is declared complete twice is handed over twice."""
+
+    def fill(ledger: Ledger, session: int, key: Key, filled_tokens: int, now: float) -> Hold:
+        ledger._book.drained(session, key, now)
+        hold = ledger._book._live.get(key[:2])
+        if hold is None:
+            return original(ledger, session, key, filled_tokens, now)
+        if not hold.in_flight:
+            ledger._pool.enter_flight(hold.slots())
+        hold.state, hold.writer, hold.filled_tokens = State.FILLED, NOBODY, filled_tokens
+        return hold
+
+    original = Ledger.fill
+    patch.setattr(Ledger, "fill", fill)
+
+
+def without_time_to_come_back(patch: Patch) -> None:
+    """A kvtransfer that is started again gives blocks away before all workers have said what they hold."""
+    patch.setattr(network, "may_reconcile", lambda world, host: world.hosts[host].away)
+
+
+def without_claims_of_what_has_ended(patch: Patch) -> None:
+    """A worker claims nothing that it lost, although its engine has not let go of it yet."""
+    original = claims.claims_of
+    patch.setattr(claims, "claims_of", lambda world, job: [each for each in original(world, job) if each.active])
+
+
+def without_truth_about_contents(patch: Patch) -> None:
+    """A worker claims blocks as sealed that it has yet to write."""
+
+    def name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
+        digest = world.word(job, group, block)[1]
+        return digest if slot != NO_SLOT and isinstance(digest, bytes) else b""
+
+    patch.setattr(claims, "_name", name)
+
+
+def without_digests(patch: Patch) -> None:
+    """What came from another host is not compared with what was named."""
+    patch.setattr(transfer, "damaged", lambda host, blocks, places: False)
+
+
+def without_seals(patch: Patch) -> None:
+    """The source names blocks that are yet to be written."""
+
+    def sealed(cursor: Cursor, hold: Hold, hash_of: Callable[[int], bytes | None]) -> Iterator[ExportedBlock]:
+        return cursor._take(hold, hold.token_count, hash_of, only_sealed=False)
+
+    patch.setattr(Cursor, "sealed", sealed)
+
+
+def without_the_source_keeping(patch: Patch) -> None:
+    """The source renews nothing while it is read."""
+    patch.setattr(transfer, "keep", lambda world, each, now: False)
+
+
+def without_the_source_letting_go(patch: Patch) -> None:
+    """A source whose reader is gone keeps what it has taken over."""
+    patch.setattr(transfer, "stop_exporting", lambda world, name: put(world, world.transfers[name], source="gone"))
+
+
+def without_the_reader_letting_go(patch: Patch) -> None:
+    """A reader that fails keeps its hold."""
+    patch.setattr(
+        transfer, "stop_reading", lambda world, name: put(world, world.transfers[name], reader="gone", stream=())
+    )
+
+
+def without_arrivals(patch: Patch) -> None:
+    """A reader that has missed a message takes what came for all."""
+
+    def read(world: World, name: tuple[str, int]) -> None:
+        each = world.transfers[name]
+        original(world, put(world, each, stream=each.stream[-1:]).id)
+
+    original = transfer.read
+    patch.setattr(transfer, "read", read)
+    patch.setattr(Arrivals, "check_all", lambda arrivals, tokens: None)
+
+
+def without_one_flight(patch: Patch) -> None:
+    """Whoever lacks a prefix brings it, whether or not another does."""
+
+    def ask(flights: Flights[object], caller: object, lacking: Sequence[bytes]) -> bool:
+        flights._flying[caller] = frozenset(lacking)
+        return True
+
+    patch.setattr(Flights, "ask", ask)
+
+
+def without_a_word_to_those_who_wait(patch: Patch) -> None:
+    """Nobody tells those who wait for a prefix that it has come, or failed."""
+    original = Flights.end
+    patch.setattr(Flights, "end", lambda flights, caller: original(flights, caller)[:0])
+
+
+def without_those_who_fly_when_one_who_waits_goes(patch: Patch) -> None:
+    """Who waits no longer for a prefix ends the flight that brings it, for all."""
+
+    def end(flights: Flights[object], caller: object) -> list[object]:
+        flights._flying.pop(flights._waiting.get(caller), None)
+        return original(flights, caller)
+
+    original = Flights.end
+    patch.setattr(Flights, "end", end)
