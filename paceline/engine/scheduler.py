@@ -307,9 +307,11 @@ class Scheduler:
             assert request.acceptance is not None
             self._speculation.observe_drafts(request.acceptance, result.drafted, result.accepted)
             self.stats.count_drafts(result.drafted, result.accepted)
-        self._settle_blocks(request)
+        hands_over = request.only_first_token and bool(sampled) and sampled[-1].reason is None
+        # Blocks that this step has filled are left to who gets them: a handoff does not wait for their sealing.
+        self._settle_blocks(request, tells=not hands_over or request.has_readers)
         events += sampled
-        if request.only_first_token and sampled and sampled[-1].reason is None:
+        if hands_over:
             events += self._residency.tell(request, [Filled(request.key, request.joined_len)], whole=True)
         if result.failure:
             events.append(Failed(request.key, result.failure))
@@ -317,7 +319,7 @@ class Scheduler:
             self._requests.pop(request.key, None)
             self._leave(request, None)
 
-    def _settle_blocks(self, request: Request) -> None:
+    def _settle_blocks(self, request: Request, tells: bool) -> None:
         events: list[Event] = []
         for index in range(len(request.tables)):
             first, hashes = request.seal_full_blocks(index)
@@ -327,7 +329,7 @@ class Scheduler:
             if first_kept := request.trim_behind_window(index):
                 self._residency.trimmed(request, index, first_kept)
                 events.append(Trimmed(request.key, index, first_kept))
-        self._events += self._residency.tell(request, events)
+        self._events += self._residency.tell(request, events if tells else [])
 
     # ---- leaving
 

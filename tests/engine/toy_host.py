@@ -190,8 +190,10 @@ class Host:
             if not self.arena.take(self.layout, key, len(context) + 1):
                 return
             self._waiting.pop(0)
-            tables = [list(table) for table in self.arena.used[key]]
             computed = len(context) - 1 if wish.adopted else 0
+            for number, group in enumerate(self.layout.groups):
+                self.arena.trim(key, number, group.first_needed_block(computed))
+            tables = [list(table) for table in self.arena.used[key]]
             for group, table in zip(self.layout.groups, tables):
                 first = group.first_needed_block(computed) * group.block_tokens
                 for position in range(first, computed):
@@ -297,9 +299,9 @@ class Host:
                 case Filled(key, length):
                     context = self._contexts[key.request_id]
                     assert length == len(context) - 1  # it has its first token
-                    for group in range(len(self.layout.groups)):
-                        first = self.layout.groups[group].first_needed_block(len(context) - 1)
-                        self._check(key, group, first * self.layout.groups[group].block_tokens, len(context) - 1)
+                    for group, table in enumerate(self.arena.used[key]):  # all that is there: others will find it
+                        first = table.count(NO_SLOT) * self.layout.groups[group].block_tokens
+                        self._check(key, group, first, len(context) - 1)
                     self._release(key)
                     self.ended.add(key.request_id)
                 case Trimmed(key, group, first_kept):

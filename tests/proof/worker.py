@@ -41,7 +41,7 @@ def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
         elif job.alone:
             world.put(job, phase="running", tables=tables, settled=answer.filled_tokens)
         else:
-            world.put(job, phase="admitted", tables=tables)
+            world.put(job, phase="admitted", tables=tables, settled=answer.filled_tokens)
         return
     if isinstance(answer, Hold | UnavailableError):
         world.send(job, "release")
@@ -116,8 +116,12 @@ def hear(world: World, job_id: JobId) -> None:
     if job.cancelled or job.lost:
         world.drop(job)
         return
-    key = job.key._replace(generation=job.key.generation + 2)
-    judge.check_content(world, world.put(job, key=key, phase="adopted", settled=world.request(job.request).sealable))
+    job = world.put(job, key=job.key._replace(generation=job.key.generation + 2), phase="adopted")
+    judge.check_content(world, job)
+    sealable = world.request(job.request).sealable
+    if not job.fetch and job.settled < sealable:
+        world.send(job, "seal")  # what the prefill worker has left to it
+    world.put(job, settled=sealable)
 
 
 def begin(world: World, job: Job) -> None:
@@ -143,15 +147,15 @@ def _leave_call(world: World, job: Job) -> None:
 
 
 def compute(world: World, job_id: JobId) -> None:
-    """The prefill worker writes its blocks, publishes the full ones, samples, and lets go of all.
+    """The prefill worker writes its blocks, samples, and lets go of all.
 
     It does so for the decode worker, or, after a request's only token, for good.
     """
     job = world.jobs[job_id]
     world.write(job)
     request = world.request(job.request)
-    if job.settled < request.sealable:
-        world.send(job, "seal")
+    if job.settled < request.sealable and (job.reserved or request.one_token):
+        world.send(job, "seal")  # for readers of another host, or for good: others seal what they get
     job = world.put(job, settled=max(job.settled, request.sealable))
     if request.one_token:
         world.put(job, phase="stopping")
@@ -283,7 +287,7 @@ def _name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
     if slot == NO_SLOT:
         return b""
     word = world.word(job, group, block)
-    if job.role == PREFILL and not world.may_write(job, group, block) and isinstance(word[1], bytes):
+    if not world.may_write(job, group, block) and isinstance(word[1], bytes):
         return word[1]
     known = world.hosts[job.host].ledger._pool.name(slot)
     return b"" if known is None else known[1]
