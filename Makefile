@@ -7,6 +7,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# What only tests need, too.
+TEST_READY := $(VENV)/.ready-test
 EXTRAS := gateway,worker,convert,local,otlp,dev
 # The lock is resolved around this release, so that a new one is a decision.
 TORCH := torch==2.13.0
@@ -25,10 +27,10 @@ help: ## show this
 serve: $(READY) ## start a stack on this machine, e.g. make serve ARGS='--port 9000'
 	@$(BIN)/paceline serve $(ARGS)
 
-test: lint ## everything that runs without docker: lint, unit, real models, real stacks
+test: lint $(TEST_READY) ## everything that runs without docker: lint, unit, real models, real stacks
 	$(BIN)/pytest -m "not compose" $(ARGS)
 
-unit: $(READY) ## the quick tests only
+unit: $(TEST_READY) ## the quick tests only
 	$(BIN)/pytest -m "not model and not stack and not compose" $(ARGS)
 
 lint: $(READY) ## style, types, import contracts, generated files
@@ -46,7 +48,7 @@ proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 see
 	$(BIN)/python -m tests.proof.explore between_hosts --faults 1
 	$(BIN)/python -m tests.proof.simulate --seeds 10000
 
-chaos: $(READY) ## kill processes of real stacks, and cut links, while 16 streams run; as root, e.g. make chaos ARGS='--seed 7'
+chaos: $(TEST_READY) ## kill processes of real stacks, and cut links, while 16 streams run; as root, e.g. make chaos ARGS='--seed 7'
 	$(BIN)/python -m tests.stack.chaos $(ARGS)
 
 test-compose: $(READY) ## the compose stack on a real docker engine
@@ -58,14 +60,20 @@ bench: $(READY) ## load a running server, e.g. make bench ARGS='--help'
 proto: $(READY) ## regenerate the Python of paceline/proto/*.proto
 	$(BIN)/python -m paceline.proto.generate
 
-lock: ## resolve all extras afresh into requirements.lock
-	rm -rf build/lock
+lock: ## resolve all extras afresh into requirements.lock, and what only tests need into requirements-test.lock
+	rm -rf build/lock build/lock-test
 	python=$$($(FIND_PYTHON)); "$$python" -m venv build/lock
 	build/lock/bin/python -m pip install --quiet '$(TORCH)' -e '.[$(EXTRAS)]'
 	build/lock/bin/python -m pip freeze --exclude-editable > build/lock/freeze
 	@# torch pins the CUDA packages that fit its build, so the lock also fits a machine without a GPU. Triton is for Linux.
 	{ echo "# Made by 'make lock'."; sed -E -e '/^(nvidia-|cuda-)/d' -e "s/^triton==.*/&; sys_platform == 'linux'/" -e 's/\+[A-Za-z0-9.]+$$//' build/lock/freeze; } > requirements.lock
-	rm -rf build/lock
+	@# UCX asks for packages of another CUDA release than torch may have. Without a GPU it does without them.
+	python=$$($(FIND_PYTHON)); "$$python" -m venv build/lock-test
+	build/lock-test/bin/python -m pip install --quiet -c requirements.lock -e '.[ucx]'
+	build/lock-test/bin/python -m pip freeze --exclude-editable > build/lock-test/freeze
+	{ echo "# Made by 'make lock', to be installed with --no-deps."; \
+	comm -13 <(sort requirements.lock) <(sort build/lock-test/freeze) | sed -E -e '/^(nvidia-|cuda-)/d' -e "s/$$/; sys_platform == 'linux'/"; } > requirements-test.lock
+	rm -rf build/lock build/lock-test
 
 clean: ## remove what make and the tools have made
 	rm -rf $(VENV) build *.egg-info paceline/kernels/native/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
@@ -76,4 +84,8 @@ $(READY): requirements.lock pyproject.toml setup.py $(wildcard paceline/kernels/
 	@test -x $(BIN)/python || { python=$$($(FIND_PYTHON)); "$$python" -m venv $(VENV); }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+$(TEST_READY): $(READY) requirements-test.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-test.lock
 	@touch $@

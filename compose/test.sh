@@ -13,7 +13,7 @@ RUN_DIR=$(mktemp -d /tmp/paceline-compose.XXXXXX)
 ENGINE_PID=
 export COMPOSE_PROJECT_NAME=paceline-test-$$ TAG=test-$$ PORT=0
 # Neither the caller's environment nor an .env file may change what is tested.
-export MODEL=smollm2-135m-instruct MODELS=models AUTH=auth HOST_ID=host BIND=127.0.0.1 PACELINE_API_KEY= OTEL_EXPORTER_OTLP_ENDPOINT=
+export MODEL=smollm2-135m-instruct MODELS=models AUTH=auth HOST_ID=host EXTRAS=worker,convert,otlp BIND=127.0.0.1 PACELINE_API_KEY= OTEL_EXPORTER_OTLP_ENDPOINT=
 unset COMPOSE_FILE COMPOSE_PROFILES
 
 say() { echo "compose/test.sh: $*" >&2; }

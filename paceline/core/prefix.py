@@ -29,7 +29,7 @@ def match_prefix(layout: KVLayout, find: Find, hashes: Sequence[bytes], max_toke
     # Full attention first: its first missing block bounds the search in all groups.
     for index, group in sorted(enumerate(layout.groups), key=lambda entry: entry[1].shape.window > 0):
         slots = found[index] = []
-        for digest in _block_hashes(group, hashes, length):
+        for digest in block_hashes(group, hashes, length):
             slot = find(index, digest)
             if slot is None and group.shape.window == 0:
                 length = len(slots) * group.block_tokens // align * align
@@ -51,8 +51,12 @@ def lacking_links(layout: KVLayout, find: Find, hashes: Sequence[bytes]) -> Sequ
     return hashes[length // BASE_TOKENS : most // BASE_TOKENS]
 
 
-def _block_hashes(group: KVGroup, hashes: Sequence[bytes], length: int) -> Sequence[bytes]:
-    """The hashes that name the group's blocks within the first `length` tokens."""
+def block_hashes(group: KVGroup, hashes: Sequence[bytes], length: int) -> Sequence[bytes]:
+    """The hashes that name the group's full blocks within the first `length` tokens.
+
+    Args:
+        hashes: the chain of the context, one hash each BASE_TOKENS tokens.
+    """
     stride = group.block_tokens // BASE_TOKENS
     return hashes[stride - 1 : length // BASE_TOKENS : stride]
 

@@ -63,10 +63,12 @@ class Results:
         request.planned_len = max(request.planned_len, request.computed_len)
         request.drafter_len = min(drafter_len, request.computed_len)  # what it computed for drafts may be refused
         self._count(chunk, result, len(sampled))
-        events += self._settle_blocks(request)
-        events += sampled
         leaves = bool(sampled) and (sampled[-1].reason is not None or request.only_first_token)
-        if leaves and sampled[-1].reason is None:
+        hands_over = leaves and sampled[-1].reason is None
+        # Blocks that this step has filled are left to who gets them: a handoff does not wait for their sealing.
+        events += self._settle_blocks(request, tells=not hands_over or request.has_readers)
+        events += sampled
+        if hands_over:
             events += self._residency.tell(request, [Filled(request.key, request.joined_len)], whole=True)
         if result.failure:
             events.append(Failed(request.key, result.failure))
@@ -82,7 +84,7 @@ class Results:
             self._speculation.observe_drafts(request.acceptance, result.drafted, result.accepted)
             stats.count_drafts(result.drafted, result.accepted)
 
-    def _settle_blocks(self, request: Request) -> list[Event]:
+    def _settle_blocks(self, request: Request, tells: bool) -> list[Event]:
         """Seals what is full, and lets go of what is behind a window."""
         events: list[Event] = []
         for index in range(len(request.tables)):
@@ -93,4 +95,4 @@ class Results:
             if first_kept := request.trim_behind_window(index):
                 self._residency.trimmed(request, index, first_kept)
                 events.append(Trimmed(request.key, index, first_kept))
-        return self._residency.tell(request, events)
+        return self._residency.tell(request, events if tells else [])

@@ -358,16 +358,21 @@ class Result(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    ADOPTION_FIELD_NUMBER: _builtins.int
     code: Global___Code.ValueType
     message: _builtins.str
     """What is wrong and what to do, where code is not OK."""
     @_builtins.property
     def hold(self) -> Global___Hold:
-        """The hold after the operation (reserve, open, extend, adopt)."""
+        """The hold after the operation (reserve, open, extend)."""
 
     @_builtins.property
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Key]:
         """Renew: the holds that are not the caller's any more. The code is that of the first; all others were renewed."""
+
+    @_builtins.property
+    def adoption(self) -> Global___Adoption:
+        """Adopt."""
 
     def __init__(
         self,
@@ -376,14 +381,55 @@ class Result(_message.Message):
         message: _builtins.str = ...,
         hold: Global___Hold | None = ...,
         lost: _abc.Iterable[_common_pb2.Key] | None = ...,
+        adoption: Global___Adoption | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adoption", b"adoption", "hold", b"hold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "hold", b"hold", "lost", b"lost", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption", b"adoption", "code", b"code", "hold", b"hold", "lost", b"lost", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Result: _TypeAlias = Result  # noqa: Y015
+
+@_typing.final
+class Adoption(_message.Message):
+    """What has become of a reservation: only what its worker does not know, because this answer is waited for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    FILLED_TOKENS_FIELD_NUMBER: _builtins.int
+    TRIMMED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SEALED_BLOCKS_FIELD_NUMBER: _builtins.int
+    filled_tokens: _builtins.int
+    """Tokens at the front whose KV is in the blocks."""
+    @_builtins.property
+    def key(self) -> _common_pb2.Key:
+        """The hold's from now on."""
+
+    @_builtins.property
+    def trimmed_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each group: so many blocks at the front were given back, or never needed."""
+
+    @_builtins.property
+    def sealed_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each group: behind so many blocks none is sealed."""
+
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.Key | None = ...,
+        filled_tokens: _builtins.int = ...,
+        trimmed_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        sealed_blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filled_tokens", b"filled_tokens", "key", b"key", "sealed_blocks", b"sealed_blocks", "trimmed_blocks", b"trimmed_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adoption: _TypeAlias = Adoption  # noqa: Y015
 
 @_typing.final
 class Hold(_message.Message):
@@ -568,7 +614,7 @@ Global___Fill: _TypeAlias = Fill  # noqa: Y015
 @_typing.final
 class Adopt(_message.Message):
     """Makes a hold that the caller has reserved the caller's to write, as soon as it is filled, and is answered then. Raises
-    the generation. Where nobody hears the answer, releasing the key of the reservation ends the hold in either case.
+    the generation. Full blocks that the writer has not sealed are left to the caller. Where nobody hears the answer, releasing the key of the reservation ends the hold in either case.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -21,6 +21,7 @@ from paceline.engine.step import (
     Chunk,
     ChunkResult,
     Computed,
+    Filled,
     Joined,
     NeedsBlocks,
     Preempted,
@@ -281,6 +282,22 @@ def test_full_blocks_are_sealed_once_with_the_hashes_of_the_chain() -> None:
     chain.extend(context)
     assert [event.first_block for event in sealed] == [0, 1, 2, 3]
     assert [hash_ for event in sealed for hash_ in event.hashes] == chain.hashes
+
+
+@pytest.mark.parametrize("has_readers", [False, True])
+def test_what_the_last_step_fills_is_left_to_who_gets_it_or_told_to_readers(has_readers: bool) -> None:
+    scheduler = Scheduler(Limits(512, 4096, max_seqs=16))
+    prompt, readers = list(range(1000)), {"has_readers": has_readers}
+    scheduler.add(make_request("a", prompt, 20, MIXED, capacity=1024, only_first_token=True, **readers))
+    told = [event for event in run(scheduler) if isinstance(event, Sealed | Trimmed | Filled)]
+    assert isinstance(told[-1], Filled)
+    ends = {event.group: event.first_block + len(event.hashes) for event in told if isinstance(event, Sealed)}
+    trims = {event.first_kept_block for event in told if isinstance(event, Trimmed)}
+    whole = {group: 1000 // MIXED.groups[group].block_tokens for group in (0, 1)}
+    seen = MIXED.groups[0].first_needed_block
+    assert (ends == whole) is has_readers
+    assert (seen(1000) in trims) is has_readers
+    assert ends[1] >= 512 // MIXED.groups[1].block_tokens
 
 
 def test_blocks_behind_a_window_are_trimmed_and_the_others_kept() -> None:

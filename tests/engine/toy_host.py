@@ -203,7 +203,10 @@ class Host:
                 self._add(key, context, wish)
 
     def _add(self, key: Key, context: list[int], wish: Wish) -> None:
-        request = self._request(key, context, wish, len(context) - 1 if wish.adopted else 0)
+        computed = len(context) - 1 if wish.adopted else 0
+        for number, group in enumerate(self.layout.groups):
+            self.arena.trim(key, number, group.first_needed_block(computed))
+        request = self._request(key, context, wish, computed)
         self._contexts[key.request_id] = request.token_ids
         self.scheduler.add(request)
 
@@ -317,9 +320,9 @@ class Host:
                 case Filled(key, length):
                     context = self._contexts[key.request_id]
                     assert length == len(context) - 1  # it has its first token
-                    for group in range(len(self.layout.groups)):
-                        first = self.layout.groups[group].first_needed_block(len(context) - 1)
-                        self._check(key, group, first * self.layout.groups[group].block_tokens, len(context) - 1)
+                    for group, table in enumerate(self.arena.used[key]):  # all that is there: others will find it
+                        first = table.count(NO_SLOT) * self.layout.groups[group].block_tokens
+                        self._check(key, group, first, len(context) - 1)
                     self._release(key)
                     self.ended.add(key.request_id)
                 case Trimmed(key, group, first_kept):

@@ -42,7 +42,7 @@ def _name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
     if slot == NO_SLOT:
         return b""
     word = world.word(job, group, block)
-    if job.role == PREFILL and not world.may_write(job, group, block) and isinstance(word[1], bytes):
+    if not world.may_write(job, group, block) and isinstance(word[1], bytes):
         return word[1]
     known = world.hosts[job.host].ledger._pool.name(slot)
     return b"" if known is None else known[1]

@@ -130,8 +130,12 @@ def hear(world: World, job_id: JobId) -> None:
     if job.cancelled or job.lost:
         world.drop(job)
         return
-    key = job.key._replace(generation=job.key.generation + 2)
-    judge.check_content(world, world.put(job, key=key, phase="adopted", settled=world.request(job.request).sealable))
+    job = world.put(job, key=job.key._replace(generation=job.key.generation + 2), phase="adopted")
+    judge.check_content(world, job)
+    sealable = world.request(job.request).sealable
+    if not job.fetch and job.settled < sealable:
+        world.send(job, "seal")  # what the prefill worker has left to it
+    world.put(job, settled=sealable)
 
 
 def begin(world: World, job: Job) -> None:
@@ -158,15 +162,15 @@ def _leave_call(world: World, job: Job) -> None:
 
 
 def compute(world: World, job_id: JobId) -> None:
-    """The prefill worker writes its blocks, publishes the full ones, samples, and lets go of all.
+    """The prefill worker writes its blocks, samples, and lets go of all.
 
     It does so for the decode worker, or, after a request's only token, for good.
     """
     job = world.jobs[job_id]
     world.write(job)
     request = world.request(job.request)
-    if job.settled < request.sealable:
-        world.send(job, "seal")
+    if job.settled < request.sealable and (job.reserved or request.one_token):
+        world.send(job, "seal")  # for readers of another host, or for good: others seal what they get
     job = world.put(job, settled=max(job.settled, request.sealable))
     if request.one_token:
         world.put(job, phase="stopping")

@@ -26,13 +26,19 @@ class Cluster(Services):
     Args:
         hosts: workers of two of them are to each other as on two machines: they share no memory.
         lease_seconds: see --lease-seconds.
+        transport: see --transport.
     """
 
     def __init__(
-        self, folder: Path, model: Path, hosts: Sequence[Host] = (Host(),), lease_seconds: float = 10.0
+        self,
+        folder: Path,
+        model: Path,
+        hosts: Sequence[Host] = (Host(),),
+        lease_seconds: float = 10.0,
+        transport: str = "auto",
     ) -> None:
         worker, gateway = ("--threads=1",), ("--served-model-name=m",)
-        kvtransfer = ("--kv-memory=512MiB", f"--lease-seconds={lease_seconds}")
+        kvtransfer = ("--kv-memory=512MiB", f"--lease-seconds={lease_seconds}", f"--transport={transport}")
         super().__init__(
             folder, str(model), hosts, prefill=worker, decode=worker, kvtransfer=kvtransfer, gateway=gateway
         )

@@ -10,17 +10,29 @@ from pathlib import Path
 import pytest
 
 from bench.namespaces import ONE_HOST
+from tests.services.kvtransfer.transports import missing
 from tests.stack.cluster import Cluster
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
+both = pytest.mark.parametrize("transport", ["grpc", "ucx"], indirect=True)
+
 PROMPT = " ".join(f"{number} riders in a pace line take turns at the front." for number in range(80))
 
 
+@pytest.fixture(params=["grpc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """How blocks go between the hosts."""
+    if why := missing(request.param):
+        pytest.skip(why)
+    return str(request.param)
+
+
 @pytest.fixture
-async def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> AsyncIterator[Cluster]:
+async def cluster(tmp_path: Path, real_model: Callable[[str], Path], transport: str) -> AsyncIterator[Cluster]:
     """Host 0 will prefill, host 1 decodes."""
-    with Cluster(tmp_path, real_model("smollm2-135m-instruct"), ONE_HOST) as running:
+    model = real_model("smollm2-135m-instruct")
+    with Cluster(tmp_path, model, ONE_HOST, transport=transport) as running:
         decode = running.start_worker("decode", 0, host=1)
         running.start_gateway()
         running.wait_ready(decode)
@@ -34,7 +46,8 @@ async def transfers(cluster: Cluster) -> dict[str, float]:
     return {name: value for name, value in hosts[0]["stats"].items() if name.startswith("transfer")}
 
 
-async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluster) -> None:
+@both
+async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluster, transport: str) -> None:
     expected = [await cluster.stream(prompt=PROMPT + end) for end in ("", " And", " But then")]
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
     await cluster.wait_workers(2)
@@ -45,7 +58,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     texts = await asyncio.gather(*(cluster.stream(prompt=new + PROMPT + str(number)) for number in range(4)))
     await cluster.settled()
     async with asyncio.timeout(10):
-        while (seen := await transfers(cluster)).get("transfers_grpc", 0) < 4:
+        while (seen := await transfers(cluster)).get(f"transfers_{transport}", 0) < 4:
             await asyncio.sleep(0.1)
     assert seen["transfer_failures"] == 0
     assert seen["transfer_bytes"] > 4 * 1_000 / 16 * 368_640 * 0.5  # four prompts of some 1,000 tokens
@@ -57,6 +70,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     assert again == texts
 
 
+@both
 @pytest.mark.parametrize("victim", ["kvtransfer-0", "kvtransfer-1"])
 async def test_a_death_amid_a_transfer_is_not_seen(cluster: Cluster, victim: str) -> None:
     expected = await cluster.stream(prompt=PROMPT)

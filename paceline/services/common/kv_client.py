@@ -5,44 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc.aio
 
-from paceline.core.errors import BusyError, PacelineError, StaleError, UnavailableError
+from paceline.core.errors import PacelineError, StaleError, UnavailableError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.telemetry import trace_headers, traceparent
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.kv_answers import Adopted, Fetched, Hold, checked, hold_from_pb
 from paceline.services.common.kv_holds import KVHolds
 from paceline.services.common.kv_session import Arena, KVSession
 from paceline.services.common.rpc import heeding_cancellation, unmapped_error
 from paceline.services.common.secret import Secret
-from paceline.services.common.wire import key_from_pb, key_to_pb
+from paceline.services.common.wire import key_to_pb
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Blocks that belong to `key` until they are released or their lease ends."""
-
-    key: Key
-    filled_tokens: int
-    """Tokens at the front whose KV is in the blocks."""
-    tables: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """What came from another host."""
-
-    bytes: int
-    path: str
-    """The transport; empty where there was nothing to move."""
 
 
 class KVClient:
@@ -132,7 +113,7 @@ class KVClient:
 
         def answer(done: asyncio.Future[pb.Result]) -> None:
             try:
-                _checked(done.result())
+                checked(done.result())
                 filled.set_result(None)
             except PacelineError as error:
                 if isinstance(error, UnavailableError):
@@ -142,18 +123,18 @@ class KVClient:
         self._session.sender.submit(pb.Operation(fill=fill, traceparent=traceparent)).add_done_callback(answer)
         return filled
 
-    async def adopt(self, key: Key) -> Hold:
-        """Takes over blocks that this worker has reserved, as soon as they are filled.
+    async def adopt(self, key: Key) -> Adopted:
+        """Takes over blocks that this worker has reserved, as soon as they are filled. `seal_adopted` belongs to it.
 
         Takes as long as the prompt does. Where it fails or is cancelled, releasing `key` ends the hold in either case.
         """
         adopt = pb.Operation(adopt=pb.Adopt(key=key_to_pb(key)), traceparent=traceparent())
         (result,) = (await self._session.call([adopt])).results
-        hold = _checked(result).hold
+        adoption = checked(result).adoption
         if not self.holds(key):
             raise StaleError(f"the blocks of {key} were lost while they changed hands")
-        self._holds.keep(hold)
-        return _hold_from_pb(hold)
+        adopted, tables = self._holds.adopt(key, adoption)
+        return Adopted(Hold(adopted, adoption.filled_tokens, tables), adoption.sealed_blocks)
 
     async def fetch(self, key: Key, source: str, source_key: Key) -> Fetched:
         """Brings over what another host computes.
@@ -199,7 +180,7 @@ class KVClient:
         def answer(done: asyncio.Future[pb.Result]) -> None:
             outcome: Hold | PacelineError
             try:
-                outcome = _hold_from_pb(_checked(done.result()).hold)
+                outcome = hold_from_pb(checked(done.result()).hold)
                 self._holds.blocks.grow(key, outcome.tables)
             except PacelineError as error:
                 outcome = error
@@ -211,6 +192,18 @@ class KVClient:
         self._holds.blocks.seal(key, group, first_block, hashes)
         seal = pb.Seal(key=key_to_pb(key), group=group, first_block=first_block, hashes=hashes)
         self._tell(pb.Operation(seal=seal), self._may_linger)
+
+    def seal_adopted(self, adopted: Adopted, hashes: Sequence[Sequence[bytes]]) -> None:
+        """Publishes full blocks that the prefill worker has left unsealed.
+
+        Args:
+            hashes: for each group those of all full blocks.
+        """
+        for group, (names, sealed) in enumerate(zip(hashes, adopted.sealed_blocks)):
+            self._holds.blocks.seal(adopted.hold.key, group, 0, names)
+            if left := names[sealed:]:
+                seal = pb.Seal(key=key_to_pb(adopted.hold.key), group=group, first_block=sealed, hashes=left)
+                self._tell(pb.Operation(seal=seal))
 
     def trim(self, key: Key, group: int, first_kept_block: int) -> None:
         self._holds.blocks.trim(key, group, first_kept_block)
@@ -236,7 +229,7 @@ class KVClient:
 
         def note(done: asyncio.Future[pb.Result]) -> None:
             try:
-                _checked(done.result())
+                checked(done.result())
             except PacelineError as error:
                 # Stale is what a cancelled request becomes for the step that was under way.
                 level = logging.DEBUG if isinstance(error, StaleError) else logging.WARNING
@@ -273,25 +266,9 @@ class KVClient:
         except UnavailableError:
             self.release(key)
             raise
-        return _hold_from_pb(_checked(result).hold)
-
-
-def _checked(result: pb.Result) -> pb.Result:
-    """The result of what was carried out. Raises BusyError, StaleError, or PacelineError."""
-    if result.code == pb.CODE_OK:
-        return result
-    if result.code == pb.CODE_EXHAUSTED:
-        raise BusyError(result.message)
-    if result.code == pb.CODE_INVALID:
-        # Workers check what clients ask for, so this is between the two services.
-        raise PacelineError(f"kvtransfer refused an operation: {result.message}")
-    raise StaleError(result.message)
+        return hold_from_pb(checked(result).hold)
 
 
 def _next(key: Key) -> Key:
     """What a hold is called after it changed hands."""
     return key._replace(generation=key.generation + 1)
-
-
-def _hold_from_pb(hold: pb.Hold) -> Hold:
-    return Hold(key_from_pb(hold.key), hold.filled_tokens, [list(table.slots) for table in hold.tables])

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
+from paceline.core.prefix import block_hashes
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.core.types import FinishReason, Key
 from paceline.engine.constraint import Matcher
@@ -20,7 +21,7 @@ from paceline.engine.scheduler import GROWTH_TOKENS
 from paceline.engine.step import Sampled
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.event_stream import ALIVE_SECONDS
-from paceline.services.common.kv_client import Hold
+from paceline.services.common.kv_answers import Adopted, Hold
 from paceline.services.common.reports import SHARED_MEMORY, count_blocks
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.tasks import end_tasks
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
 EventsContext = grpc.aio.ServicerContext[worker_pb2.EventsRequest, worker_pb2.DecodeEvents]
 Commands = AsyncIterator[worker_pb2.DecodeCommand]
-Adopting: TypeAlias = "asyncio.Task[tuple[Hold, float]]"
+Adopting: TypeAlias = "asyncio.Task[tuple[Adopted, float]]"
 
 
 class DecodeService(worker_pb2_grpc.DecodeServicer):
@@ -126,13 +127,13 @@ class _Attempt:
         self._key = hold.key
         return hold
 
-    async def _adopt(self, key: Key) -> tuple[Hold, float]:
+    async def _adopt(self, key: Key) -> tuple[Adopted, float]:
         """Waits for the blocks of the prompt, from the reservation on: that they are filled is heard from kvtransfer,
         sooner than by the gateway. Returns when they came, too, on time.monotonic()."""
-        hold = await self._worker.kv.adopt(key)
-        self._key = hold.key
-        log.info("adopted the blocks of %d tokens", hold.filled_tokens)
-        return hold, time.monotonic()
+        adopted = await self._worker.kv.adopt(key)
+        self._key = adopted.hold.key
+        log.info("adopted the blocks of %d tokens", adopted.hold.filled_tokens)
+        return adopted, time.monotonic()
 
     async def _fetch(self, key: Key, fetch: worker_pb2.Fetch, commands: Commands, adopting: Adopting) -> Hold:
         """Brings the prompt over while another host computes it, and takes it over once it has."""
@@ -172,11 +173,14 @@ class _Attempt:
         self._worker.check_handoff(self._work, handoff)
         try:
             async with asyncio.timeout(ADOPT_SECONDS):
-                hold, adopted = await adopting
+                adopted, came = await adopting
         except TimeoutError:
             raise UnavailableError(f"kvtransfer did not give {self._key} away in {ADOPT_SECONDS:g} s") from None
-        blocks = count_blocks(self._worker.layout, hold, len(self._token_ids))
-        self._events.reporter.adopted(blocks, moved, path, max(0.0, adopted - told))
+        layout, hold = self._worker.layout, adopted.hold
+        names = [block_hashes(group, self._chain.hashes, hold.filled_tokens) for group in layout.groups]
+        self._worker.kv.seal_adopted(adopted, names)
+        blocks = count_blocks(layout, hold, len(self._token_ids))
+        self._events.reporter.adopted(blocks, moved, path, max(0.0, came - told))
         self._token_ids.append(handoff.first_token_id)
         return hold
 

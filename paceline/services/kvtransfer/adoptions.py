@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from paceline.core.errors import StaleError
 from paceline.core.types import Key
 from paceline.services.kvtransfer.hold import Hold, State
 from paceline.services.kvtransfer.ledger import Ledger
-
-LOOK_SECONDS = 1.0
-"""Holds whose lease ends say nothing: they are looked at this often."""
 
 
 class Adoptions:
@@ -25,13 +21,14 @@ class Adoptions:
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._waiting: dict[tuple[str, int], asyncio.Event] = {}
+        self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
         """By request and attempt."""
 
     def note(self, key: Key) -> None:
         """This hold may have been filled, or have ended."""
-        if change := self._waiting.get(key[:2]):
-            change.set()
+        change = self._waiting.get(key[:2])
+        if change is not None and not change.done():
+            change.set_result(None)
 
     async def run(self, session: int, key: Key) -> Hold:
         """Waits until a hold is filled, and adopts it.
@@ -45,16 +42,13 @@ class Adoptions:
         """
         if key[:2] in self._waiting:
             raise StaleError(f"hold {key} is being waited for already")
-        change = self._waiting[key[:2]] = asyncio.Event()
         try:
             while (hold := self._own(session, key)).state is not State.FILLED:
-                change.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_SECONDS):
-                        await change.wait()
+                change = self._waiting[key[:2]] = asyncio.get_running_loop().create_future()
+                await change
             return self._ledger.adopt(session, hold.key, self._clock())
         finally:
-            del self._waiting[key[:2]]
+            self._waiting.pop(key[:2], None)
 
     def _own(self, session: int, key: Key) -> Hold:
         hold = self._ledger.find(key, self._clock())

@@ -109,6 +109,7 @@ class Fetches:
             with self._channels.to(source) as channel:
                 call = pb_grpc.KVTransferStub(channel).Export(request)
                 reply, filled_tokens = await self._bring(hold, call, source)
+            self._trim(hold, filled_tokens)
             self._ledger.fill(TRANSFER, hold.key, filled_tokens, self._clock())
         except BaseException as error:
             with contextlib.suppress(PacelineError):
@@ -153,6 +154,12 @@ class Fetches:
                 self._ledger.release(TRANSFER, hold.key, self._clock())
         self._count(reply)
         return reply
+
+    def _trim(self, hold: Hold, filled_tokens: int) -> None:
+        """Gives back blocks that have not been brought because no query behind the prompt sees them."""
+        for number, group in enumerate(self._layout.groups):
+            if first_needed := group.first_needed_block(filled_tokens):
+                self._ledger.trim(TRANSFER, hold.key, number, first_needed, self._clock())
 
     def _count(self, reply: pb.FetchReply) -> None:
         totals = self.totals

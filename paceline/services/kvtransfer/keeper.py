@@ -78,6 +78,7 @@ class Keeper:
         overdue = memory.ledger.take_overdue()
         for key in overdue:
             log.warning("hold %s ended: its lease or its worker is gone", key, extra={"request_id": key.request_id})
+            memory.adoptions.note(key)
         busy, self._changed = self._changed, False
         self._unproved = self._unproved or busy or bool(overdue)
         if self._unproved and (not busy or now - self._proved_at >= _CHECK_SECONDS):

@@ -10,6 +10,7 @@ from opentelemetry import trace
 
 from paceline.core import env
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError
+from paceline.core.kv_layout import NO_SLOT
 from paceline.core.telemetry import request_span
 from paceline.core.types import Key
 from paceline.proto import common_pb2
@@ -141,6 +142,20 @@ def key_of(message: common_pb2.Key) -> Key:
     if message.generation > _MAX_GENERATION:
         raise InvalidRequestError(f"key.generation must be at most {_MAX_GENERATION}")
     return key_from_pb(message)
+
+
+def adoption_to_pb(hold: Hold, ledger: Ledger) -> pb.Adoption:
+    """Takes no longer the longer the context is: a handoff waits for it."""
+    adoption = pb.Adoption(key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens)
+    for table in hold.tables:
+        trimmed, sealed = 0, len(table)
+        while trimmed < len(table) and table[trimmed] == NO_SLOT:
+            trimmed += 1
+        while sealed > trimmed and ledger.hash_of(table[sealed - 1]) is None:
+            sealed -= 1
+        adoption.trimmed_blocks.append(trimmed)
+        adoption.sealed_blocks.append(sealed)
+    return adoption
 
 
 def hold_to_pb(hold: Hold, names: list[list[bytes]] | None) -> pb.Hold:

@@ -26,7 +26,7 @@ from paceline.services.kvtransfer.hold import TRANSFER
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.host_socket import Answer, HostSocket
 from paceline.services.kvtransfer.keeper import Keeper
-from paceline.services.kvtransfer.operations import apply, changed_holds, hold_to_pb, key_of, refused, traced
+from paceline.services.kvtransfer.operations import adoption_to_pb, apply, changed_holds, key_of, refused, traced
 from paceline.services.kvtransfer.owners import describe_holds
 from paceline.services.kvtransfer.sessions import Sessions
 
@@ -179,7 +179,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         except PacelineError as error:
             return pb.BatchReply(results=[refused(error)])
         self._keeper.note_change()
-        return pb.BatchReply(results=[pb.Result(hold=hold_to_pb(hold, memory.ledger.names(hold)))])
+        return pb.BatchReply(results=[pb.Result(adoption=adoption_to_pb(hold, memory.ledger))])
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
         async with mapped_errors(context):

@@ -10,7 +10,7 @@ from paceline.core.telemetry import carrier_of, request_span
 from paceline.engine.step import Filled, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.event_stream import EventStream, RequestEvent
-from paceline.services.common.kv_client import Hold
+from paceline.services.common.kv_answers import Hold
 from paceline.services.common.reports import Reporter
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb

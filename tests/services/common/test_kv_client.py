@@ -15,7 +15,7 @@ from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common import kv_client, kv_session
+from paceline.services.common import kv_answers, kv_session
 from paceline.services.common.kv_client import KVClient
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES, RpcServer
 from paceline.services.common.secret import Secret
@@ -259,7 +259,8 @@ async def test_a_worker_knows_what_it_holds(host: Host) -> None:
     assert host.prefill.holds(opened.key)
     await host.prefill.fill(opened.key, 64)
     assert not host.prefill.holds(opened.key)
-    adopted = await host.decode.adopt(KEY)
+    adopted = (await host.decode.adopt(KEY)).hold
+    assert adopted == kv_answers.Hold(Key("r", 1, 3), 64, reserved.tables)
     assert not host.decode.holds(reserved.key)
     assert host.decode.holds(adopted.key)
     host.decode.release(adopted.key)
@@ -319,6 +320,19 @@ async def test_an_answer_that_makes_no_sense_ends_the_session(host: Host) -> Non
     await host.all_free()
 
 
+async def test_who_adopts_seals_what_the_writer_has_left(host: Host) -> None:
+    names = [bytes([number]) * 16 for number in range(3)]
+    await host.decode.reserve(KEY, [], 64, 0)
+    opened = await host.prefill.open(KEY)
+    host.prefill.seal(opened.key, 0, 0, names[:1])
+    await host.prefill.fill(opened.key, 50)
+    adopted = await host.decode.adopt(KEY)
+    assert list(adopted.sealed_blocks) == [1]
+    host.decode.seal_adopted(adopted, [names])
+    host.decode.release(adopted.hold.key)
+    assert (await host.decode.reserve(Key("next", 1, 1), names, 64, 64)).filled_tokens == 48
+
+
 # ---- a service that is killed and started again
 
 
@@ -356,7 +370,9 @@ async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: H
     host.prefill.use(opened.key)
     host.prefill.seal(opened.key, 0, 0, [bytes([1]) * 16])
     await host.prefill.fill(opened.key, 32)
-    adopted = await host.decode.adopt(KEY)
+    answer = await host.decode.adopt(KEY)
+    adopted = answer.hold
+    host.decode.seal_adopted(answer, [[bytes([1]) * 16]])
     host.decode.use(adopted.key)
     await host.decode.reserve(Key("waits", 1, 1), [], 16, 0)
     await host.decode.reserve(Key("prefills", 1, 1), [], 16, 0)
@@ -372,7 +388,7 @@ async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: H
         (adopted.key, State.ACTIVE),
         (writing.key, State.DRAINING),
     ]
-    assert isinstance(answers[0], kv_client.Hold)
+    assert isinstance(answers[0], kv_answers.Hold)
     assert answers[0].tables[0][:2] == adopted.tables[0]
     assert {*lost} == {Key("waits", 1, 1), Key("prefills", 1, 1), writing.key}
     assert host.decode.holds(adopted.key)

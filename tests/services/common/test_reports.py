@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.kv_layout import NO_SLOT, GroupShape, make_layout
 from paceline.core.types import Key
-from paceline.services.common.kv_client import Hold
+from paceline.services.common.kv_answers import Hold
 from paceline.services.common.reports import count_blocks
 from tests.services.common.conftest import StartHost
 from tests.services.common.test_workers import prompts

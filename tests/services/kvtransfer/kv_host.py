@@ -58,9 +58,9 @@ class Worker:
         assert result.code == pb.CODE_OK, result.message
         return result
 
-    async def adopt(self, key: Key) -> pb.Hold:
+    async def adopt(self, key: Key) -> pb.Adoption:
         """Waits until the hold is filled."""
-        return (await self.do(pb.Operation(adopt=pb.Adopt(key=key)))).hold
+        return (await self.do(pb.Operation(adopt=pb.Adopt(key=key)))).adoption
 
     async def leave(self) -> None:
         self.stream.cancel()
@@ -136,8 +136,9 @@ def reserve(of: Key, context: str = "", tokens: int | None = None) -> pb.Operati
     )
 
 
-def seal(of: Key, context: str) -> pb.Operation:
-    return pb.Operation(seal=pb.Seal(key=of, group=0, first_block=0, hashes=chain(context)))
+def seal(of: Key, context: str, group: int = 0, first: int = 0) -> pb.Operation:
+    """In blocks of 16 tokens."""
+    return pb.Operation(seal=pb.Seal(key=of, group=group, first_block=first, hashes=chain(context)[first:]))
 
 
 def release(of: Key) -> pb.Operation:

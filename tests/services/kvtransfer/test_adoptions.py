@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-import pytest
-
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto.common_pb2 import Key
-from tests.services.kvtransfer.kv_host import Host, Worker, key, release, reserve
+from tests.services.kvtransfer.kv_host import Host, Worker, key, layout, release, reserve, seal
 from tests.services.kvtransfer.kv_toolkit import LEASE
 
 
@@ -49,9 +47,8 @@ async def test_who_waits_gets_the_blocks_when_they_are_filled(host: Host) -> Non
     assert await host.counts() == (4, 0, 4, 0)
     await prefill.do(fill(opened))
     (result,) = await adopting
-    adopted = result.hold
+    adopted = result.adoption
     assert (adopted.key.generation, adopted.filled_tokens) == (3, 50)
-    assert adopted.tables == opened.tables
     assert await host.counts() == (4, 4, 0, 0)
     await decode.do(release(adopted.key))
     assert (await host.counts())[1:3] == (0, 0)
@@ -79,8 +76,23 @@ async def test_the_end_of_a_reservation_is_the_end_of_waiting_for_it(host: Host)
     assert (await host.counts())[1:3] == (0, 0)
 
 
-async def test_the_end_of_a_lease_is_noticed_while_waiting(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.services.kvtransfer.adoptions.LOOK_SECONDS", 0.02)
+async def test_who_gets_blocks_hears_what_has_become_of_them_and_may_seal_the_rest(host: Host) -> None:
+    shape = layout(groups=((16, 0), (16, 20)))
+    decode, prefill = await host.attach("decode", shape), await host.attach("prefill", shape)
+    await decode.do(reserve(key(), "abc", 60))
+    opened = (await prefill.do(pb.Operation(open=pb.Open(key=key())))).hold
+    await prefill.do(seal(opened.key, "ab"))
+    await prefill.do(seal(opened.key, "a", group=1))
+    await prefill.do(pb.Operation(trim=pb.Trim(key=opened.key, group=1, first_kept_block=1)))
+    await prefill.do(fill(opened))
+    adopted = await decode.adopt(key())
+    assert (list(adopted.trimmed_blocks), list(adopted.sealed_blocks)) == ([0, 1], [2, 1])
+    await decode.batch(seal(adopted.key, "abc", first=2), seal(adopted.key, "abc", group=1, first=1))
+    await decode.do(release(adopted.key))
+    assert (await decode.do(reserve(key("again"), "abcd"))).hold.filled_tokens == 48
+
+
+async def test_the_end_of_a_lease_is_noticed_while_waiting(host: Host) -> None:
     decode, _, _ = await begin(host)
     adopting = await waiting(host, decode)
     host.now += LEASE
@@ -94,5 +106,5 @@ async def test_only_who_reserved_may_wait_and_only_once(host: Host) -> None:
     assert await codes(decode.batch(adopt(key()))) == [pb.CODE_STALE]
     await prefill.do(fill(opened))
     (result,) = await adopting
-    assert await codes(decode.batch(adopt(result.hold.key))) == [pb.CODE_STALE]
+    assert await codes(decode.batch(adopt(result.adoption.key))) == [pb.CODE_STALE]
     assert await host.counts() == (4, 4, 0, 0)
