@@ -40,12 +40,14 @@ lint: $(READY) ## style, types, import contracts, generated files
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m paceline.proto.generate --check
 
-proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 seeds of larger ones; half an hour
+proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 seeds of larger ones; an hour
 	$(BIN)/python -m tests.proof.explore --faults 0
 	$(BIN)/python -m tests.proof.explore one --faults 2
 	for kind in duplicate delay lose lose_answer fail crash pass_time crash_ledger; do \
 		$(BIN)/python -m tests.proof.explore growth --attempts 1 --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.explore between_hosts --faults 1
+	for kind in cut run_out_of_time leave_prefix fail crash_ledger; do \
+		$(BIN)/python -m tests.proof.explore prefix lost_prefix --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.simulate --seeds 10000
 
 chaos: $(TEST_READY) ## kill processes of real stacks, and cut links, while 16 streams run; as root, e.g. make chaos ARGS='--seed 7'
