@@ -89,7 +89,8 @@ def read(world: World, name: Id) -> None:
     come = transfer.come | {(block.group, block.index) for block in blocks}
     transfer = put(world, transfer, come=come, stream=tuple(stream))
     if last:
-        _do(world, "trim", transfer.here, transfer.key)  # what no query sees has not come
+        if any(group.shape.window for group in world.setup.layout.groups):
+            _do(world, "trim", transfer.here, transfer.key)  # what no query sees has not come
         if isinstance(_do(world, "fill", transfer.here, transfer.key), Hold):
             put(world, transfer, reader="filled")
         else:
