@@ -97,7 +97,8 @@ def read(world: World, name: Id) -> None:
         do(world, "release", transfer.here, transfer.key)
         end_flight(world, put(world, transfer, reader="filled"))
     elif last:
-        do(world, "trim", transfer.here, transfer.key)  # what no query sees has not come
+        if any(group.shape.window for group in world.setup.layout.groups):
+            do(world, "trim", transfer.here, transfer.key)  # what no query sees has not come
         if isinstance(do(world, "fill", transfer.here, transfer.key), Hold):
             put(world, transfer, reader="filled")
         else:

@@ -15,8 +15,6 @@ from tests.stack.cluster import Cluster
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
-both = pytest.mark.parametrize("transport", ["grpc", "ucx"], indirect=True)
-
 PROMPT = " ".join(f"{number} riders in a pace line take turns at the front." for number in range(80))
 
 
@@ -46,7 +44,7 @@ async def transfers(cluster: Cluster) -> dict[str, float]:
     return {name: value for name, value in hosts[0]["stats"].items() if name.startswith("transfer")}
 
 
-@both
+@pytest.mark.parametrize("transport", ["grpc", "ucx"], indirect=True)
 async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluster, transport: str) -> None:
     expected = [await cluster.stream(prompt=PROMPT + end) for end in ("", " And", " But then")]
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
@@ -70,8 +68,9 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     assert again == texts
 
 
-@both
-@pytest.mark.parametrize("victim", ["kvtransfer-0", "kvtransfer-1"])
+@pytest.mark.parametrize(
+    ("victim", "transport"), [("kvtransfer-0", "ucx"), ("kvtransfer-1", "grpc")], indirect=["transport"]
+)
 async def test_a_death_amid_a_transfer_is_not_seen(cluster: Cluster, victim: str) -> None:
     expected = await cluster.stream(prompt=PROMPT)
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))

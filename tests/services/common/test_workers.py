@@ -478,10 +478,10 @@ async def test_blocks_that_hold_more_than_the_context_are_refused(
         assert (await host.generate(prompt, 8)).tokens == before
 
 
-async def test_a_prompt_is_filled_with_the_last_of_its_seals(
+async def test_what_the_last_step_fills_is_sealed_behind_the_handoff(
     start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
 ) -> None:
-    """In one message, for which decode waits: behind an answer to the seals it would come a round trip later."""
+    """By decode, which waits for the blocks and for nothing else."""
     save_llama()
     batches: list[list[str]] = []
     async with start_host(tmp_path) as host:
@@ -493,6 +493,10 @@ async def test_a_prompt_is_filled_with_the_last_of_its_seals(
 
         host.service.serve = noting  # type: ignore[method-assign]
         await host.generate(range(40), max_tokens=2)
-    (filling,) = [batch for batch in batches if "fill" in batch]
-    assert filling[-2:] == ["seal", "fill"]
-    assert ["adopt"] in batches
+        memory = host.service.sessions.memory
+        assert memory is not None
+        assert [len(names) for names in memory.ledger.reusable()] == [2]
+    (filling,) = [number for number, batch in enumerate(batches) if "fill" in batch]
+    assert batches[filling] == ["fill"]
+    assert not any("seal" in batch for batch in batches[:filling])
+    assert batches[:filling].count(["adopt"]) == 1
