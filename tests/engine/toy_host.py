@@ -205,7 +205,7 @@ class Host:
     def _add(self, key: Key, context: list[int], wish: Wish) -> None:
         computed = len(context) - 1 if wish.adopted else 0
         for number, group in enumerate(self.layout.groups):
-            self.arena.trim(key, number, group.first_needed_block(computed))
+            self._trim(key, number, group.first_needed_block(computed))
         request = self._request(key, context, wish, computed)
         self._contexts[key.request_id] = request.token_ids
         self.scheduler.add(request)
@@ -300,6 +300,11 @@ class Host:
     def _note_sealed(self, slots: Sequence[int]) -> None:
         self._sealed |= {slot: self._content(slot) for slot in slots if slot != NO_SLOT}
 
+    def _trim(self, key: Key, group: int, first_kept: int) -> None:
+        for slot in self.arena.used[key][group][:first_kept]:
+            self._sealed.pop(slot, None)
+        self.arena.trim(key, group, first_kept)
+
     def _release(self, key: Key) -> None:
         for table in self.arena.used[key]:
             for slot in table:
@@ -326,9 +331,7 @@ class Host:
                     self._release(key)
                     self.ended.add(key.request_id)
                 case Trimmed(key, group, first_kept):
-                    for slot in self.arena.used[key][group][:first_kept]:
-                        self._sealed.pop(slot, None)
-                    self.arena.trim(key, group, first_kept)
+                    self._trim(key, group, first_kept)
                 case Removed(key):
                     self._check_untouched(key)
                     self._release(key)
