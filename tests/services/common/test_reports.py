@@ -22,7 +22,7 @@ async def test_chunks_and_the_handoff(start_host: StartHost, save_llama: SaveTin
     save_llama()
     async with start_host(tmp_path, max_batched_tokens=48) as host:
         first = await host.generate(PROMPT, 20)
-        assert first.chunks() == [(0, 48), (48, 48), (96, 4)]
+        assert first.chunks() == [(0, 48), (48, 26), (74, 26)]
         assert all(chunk.step_ms > 0 for report in first.reports for chunk in report.chunks)
         (adopted,) = [report.adopted for report in first.reports if report.HasField("adopted")]
         assert (adopted.blocks, adopted.bytes_moved, adopted.path) == (7, 0, "shared memory")
@@ -52,7 +52,7 @@ async def test_a_decode_worker_that_computes_the_prompt_tells_the_same(
     save_llama()
     async with start_host(tmp_path, max_batched_tokens=48) as host:
         outcome = await host.generate(PROMPT, 20, aggregated=True)
-        assert outcome.chunks() == [(0, 48), (48, 48), (96, 4)]
+        assert outcome.chunks() == [(0, 48), (48, 26), (74, 26)]
         assert outcome.effort().steps == 20
         assert not any(report.HasField("adopted") for report in outcome.reports)
 
