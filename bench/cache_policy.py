@@ -7,7 +7,8 @@
 Recorded traces are files in Mooncake's format; those that are no files are synthetic. They go through the pool
 and the policies that kvtransfer runs, one request after the other: it finds the longest prefix that is cached, takes
 blocks for the rest, has them all in use, and gives them back. The figure is the share of all blocks that were found.
-`belady` knows the future: it evicts what is needed last. `--take` measures how long making room takes.
+`belady` knows the future: it evicts what is needed last. `returning` is `forecast`, told which blocks are asked for
+again, but not when. `--take` measures how long making room takes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from bench.cache_traces import SYNTHETIC, Trace, make_trace, read_trace
 from bench.load import table
 from paceline.core.block_pool import BlockPool
 from paceline.core.cache_policy.base import Block, CachePolicy, Name, Place
+from paceline.core.cache_policy.forecast import Forecast
 from paceline.core.cache_policy.queue import RankedQueue
 from paceline.core.cache_policy.registry import POLICIES, find_policy
 from paceline.core.errors import ConfigError
@@ -35,37 +37,81 @@ BLOCK_TOKENS = 512
 """Of Mooncake's traces."""
 
 
-class Belady(CachePolicy):
-    """The optimum: what is needed last, or never, goes first.
+class Future:
+    """When blocks are asked for.
 
     Args:
         trace: what `replay` asks for, and nothing else.
     """
 
-    def __init__(self, slots: int, trace: Trace) -> None:
-        super().__init__(slots)
-        self._queue = RankedQueue()
+    def __init__(self, trace: Trace) -> None:
         self._needed: defaultdict[Name, deque[int]] = defaultdict(deque)
         for index, blocks in enumerate(trace):
             for block in blocks:
                 self._needed[name_of(block)].append(index)
 
+    def pass_use(self, name: Name) -> None:
+        self._needed[name].popleft()
+
+    def next_use(self, name: Name) -> int:
+        """The request that asks for it next; `sys.maxsize` where none does."""
+        return self._needed[name][0] if self._needed[name] else sys.maxsize
+
+
+class Belady(CachePolicy):
+    """The optimum: what is needed last, or never, goes first."""
+
+    def __init__(self, slots: int, trace: Trace) -> None:
+        super().__init__(slots)
+        self._queue = RankedQueue()
+        self._future = Future(trace)
+
     def inserted(self, block: Block) -> None:
-        self._needed[block.name].popleft()
+        self._future.pass_use(block.name)
 
     def touched(self, block: Block) -> None:
-        self._needed[block.name].popleft()
+        self._future.pass_use(block.name)
 
     def offer(self, block: Block) -> None:
-        coming = self._needed[block.name]
         # Among equals the end of a context goes first; what never comes is all equal.
-        self._queue.add(block.name, (-coming[0] if coming else -sys.maxsize, -block.end_tokens))
+        self._queue.add(block.name, (-self._future.next_use(block.name), -block.end_tokens))
 
     def withdraw(self, block: Block) -> None:
         self._queue.discard(block.name)
 
     def choose(self) -> Name:
         return self._queue.first()
+
+
+class Returning(Forecast):
+    """Knows which blocks are asked for again, but not when: others go first. What lies between it and the optimum is
+    what the times are worth."""
+
+    def __init__(self, slots: int, trace: Trace) -> None:
+        super().__init__(slots)
+        self._useless = RankedQueue()
+        self._future = Future(trace)
+
+    def inserted(self, block: Block) -> None:
+        self._future.pass_use(block.name)
+        super().inserted(block)
+
+    def touched(self, block: Block) -> None:
+        self._future.pass_use(block.name)
+        super().touched(block)
+
+    def offer(self, block: Block) -> None:
+        if self._future.next_use(block.name) == sys.maxsize:
+            self._useless.add(block.name, 0)
+        else:
+            super().offer(block)
+
+    def withdraw(self, block: Block) -> None:
+        if not self._useless.discard(block.name):
+            super().withdraw(block)
+
+    def choose(self) -> Name:
+        return self._useless.first() if len(self._useless) else super().choose()
 
 
 class Replayed(NamedTuple):
@@ -145,6 +191,7 @@ def measure(trace: Trace, sizes: list[int], names: list[str]) -> dict[str, dict[
         ConfigError: there is no such policy.
     """
     makers: dict[str, Callable[[int], CachePolicy]] = {name: find_policy(name) for name in names}
+    makers["returning"] = lambda slots: Returning(slots, trace)
     makers["belady"] = lambda slots: Belady(slots, trace)
     return {name: {size: replay(trace, size, make(size)) for size in sizes} for name, make in makers.items()}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cache_policy import Belady, measure, replay
+from bench.cache_policy import Belady, Returning, measure, replay
 from bench.cache_traces import SYNTHETIC, make_trace, read_trace
 from paceline.core.cache_policy.lru import LRU
 from paceline.core.cache_policy.registry import POLICIES
@@ -34,7 +34,14 @@ def test_a_request_larger_than_the_cache_uses_all_of_it() -> None:
 def test_nobody_beats_who_knows_the_future(name: str) -> None:
     trace = make_trace(name, 1)[:400]
     best = replay(trace, 150, Belady(150, trace)).found
+    assert best >= replay(trace, 150, Returning(150, trace)).found
     assert best >= max(replay(trace, 150, make(150)).found for make in POLICIES.values())
+
+
+def test_what_is_known_to_return_stays() -> None:
+    trace = [[1, 2], [3, 4], [5, 6], [1, 2]]
+    assert replay(trace, 4, LRU(4)).found == 0
+    assert replay(trace, 4, Returning(4, trace)).found == 2
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
@@ -51,7 +58,7 @@ def test_synthetic_traces_are_functions_of_their_seed(name: str) -> None:
 
 def test_all_policies_stand_beside_the_optimum() -> None:
     found = measure([*TRACE, *TRACE], [5, 10], ["lru"])
-    assert [*found] == ["lru", "belady"]
+    assert [*found] == ["lru", "returning", "belady"]
     assert found["belady"][5].found > found["lru"][5].found
 
 
