@@ -3,7 +3,7 @@
     python -m bench.handoff --prompt-tokens 2000 --requests 20 -- --threads 1
 
 What stands behind -- goes to `paceline serve`. Prompts are random and sent one after the other. Time is counted from
-when the prefill worker has the last step's results, and is about to seal the last blocks, to when the decode worker has
+when the prefill worker has the last step's results, and is about to give the blocks away, to when the decode worker has
 its answer that they are its own. Both workers say these instants in their logs, by one clock, and write them when they
 are past. What is copied is what the decode worker reports.
 """

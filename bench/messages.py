@@ -3,8 +3,9 @@
     python -m bench.messages --messages 200
 
 The ways are those that a worker and the kvtransfer of its host may have: calls of gRPC, streams of gRPC that are open
-all the time, and the Unix socket. Messages are as long as those of a prompt of 2,000 tokens, and far enough apart for
-all processes to be asleep. They do nothing else; what a handoff takes in a stack is told by `bench.handoff`.
+all the time, and the Unix socket. Messages name all blocks of a prompt of 2,000 tokens, more than a handoff's do, and
+are far enough apart for all processes to be asleep. They do nothing else; what a handoff takes in a stack is told by
+`bench.handoff`.
 """
 
 from __future__ import annotations

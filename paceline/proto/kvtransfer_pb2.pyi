@@ -413,7 +413,7 @@ class Adoption(_message.Message):
 
     @_builtins.property
     def sealed_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For each group: behind so many blocks none is sealed."""
+        """For each group: so many blocks at the front, with those, are sealed."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class Adopted(NamedTuple):
 
     hold: Hold
     sealed_blocks: Sequence[int]
-    """For each group: behind so many blocks none is sealed."""
+    """For each group: so many blocks at the front are sealed, or given back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from opentelemetry import trace
@@ -145,16 +146,12 @@ def key_of(message: common_pb2.Key) -> Key:
 
 
 def adoption_to_pb(hold: Hold, ledger: Ledger) -> pb.Adoption:
-    """Takes no longer the longer the context is: a handoff waits for it."""
+    """Looks at few blocks, however long the context is: a handoff waits for it."""
     adoption = pb.Adoption(key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens)
     for table in hold.tables:
-        trimmed, sealed = 0, len(table)
-        while trimmed < len(table) and table[trimmed] == NO_SLOT:
-            trimmed += 1
-        while sealed > trimmed and ledger.hash_of(table[sealed - 1]) is None:
-            sealed -= 1
+        trimmed = bisect_left(table, True, key=lambda slot: slot != NO_SLOT)
         adoption.trimmed_blocks.append(trimmed)
-        adoption.sealed_blocks.append(sealed)
+        adoption.sealed_blocks.append(bisect_left(table, True, trimmed, key=lambda slot: ledger.hash_of(slot) is None))
     return adoption
 
 
