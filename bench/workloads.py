@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,19 @@ def _interference(name: str, prompt: Prompt) -> Workload:
     return Workload(name, (*steady, *arriving), concurrency=len(steady) + len(arriving))
 
 
+def _short_prompts(long: int) -> Callable[[str, Prompt], Workload]:
+    """Prompts of 16 to 64 tokens beside three steady streams, and beside so many long prompts."""
+
+    def make(name: str, prompt: Prompt) -> Workload:
+        steady = [Request(prompt(300), 160, "steady") for _ in range(3)]
+        lengths = itertools.islice(itertools.cycle((16, 24, 32, 48, 64)), 20)
+        short = [Request(prompt(tokens), 8, "short", at=0.8 + 0.2 * i) for i, tokens in enumerate(lengths)]
+        arriving = [Request(prompt(1500), 4, "long", at=0.7 + 0.9 * number) for number in range(long)]
+        return Workload(name, (*steady, *short, *arriving), concurrency=64)
+
+    return make
+
+
 def _shared_prefix(name: str, prompt: Prompt) -> Workload:
     """A long system prompt that all share. `first` pays for it, `later` should not."""
     system = prompt(768)
@@ -84,6 +98,8 @@ WORKLOADS: dict[str, Callable[[str, Prompt], Workload]] = {
     "eight": _uniform(count=16, concurrency=8, tokens_in=128, tokens_out=128),
     "prompt-heavy": _uniform(count=16, concurrency=16, tokens_in=512, tokens_out=64),
     "interference": _interference,
+    "short-prompts": _short_prompts(long=0),
+    "short-and-long": _short_prompts(long=4),
     "shared-prefix": _shared_prefix,
     "copy-heavy": _copy_heavy,
 }

@@ -28,8 +28,8 @@ from paceline.core.config import (
     ServeConfig,
     ServiceConfig,
     WorkerConfig,
-    load_config,
 )
+from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.services.common.secret import make_secret
 from paceline.top import top

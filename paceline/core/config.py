@@ -1,24 +1,11 @@
-"""What can be configured: one frozen dataclass a service. Each field is a flag and a line of TOML.
-
-A TOML file may hold keys for all services at its top and keys for one service in a table of its name:
-
-    redis = "redis://redis:6379/0"
-    model = "/models/smollm2-135m-instruct"
-    [decode]
-    max-seqs = 128
-
-Order of precedence: flag, table of the service, top of the file, default.
-"""
+"""What can be configured: one frozen dataclass a service. Each field is a flag and a line of TOML."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-import tomllib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from paceline.core import env
 from paceline.core.errors import ConfigError
@@ -111,6 +98,13 @@ class GatewayConfig(ServiceConfig):
         "how requests find their workers: kv weighs cached prefixes, queues, load and transfers; round-robin takes one "
         "after the other",
         "cluster",
+    )
+    local_prefill_tokens: int = option(
+        64,
+        "prompts of which no more tokens than this are not cached may be computed by decode workers, where that is "
+        "sooner; 0 leaves all to prefill workers, where there are any",
+        "limits",
+        at_least=0,
     )
     max_attempts: int = option(
         5, "tries in a row at one request when workers fail, each before it has decoded a token", "limits", at_least=1
@@ -234,6 +228,7 @@ class ServeConfig:
     kv_disk_size: str = same_option(KVTransferConfig, "kv_disk_size", group="fleet")
     kv_disk_dir: str = same_option(KVTransferConfig, "kv_disk_dir", group="fleet")
     cache_policy: str = same_option(KVTransferConfig, "cache_policy", group="fleet")
+    local_prefill_tokens: int = same_option(GatewayConfig, "local_prefill_tokens", group="fleet")
     max_seqs: int = same_option(WorkerConfig, "max_seqs", group="fleet")
     max_batched_tokens: int = same_option(WorkerConfig, "max_batched_tokens", group="fleet")
     device: str = same_option(WorkerConfig, "device", group="fleet")
@@ -251,46 +246,9 @@ class ServeConfig:
     drain_seconds: float = same_option(ServiceConfig, "drain_seconds", default=10.0)
 
 
-Config = TypeVar("Config", bound="ServiceConfig | ServeConfig")
-
-
-def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping[str, Any]) -> Config:
-    """Merges a TOML file and flags into a config.
-
-    Args:
-        table: the service's table in the file.
-        flags: field names to values; only flags that the user gave.
-    """
-    values: dict[str, Any] = {}
-    if file is not None:
-        values = _read_toml(cls, table, file)
-    try:
-        config = cls(**{**values, **flags})
-    except TypeError as error:
-        raise ConfigError(str(error)) from error
-    check_numbers(config)
-    return config
-
-
 def has_pools(config: WorkerConfig | ServeConfig) -> bool:
     """Whether workers compute in pools of their own, above the arena."""
     return config.kv_pool == "device" or (config.kv_pool == "auto" and config.device.partition(":")[0] != "cpu")
-
-
-def check_numbers(config: ServiceConfig | ServeConfig) -> None:
-    """Raises ConfigError for numbers that no service could work with."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        least, most = field.metadata["range"]
-        if isinstance(value, (int, float)) and not least <= value <= most:
-            flag = "--" + field.name.replace("_", "-")
-            wanted = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-            raise ConfigError(f"{flag} must be {wanted}, not {value:g}")
-    if isinstance(config, (WorkerConfig, ServeConfig)) and config.max_batched_tokens < config.max_seqs:
-        raise ConfigError(
-            f"--max-batched-tokens {config.max_batched_tokens} is less than --max-seqs {config.max_seqs}: "
-            "a step has to give every running request a token; raise the first or lower the second"
-        )
 
 
 def parse_bytes(text: str) -> int:
@@ -299,30 +257,3 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ConfigError(f"{text!r} is not an amount of memory; write it like 512MiB or 4GiB")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
-
-
-def _read_toml(cls: type[Config], table: str, file: Path) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-    types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-    shared = {key: value for key, value in document.items() if not isinstance(value, dict)}
-    own = document.get(table, {})
-    if not isinstance(own, dict):
-        raise ConfigError(f"{file}: {table} must be a table of options, [{table}]")
-    values: dict[str, Any] = {}
-    for source, must_know in ((shared, False), (own, True)):
-        for key, value in source.items():
-            name = key.replace("-", "_")
-            if name not in types:
-                if must_know:
-                    raise ConfigError(f"{file}: [{table}] has no option {key!r}; see paceline {table} --help")
-                continue
-            wanted = types[name]
-            if wanted is float and type(value) is int:
-                value = float(value)
-            if type(value) is not wanted:
-                raise ConfigError(f"{file}: {key} must be of type {wanted.__name__}, not {type(value).__name__}")
-            values[name] = value
-    return values

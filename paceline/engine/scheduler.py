@@ -249,8 +249,9 @@ class Scheduler:
         """These have been made in so much time, after having waited for so long; so many of the blocks that were loaded
         came from other pools of the device."""
         copies.request.effort.device_blocks += from_device
+        waits = not copies.ahead or any(key[:2] == copies.request.key[:2] for key in self._requests)
         self.stats.count_copies(
-            len(copies.loads) - from_device, from_device, len(copies.stores), waited_seconds + seconds
+            len(copies.loads) - from_device, from_device, len(copies.stores), waited_seconds + seconds, waits
         )
         self._events += self._residency.copied(copies, seconds)
         self._end_use(copies.request)

@@ -17,10 +17,10 @@ from paceline.core.config import (
     ServeConfig,
     ServiceConfig,
     WorkerConfig,
-    load_config,
     option,
     parse_bytes,
 )
+from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError
 
 CONFIGS: list[type[Any]] = [GatewayConfig, WorkerConfig, KVTransferConfig, ServeConfig]

@@ -135,6 +135,7 @@ def test_what_was_loaded_ahead_is_there_when_its_request_comes_and_nobody_finds_
     (ahead,) = scheduler.take_copies()
     assert len(ahead.loads) == 2
     scheduler.copied(ahead, 0.001, 0.0)
+    assert (scheduler.stats.loaded_blocks, scheduler.stats.swap_ins) == (2, 0)
     assert directory.find(ahead.loads).indices.tolist() == []
     other, expected = filled_request("same", 40), filled_request("same", 40)
     other.key, expected.key = Key("other", 1, 1), Key("same", 1, 2)
@@ -156,6 +157,19 @@ def test_what_was_loaded_ahead_gives_way_to_those_that_run() -> None:
     scheduler.copied(ahead, 0.001, 0.0)
     (copies,) = scheduler.take_copies()
     assert (copies.request.key.request_id, len(copies.loads)) == ("first", 3)
+
+
+def test_who_comes_before_what_is_loaded_ahead_waits_for_it() -> None:
+    scheduler = Scheduler(Limits(16, 4096, 2), residency=OnDevice(FULL, 16))
+    scheduler.preload(filled_request("early", 40))
+    (ahead,) = scheduler.take_copies()
+    scheduler.add(filled_request("early", 40))
+    assert scheduler.plan() is None
+    assert scheduler.take_copies() == []
+    scheduler.copied(ahead, 0.001, 0.0)
+    assert scheduler.stats.swap_ins == 1
+    (rest,) = scheduler.take_copies()
+    assert len(rest.loads) == 1
 
 
 def test_what_was_loaded_for_a_request_that_goes_before_its_turn_is_nobodys() -> None:

@@ -65,6 +65,7 @@ class FuzzStack:
             "kv_memory": "4MiB",
             "lease_seconds": LEASE_SECONDS,
             "threads": 1,
+            "local_prefill_tokens": 0,
             "kvtransfer_address": self.addresses["kvtransfer"],
         }
         file = self.folder / "fuzz.toml"

@@ -14,7 +14,7 @@ import psutil
 
 from bench.namespaces import Host
 from bench.services import PACELINE, Services, role_of
-from tests.stack.processes import SETTLE_SECONDS, is_settled
+from tests.stack.processes import HAND_OVER, SETTLE_SECONDS, is_settled
 
 PROMPT = "Once upon a time there was a"
 TOKENS = 96
@@ -37,7 +37,7 @@ class Cluster(Services):
         lease_seconds: float = 10.0,
         transport: str = "auto",
     ) -> None:
-        worker, gateway = ("--threads=1",), ("--served-model-name=m",)
+        worker, gateway = ("--threads=1",), ("--served-model-name=m", HAND_OVER)
         kvtransfer = ("--kv-memory=512MiB", f"--lease-seconds={lease_seconds}", f"--transport={transport}")
         super().__init__(
             folder, str(model), hosts, prefill=worker, decode=worker, kvtransfer=kvtransfer, gateway=gateway

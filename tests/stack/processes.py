@@ -18,6 +18,9 @@ from bench.services import Process, free_port
 
 SETTLE_SECONDS = 30.0
 
+HAND_OVER = "--local-prefill-tokens=0"
+"""Prompts of tests are short, and are computed by prefill workers all the same."""
+
 
 def arenas(processes: Iterable[psutil.Process]) -> set[Path]:
     """The shared memory that these processes map; other stacks of this machine are none of our business."""
@@ -71,7 +74,7 @@ class Stack:
 def serve(log: Path, model: str, *options: str, environment: dict[str, str] | None = None) -> Iterator[Stack]:
     """A whole stack; when it has been stopped nothing of it may be left."""
     port = free_port()
-    process = Process(log, "serve", model, f"--port={port}", *options, environment=environment)
+    process = Process(log, "serve", model, f"--port={port}", HAND_OVER, *options, environment=environment)
     stack = Stack(process, port)
     family: list[psutil.Process] = []
     shared: set[Path] = set()

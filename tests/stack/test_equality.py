@@ -24,12 +24,13 @@ SOME = slice(0, None, 6)
 # Each of what cuts a request into steps or moves it between workers stands in one of them.
 STACKS: dict[str, tuple[str, ...]] = {
     "one worker of each role": (),
-    "two workers of each role, chunked prefill": (
+    "two workers of each role, chunked prefill, short prompts where they are decoded": (
         "--prefill=2",
         "--decode=2",
         "--threads=1",
         "--max-batched-tokens=32",
         "--max-seqs=32",
+        "--local-prefill-tokens=64",
     ),
     "aggregated, drafts": ("--prefill=0", f"--speculative-config={DRAFTS}"),
 }

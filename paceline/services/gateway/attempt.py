@@ -25,7 +25,8 @@ from paceline.services.common.rpc import is_serving
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import reason_from_pb, token_from_pb
 from paceline.services.gateway.decode_call import DecodeCall
-from paceline.services.gateway.fleet import Fleet, Worker
+from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.record import AttemptRecord
 from paceline.services.gateway.router import Link
 from paceline.services.gateway.worker_call import ADMIT_SECONDS, WorkerCall, WorkerFailedError, out_of_turn

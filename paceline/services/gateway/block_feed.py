@@ -27,7 +27,7 @@ from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.layout import layout_from_pb
 from paceline.services.common.rpc import heeding_cancellation
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.fleet import Worker
+from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.prefix_index import HostBlocks, PrefixIndex
 
 _WATCH_SECONDS = 0.5

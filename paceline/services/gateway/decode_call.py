@@ -9,7 +9,7 @@ from paceline.core.telemetry import trace_headers
 from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.gateway.event_feed import FeedError, Inbox
-from paceline.services.gateway.fleet import Worker
+from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.router import Link
 from paceline.services.gateway.stall_watch import StallWatch
 from paceline.services.gateway.worker_call import (

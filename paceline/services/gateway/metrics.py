@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from paceline.core.types import FinishReason
-from paceline.services.gateway.fleet import Worker
+from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.record import RequestRecord
 from paceline.services.gateway.request import RequestRunner

@@ -17,7 +17,7 @@ from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.services.common.rpc import is_cancelled
 from paceline.services.gateway.errors import ApiError, to_api_error
-from paceline.services.gateway.fleet import Worker
+from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.timeline import describe
 from paceline.services.gateway.traces import KEPT

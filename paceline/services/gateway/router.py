@@ -7,6 +7,7 @@ others. The cheapest is taken.
     fetch            tokens of a prefix that its host gets from another one first / what it gets a second
     compute          tokens of the context that are cached on neither / its tokens a second
     move             tokens that decode's host lacks / what it gets a second; hidden behind computing
+    handoff          the step of the decode worker that is under way, where another one computes the prompt
     for others       load of the decode worker; the delay of those it decodes, where it computes the prompt
     given lately     so that of equal places not always the same one is taken, and a prefix that many share spreads
 """
@@ -32,12 +33,12 @@ FETCH_TOKENS_PER_SECOND = 20_000.0
 """Likewise."""
 LINK_SECONDS = 0.01
 """What a prompt that comes from another host takes besides its bytes."""
+HANDOFF_SECONDS = 0.02
+"""What it takes to go on where another worker has computed: at least, the step that is under way there."""
 LOAD_SECONDS = 1.0
 """To be spared a decode worker that is full, a request waits this much longer for its first token."""
 LATELY = 0.1
 """Of the seconds that a worker was given to compute lately."""
-LOCAL_TOKENS = 64
-"""A decode worker computes at most so many prompt tokens at a time beside its tokens, where there is another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Need:
 
     context_tokens: int
     """Prompt and longest answer together."""
-    prompt_tokens: int = 0
+    prompt_tokens: int = 1
     """Those that are there already: their KV has to come from somewhere."""
     cached: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """By host, how many of these it has; a hint."""
@@ -58,6 +59,8 @@ class Need:
     """Workers on which an earlier attempt failed: taken only where there is no other."""
     cut: frozenset[Link] = frozenset()
     """Over which blocks do not get through now."""
+    local_tokens: int = 0
+    """Of prompts, that a decode worker may have to compute beside its tokens, where there is another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,8 @@ class Candidate:
     in_flight: int = 0
     unreported: int = 0
     """Those of them that the member's figures may not contain yet."""
-    unreported_tokens: int = 0
-    """That it has to compute for these."""
+    unreported_tokens: float = 0.0
+    """That it has to compute beside those that the member reports; negative where it has computed of those since."""
     recent_tokens: float = 0.0
     """That this gateway has lately given it to compute."""
     fetch_tokens_per_second: float = 0.0
@@ -114,8 +117,8 @@ class Placement:
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     """The cheapest way to run a request.
 
-    A decode worker computes prompts itself only where there is no prefill worker for it at all, or where all but a few
-    tokens of it are cached there. Where there are prefill workers, all full, the request waits for them, so that a
+    A decode worker computes prompts itself only where there is no prefill worker for it at all, or where a few tokens
+    at most are not cached there. Where there are prefill workers, all full, the request waits for them, so that a
     burst of prompts does not slow down everybody's tokens.
 
     Returns None where nothing can take the request now.
@@ -136,7 +139,7 @@ def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
 def place_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Placement | None:
     """As `place`, but one decode worker after the other, and its prefill workers likewise, those of its host first;
     without regard to load, to what is cached, and to what it costs."""
-    ways = _ways(dataclasses.replace(need, cached={}), snapshot)
+    ways = [way for way in _ways(dataclasses.replace(need, cached={}), snapshot) if way.alone or not way.local]
     least = min((way.trouble(need) for way in ways), default=None)
     ways = [way for way in ways if way.trouble(need) == least]
     if not ways:
@@ -201,11 +204,12 @@ class _Way:
             move = lacking / _fetch_speed(decode)
             compute = max(compute, move) + LINK_SECONDS
         queue = (computing.queued_tokens + LATELY * computing.recent_tokens) / speed
-        return queue + fetch + compute + LOAD_SECONDS * decode.load
+        handoff = 0.0 if self.local else HANDOFF_SECONDS
+        return queue + fetch + compute + handoff + LOAD_SECONDS * decode.load
 
     def placement(self, need: Need) -> Placement:
         prefill = None if self.prefill is None else self.prefill.member
-        least = need.prompt_tokens - LOCAL_TOKENS if self.local and not self.alone else 0
+        least = need.prompt_tokens - need.local_tokens if self.local and not self.alone else 0
         return Placement(self.decode.member, prefill, self.source, self.cached(need), max(0, least))
 
 
@@ -241,7 +245,7 @@ def _source(need: Need, way: _Way) -> str:
 def _little_is_left(need: Need, decode: Candidate) -> bool:
     """Whether the decode worker may compute what is not cached without being felt by those that it serves."""
     cached = need.cached.get(decode.member.host_id, 0)
-    return cached > 0 and need.prompt_tokens - cached + decode.queued_tokens <= LOCAL_TOKENS
+    return need.prompt_tokens - cached + decode.queued_tokens <= need.local_tokens
 
 
 def _fetch_speed(candidate: Candidate) -> float:

@@ -12,7 +12,7 @@ import grpc.aio
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError, UnavailableError
 from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
-from paceline.services.gateway.fleet import Worker
+from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.router import Link
 
 ADMIT_SECONDS = 10.0

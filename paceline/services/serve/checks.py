@@ -7,7 +7,8 @@ import socket
 from pathlib import Path
 
 from paceline.core.cache_policy.registry import find_policy
-from paceline.core.config import GIB, ServeConfig, check_numbers, has_pools, parse_bytes
+from paceline.core.config import GIB, ServeConfig, has_pools, parse_bytes
+from paceline.core.config_source import check_numbers
 from paceline.core.errors import ConfigError
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import read_config

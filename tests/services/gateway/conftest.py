@@ -164,7 +164,9 @@ async def start_stack(redis_server: str, toy_model: Path) -> AsyncIterator[Start
 
     async def start(prefill: int = 1, decode: int = 1, redis: str = redis_server, **options: Any) -> Stack:
         cluster = uuid.uuid4().hex
-        settings = {"model": str(toy_model), "port": 0, "drain_seconds": 5.0, "stall_seconds": PATIENCE, **options}
+        # Prompts are short, and most tests are of those that are handed over.
+        settings = {"model": str(toy_model), "port": 0, "drain_seconds": 5.0, "stall_seconds": PATIENCE}
+        settings |= {"local_prefill_tokens": 0, **options}
         stack = Stack(redis, GatewayConfig(redis=redis, cluster=cluster, **settings))
         stacks.append(stack)
         for role, count in (("prefill", prefill), ("decode", decode)):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import grpc
 import pytest
 
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
-from paceline.services.gateway.fleet import REFRESH_SECONDS, Fading
+from paceline.services.gateway.fleet import REFRESH_SECONDS
+from paceline.services.gateway.fleet_worker import Fading
 from tests.services.gateway.conftest import Cluster, eventually
 
 
@@ -137,6 +139,25 @@ async def test_what_a_worker_was_given_to_compute_counts_while_it_runs_and_a_whi
     (candidate,) = cluster.fleet.snapshot()
     assert (candidate.in_flight, candidate.unreported_tokens) == (0, 0)
     assert 0 < candidate.recent_tokens <= 1024
+
+
+async def test_what_a_worker_has_computed_since_it_reported_is_not_queued_any_more(cluster: Cluster) -> None:
+    await cluster.add()
+    worker = cluster.fleet.worker("d")
+    busy = dataclasses.replace(worker.member, stats={"queued_tokens": 1400})
+
+    def queued() -> float:
+        return worker.candidate(0).queued_tokens
+
+    with cluster.fleet.call(worker, 1000):
+        worker.look(busy)
+        worker.look(busy)
+        assert queued() == 1400
+        with cluster.fleet.call(worker, 300):
+            assert queued() == 1700
+    assert queued() == 400  # which another gateway has sent, as far as is known here
+    worker.look(dataclasses.replace(busy, stats={}))
+    assert queued() == 0
 
 
 def test_a_part_is_halved_again_and_again() -> None:

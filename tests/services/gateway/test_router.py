@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.common.registry import Member
-from paceline.services.gateway.router import LOCAL_TOKENS, Candidate, Need, place, place_in_turn
+from paceline.services.gateway.router import Candidate, Need, Placement, place, place_in_turn
 
 NEED = Need(context_tokens=100)
+LOCAL_TOKENS = 64
 
 
 def member(worker_id: str, role: str = "decode", **fields: object) -> Member:
@@ -119,7 +120,7 @@ def two_hosts(**fields: object) -> list[Member]:
 
 
 def prompt(tokens: int, **cached: int) -> Need:
-    return Need(context_tokens=100, prompt_tokens=tokens, cached=cached)
+    return Need(context_tokens=100, prompt_tokens=tokens, cached=cached, local_tokens=LOCAL_TOKENS)
 
 
 def test_the_host_with_the_longest_prefix_is_taken() -> None:
@@ -223,8 +224,9 @@ def test_the_little_behind_a_prefix_is_computed_where_it_is() -> None:
     far = member("p", "prefill", host_id="other")
     assert placed(prompt(1000, host=960), member("d"), far) == ("d", None)
     assert placed(prompt(1000, host=960), member("d"), member("p", "prefill", max_seqs=0)) == ("d", None)
-    # A prefill worker of the same host does as well, and disturbs nobody.
-    assert placed(prompt(1000, host=960), member("d"), member("p", "prefill")) == ("d", "p")
+    # A prefill worker of the same host does as well, and disturbs nobody; but then the blocks change hands.
+    assert placed(prompt(1000, host=960), member("d"), member("p", "prefill")) == ("d", None)
+    assert placed(prompt(1000, host=960), member("d", running=2), member("p", "prefill")) == ("d", "p")
     busy = member("p", "prefill", stats={"queued_tokens": 500})
     assert placed(prompt(1000, host=960), member("d"), busy) == ("d", None)
 
@@ -232,13 +234,25 @@ def test_the_little_behind_a_prefix_is_computed_where_it_is() -> None:
 def test_no_long_prompt_is_computed_beside_others_tokens() -> None:
     full = Candidate(member("p", "prefill", max_seqs=3), in_flight=3)
     assert placed(prompt(1000, host=960 - LOCAL_TOKENS), member("d"), full) is None
-    assert placed(prompt(LOCAL_TOKENS), member("d"), full) is None  # nothing of it is cached
+    assert placed(prompt(LOCAL_TOKENS + 1), member("d"), full) is None
     # Nor many short ones at a time.
     queue = member("d", stats={"queued_tokens": LOCAL_TOKENS - 39})
     assert placed(prompt(1000, host=960), queue, full) is None
     # Where they are many that would wait for it, a prefill worker elsewhere is better.
     crowd = member("d", running=60, max_seqs=64)
     assert placed(prompt(1000, host=960), crowd, member("p", "prefill", host_id="other")) == ("d", "p")
+
+
+def test_a_short_prompt_goes_to_whoever_has_its_first_tokens_sooner() -> None:
+    p = member("p", "prefill")
+    assert placed(prompt(LOCAL_TOKENS), member("d"), p) == ("d", None)
+    assert placed(prompt(LOCAL_TOKENS), member("d", running=1), p) == ("d", "p")
+    assert placed(prompt(LOCAL_TOKENS // 4), member("d", running=1), p) == ("d", None)
+    assert placed(prompt(LOCAL_TOKENS // 4), member("d", running=6), p) == ("d", "p")
+    busy = member("p", "prefill", stats={"queued_tokens": 400})
+    assert placed(prompt(LOCAL_TOKENS), member("d", running=3), busy) == ("d", None)
+    assert placed(dataclasses.replace(prompt(16), local_tokens=0), member("d"), busy) == ("d", "p")
+    assert place_in_turn(prompt(16), [Candidate(member("d")), Candidate(p)], 0) == Placement(member("d"), p)
 
 
 def test_a_placement_says_what_it_counts_on() -> None:
@@ -290,6 +304,7 @@ needs = st.builds(
     cached=st.dictionaries(st.sampled_from(["h1", "h2", "h3"]), st.integers(0, 1999)),
     failed=st.frozensets(st.sampled_from("abc")),
     refused=st.frozensets(st.sampled_from("def")),
+    local_tokens=st.just(LOCAL_TOKENS),
 )
 
 

@@ -341,6 +341,14 @@ async def test_without_prefill_workers_decode_computes_the_prompt(stack: Stack) 
     assert stack.workers["decode-0"].calls[-1].commands == ["prefill_here"]
 
 
+async def test_a_short_prompt_is_computed_where_it_is_decoded(start_stack: StartStack) -> None:
+    stack = await start_stack(local_prefill_tokens=64)
+    answer = (await stack.post("/v1/completions", prompt="x", max_tokens=9, seed=0)).json()
+    assert answer["choices"][0]["text"] == TEXT[:9]
+    assert stack.workers["decode-0"].calls[-1].commands == ["prefill_here"]
+    assert stack.workers["prefill-0"].calls == []
+
+
 async def test_who_waits_its_turn_is_not_taken_for_dead(start_stack: StartStack) -> None:
     stack = await start_stack(stall_seconds=0.3, max_attempts=1)
     decode = stack.workers["decode-0"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.config import Config, GatewayConfig, KVTransferConfig, ServeConfig, WorkerConfig, load_config
+from paceline.core.config import GatewayConfig, KVTransferConfig, ServeConfig, WorkerConfig
+from paceline.core.config_source import Config, load_config
 from paceline.services.serve.settings import served_name, stack_settings
 
 CONFIG = ServeConfig(

@@ -8,7 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-from paceline.core.config import GatewayConfig, KVTransferConfig, ServiceConfig, WorkerConfig, load_config
+from paceline.core.config import GatewayConfig, KVTransferConfig, ServiceConfig, WorkerConfig
+from paceline.core.config_source import load_config
 from paceline.services.common.lifecycle import announce_ready, stop_on_signals
 from paceline.services.kvtransfer.arena import Arena
 

@@ -1,0 +1,126 @@
+"""One member of the fleet as this gateway knows it: what it reports, and what has been seen of it here."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import NamedTuple
+
+import grpc.aio
+
+from paceline.services.common.registry import Member
+from paceline.services.common.rpc import open_channel
+from paceline.services.common.secret import Secret
+from paceline.services.gateway.event_feed import EventFeed
+from paceline.services.gateway.router import Candidate
+
+ASIDE_SECONDS = (0.25, 0.75)
+RECENT_SECONDS = 10.0
+"""In which what a worker was given lately counts half."""
+
+
+class Begun(NamedTuple):
+    """What a worker was given."""
+
+    calls: int
+    tokens: int
+    """Of prompts, to compute."""
+
+
+class Fading:
+    """A sum whose parts are forgotten: each is halved every `half_life` seconds. Instants are of one clock."""
+
+    def __init__(self, half_life: float) -> None:
+        self._half_life = half_life
+        self._value = 0.0
+        self._at = 0.0
+
+    def value(self, now: float) -> float:
+        return float(self._value * 0.5 ** ((now - self._at) / self._half_life))
+
+    def add(self, part: float, now: float) -> None:
+        self._value, self._at = self.value(now) + part, now
+
+
+class Worker:
+    """A member, the channel to it, and what this gateway has seen of it itself."""
+
+    def __init__(self, member: Member, secret: Secret) -> None:
+        self.member = member
+        self.channel: grpc.aio.Channel = open_channel(member.address, secret)
+        self.feed = EventFeed(self.channel, str(self), member.events)
+        self.in_flight = 0
+        self._tokens_in_flight = 0
+        """That it is to compute for these calls."""
+        self._begun = Begun(0, 0)
+        """Since the start."""
+        self._begun_by_look = (self._begun, self._begun)
+        """As much as at the last look at the member's figures but one, and at the last one."""
+        self._in_flight_by_look = (0, 0)
+        """Tokens in flight at these two looks."""
+        self._recent = Fading(RECENT_SECONDS)
+        self.listed = True
+        """Whether Redis names it."""
+        self.aside_until: float | None = None
+        """On time.monotonic(); set while it gets no new work after a failure."""
+        self.failed_probes = 0
+        self.probe: asyncio.Task[None] | None = None
+        self.gone = False
+        self.refuses_us = False
+        """Whether our secret is not its own. Only a restart of one of us mends that: it is asked no more."""
+
+    def __str__(self) -> str:
+        return f"{self.member.role} worker {self.member.worker_id}"
+
+    @property
+    def available(self) -> bool:
+        return self.aside_until is None and not self.refuses_us
+
+    @property
+    def unreported(self) -> int:
+        """Calls under way that the member's figures may not contain: those since the last look but one."""
+        return min(self.in_flight, self._begun.calls - self._begun_by_look[0].calls)
+
+    def candidate(self, fetch_tokens_per_second: float) -> Candidate:
+        """What the router has to know of it."""
+        return Candidate(
+            self.member,
+            self.in_flight,
+            self.unreported,
+            unreported_tokens=self._unreported_tokens(),
+            recent_tokens=self._recent.value(time.monotonic()),
+            fetch_tokens_per_second=fetch_tokens_per_second,
+        )
+
+    def _unreported_tokens(self) -> float:
+        """Of what this gateway has given it, what its figures may not contain; less what it has computed since."""
+        reported = self.member.stats.get("queued_tokens", 0)
+        ours = min(reported, max(self._in_flight_by_look))  # the rest came from other gateways
+        begun = self._begun.tokens - self._begun_by_look[0].tokens
+        return min(self._tokens_in_flight, ours + begun) - ours
+
+    def look(self, member: Member) -> None:
+        """Takes over new figures, which were written at some time since the last look."""
+        self.member = member
+        self._in_flight_by_look = (self._in_flight_by_look[1], self._tokens_in_flight)
+        self._begun_by_look = (self._begun_by_look[1], self._begun)
+
+    def begin_call(self, tokens: int) -> None:
+        self.in_flight += 1
+        self._tokens_in_flight += tokens
+        self._begun = Begun(self._begun.calls + 1, self._begun.tokens + tokens)
+        self._recent.add(tokens, time.monotonic())
+
+    def end_call(self, tokens: int) -> None:
+        self.in_flight -= 1
+        self._tokens_in_flight -= tokens
+
+    async def close(self) -> None:
+        """Lets go of it."""
+        await self.feed.close()
+        await self.channel.close(None)
+
+    def set_aside(self) -> None:
+        """No new work until a health check succeeds, which is tried after a short, jittered time."""
+        self.aside_until = time.monotonic() + random.uniform(*ASIDE_SECONDS)
