@@ -6,8 +6,7 @@ import asyncio
 
 from paceline.proto import worker_pb2
 from paceline.services.gateway.event_feed import FeedError, Inbox
-from tests.services.gateway.conftest import PATIENCE, Cluster, StartStack, eventually
-from tests.services.gateway.test_trouble import Reader
+from tests.services.gateway.conftest import PATIENCE, Cluster, Reader, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT
 
 
