@@ -18,11 +18,8 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Stack]:
-    """A stack with one worker of each role and the bundled instruct model, shared by a module.
-
-    In fp32, so that tokens do not depend on what else runs in the same step.
-    """
+    """A stack with one worker of each role and the bundled instruct model, shared by a module."""
     log = tmp_path_factory.mktemp("stack") / "log"
-    options = ("--dtype=float32", "--kv-memory=512MiB", "--log-level=info", "--log-format=json")
+    options = ("--kv-memory=512MiB", "--log-level=info", "--log-format=json")
     with serve(log, MODEL, *options, environment={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}) as running:
         yield running

@@ -62,12 +62,11 @@ async def complete_all(url: str, prompts: Sequence[str | list[int]]) -> list[tup
 @pytest.mark.parametrize(
     "options",
     [
-        (),
         ("--prefill=2", "--decode=2", "--threads=1", "--max-batched-tokens=32", "--max-seqs=32"),
         ("--prefill=0", "--no-async-scheduling", "--kv-memory=1MiB", "--max-model-len=1024"),
         ("--kv-pool=device", "--kv-memory=1MiB", "--kv-tier-memory=4MiB", "--max-model-len=1024"),
     ],
-    ids=["one worker of each role", "two workers, chunked prefill", "aggregated, little memory", "pools of their own"],
+    ids=["two workers, chunked prefill", "aggregated, little memory", "pools of their own"],
 )
 async def test_tokens_are_those_of_transformers_also_behind_a_cached_prefix(
     model: Path, reference: transformers.PreTrainedModel, tmp_path: Path, options: tuple[str, ...]

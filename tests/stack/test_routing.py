@@ -34,10 +34,33 @@ async def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> AsyncIte
         yield running
 
 
+class Hints:
+    """What Redis tells gateways of the hosts' blocks."""
+
+    def __init__(self, client: redis.Redis, layout: str) -> None:
+        self.client = client
+        self.layout = layout
+
+    async def batches(self) -> list[BlockBatch]:
+        """The newest last."""
+        batches = [BlockBatch.from_entry(entry) for _, entry in await self.client.xrange(blocks_stream("default"))]
+        return [batch for batch in batches if batch is not None]
+
+    async def tell_of(self, context: Sequence[int]) -> None:
+        """Returns when the gateway knows all full blocks of a context."""
+        chain = HashChain(self.layout)
+        chain.extend(context[:-1])  # the newest token is never computed
+        async with asyncio.timeout(10):
+            while chain.hashes[-1] not in [event.hash for batch in await self.batches() for event in batch.events]:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)  # it reads on as soon as there is something
+
+
 @pytest.fixture
-async def hints(cluster: Cluster) -> AsyncIterator[redis.Redis]:
+async def hints(cluster: Cluster) -> AsyncIterator[Hints]:
     client: redis.Redis = redis.Redis.from_url(cluster.redis_url)
-    yield client
+    layout = next(member.layout for member in await read_members(client, "default") if member.role == "decode")
+    yield Hints(client, layout)
     await client.aclose()
 
 
@@ -67,8 +90,6 @@ async def ask(cluster: Cluster, prompt: Sequence[int], salt: str = "") -> Answer
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
         answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
-    # Blocks are known to the gateway some tenths of a second after they are full.
-    await asyncio.sleep(1)
     return Answer(answer.json())
 
 
@@ -79,7 +100,7 @@ async def same_as_cold(cluster: Cluster, prompt: Sequence[int], answer: Answer) 
     assert answer.token_ids == cold.token_ids
 
 
-async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: redis.Redis) -> None:
+async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: Hints) -> None:
     conversations = [tokens(seed) for seed in range(4)]
     for turn in range(3):
         for number, conversation in enumerate(conversations):
@@ -88,13 +109,15 @@ async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: r
             before = len(conversation) - 40 - 1 if turn else 0
             assert answer.cached == before // 16 * 16, (turn, number)
             last = list(conversation)
-            conversation += answer.token_ids + tokens(100 * number + turn, 40)
+            conversation += answer.token_ids
+            await hints.tell_of(conversation)
+            conversation += tokens(100 * number + turn, 40)
         if turn == 0:
-            await hints.flushall()
+            await hints.client.flushall()
         if turn == 1:
             # A gateway that starts anew asks the hosts what they have.
             cluster.processes["gateway"].stop()
-            await hints.flushall()
+            await hints.client.flushall()
             cluster.start_again("gateway")
             await cluster.wait_workers(4)
             await asyncio.sleep(2)
@@ -104,9 +127,10 @@ async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: r
     await cluster.settled()
 
 
-async def test_a_prefix_comes_from_a_host_that_computes_no_more(cluster: Cluster) -> None:
+async def test_a_prefix_comes_from_a_host_that_computes_no_more(cluster: Cluster, hints: Hints) -> None:
     conversation = tokens(7)
     answer = await ask(cluster, conversation)
+    await hints.tell_of(conversation + answer.token_ids)
     hosts = (await cluster.fleet())["hosts"]
     holder = next(int(host["host_id"].removeprefix("host-")) for host in hosts if host["cached"])
     for role in ("decode", "prefill"):
@@ -120,18 +144,15 @@ async def test_a_prefix_comes_from_a_host_that_computes_no_more(cluster: Cluster
     await cluster.settled()
 
 
-async def test_a_wrong_hint_costs_a_miss(cluster: Cluster, hints: redis.Redis) -> None:
-    await ask(cluster, tokens(1))
-    stream = blocks_stream("default")
-    (_, newest), *_ = await hints.xrevrange(stream, count=1)
-    batch = BlockBatch.from_entry(newest)
-    assert batch is not None
-    layout = next(member.layout for member in await read_members(hints, "default") if member.role == "decode")
-    prompt, chain = tokens(2), HashChain(layout)
+async def test_a_wrong_hint_costs_a_miss(cluster: Cluster, hints: Hints) -> None:
+    answer = await ask(cluster, tokens(1))
+    await hints.tell_of(tokens(1) + answer.token_ids)
+    *_, batch = await hints.batches()
+    prompt, chain = tokens(2), HashChain(hints.layout)
     chain.extend(prompt)
     lies = tuple(BlockEvent("stored", 0, digest) for digest in chain.hashes)
     lie = BlockBatch(batch.host_id, batch.pool, batch.first + len(batch.events), lies)
-    await hints.xadd(stream, lie.to_entry())
+    await hints.client.xadd(blocks_stream("default"), lie.to_entry())
     await asyncio.sleep(1)
     answer = await ask(cluster, prompt)
     assert answer.cached == 0

@@ -23,8 +23,11 @@ from paceline.services.gateway.event_feed import EventFeed, Inbox
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.prefill.main import add_prefill
+from tests.services.common.unreliable_host import UnreliableHost, start_unreliable_host
 
 PROMPT_VOCABULARY = 100
+PATIENCE = 20.0
+"""Seconds after which what a test waits for is taken not to come."""
 
 
 @dataclass
@@ -117,6 +120,16 @@ class Host:
         self.feed = EventFeed(self.channels[1], "the decode worker", decode.socket)
         self.kv_stub = kvtransfer_pb2_grpc.KVTransferStub(self.channels[2])
 
+    def work(
+        self, request_id: str, token_ids: Sequence[int], max_tokens: int = 8, **sampling: object
+    ) -> common_pb2.Work:
+        """A first attempt."""
+        params = common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        key = common_pb2.Key(request_id=request_id, attempt=1, generation=1)
+        return common_pb2.Work(
+            key=key, model=self.model, token_ids=token_ids, prompt_tokens=len(token_ids), sampling=params
+        )
+
     def decode_call(self, timeout: float = 60) -> DecodeCall:
         return DecodeCall(self.decode_stub, self.feed, timeout)
 
@@ -129,9 +142,7 @@ class Host:
         **sampling: object,
     ) -> Outcome:
         """Plays the gateway for one request."""
-        key = common_pb2.Key(request_id=f"r{random.getrandbits(64)}", attempt=1, generation=1)
-        params = common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-        work = common_pb2.Work(key=key, model=self.model, token_ids=prompt, prompt_tokens=len(prompt), sampling=params)
+        work = self.work(f"r{random.getrandbits(64)}", prompt, max_tokens, **sampling)
         outcome = Outcome([], 0, [])
         call = self.decode_call()
         try:
@@ -171,10 +182,10 @@ class Host:
     async def ledger(self) -> kvtransfer_pb2.LedgerReply:
         return await self.kv_stub.Ledger(kvtransfer_pb2.LedgerRequest(with_holds=True), timeout=5)
 
-    async def all_blocks_back(self, seconds: float = 5.0) -> bool:
-        """Whether within this time nothing is held or in flight, and the ledger balances."""
+    async def all_blocks_back(self) -> bool:
+        """Whether in time nothing is held or in flight, and the ledger balances."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(PATIENCE):
                 while True:
                     ledger = await self.ledger()
                     assert ledger.balanced
@@ -182,6 +193,12 @@ class Host:
                         return True
                     await asyncio.sleep(0.02)
         return False
+
+
+def prompts(count: int, shortest: int = 3, longest: int = 200) -> list[list[int]]:
+    """The same at every call."""
+    rng = random.Random(5)
+    return [[rng.randrange(3, PROMPT_VOCABULARY) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
 
 
 StartHost = Callable[..., contextlib.AbstractAsyncContextManager[Host]]
@@ -214,7 +231,7 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
         host = Host(prefill, decode, address, service, clock)
         try:
             yield host
-            async with asyncio.timeout(5):  # a handler may still be on its way out
+            async with asyncio.timeout(PATIENCE):  # a handler may still be on its way out
                 while prefill.worker.requests or decode.worker.requests:
                     await asyncio.sleep(0.01)
         finally:
@@ -226,3 +243,10 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
             await server.close(0)
 
     return start
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[UnreliableHost]:
+    """A host whose kvtransfer loses what it is told to lose, with two workers attached."""
+    async with start_unreliable_host(tmp_path) as running:
+        yield running

@@ -160,8 +160,10 @@ async def test_an_open_door_to_the_network_is_told(
 
 async def test_the_secret_shows_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        async with serving() as (address, _):
-            for secret in (SECRET, OTHER):
-                await outcome(address, secret, "/paceline.v1.KVTransfer/Ledger")
+        async with serving() as (address, _), open_channel(address, SECRET) as channel:
+            ledger = kvtransfer_pb2_grpc.KVTransferStub(channel).Ledger
+            assert (await ledger(kvtransfer_pb2.LedgerRequest(), timeout=10)).total == 7
+            code, _ = await outcome(address, OTHER, "/paceline.v1.KVTransfer/Ledger")
+            assert code is grpc.StatusCode.UNAUTHENTICATED
     assert SECRET.reveal() not in caplog.text
     assert OTHER.reveal() not in caplog.text

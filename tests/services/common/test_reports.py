@@ -11,8 +11,7 @@ from paceline.core.kv_layout import NO_SLOT, GroupShape, make_layout
 from paceline.core.types import Key
 from paceline.services.common.kv_answers import Hold
 from paceline.services.common.reports import count_blocks
-from tests.services.common.conftest import StartHost
-from tests.services.common.test_workers import prompts
+from tests.services.common.conftest import StartHost, prompts
 from tests.tiny_checkpoints import SaveTiny
 
 PROMPT = list(range(1, 101))

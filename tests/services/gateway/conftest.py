@@ -6,11 +6,13 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import uvicorn.server
 
 from paceline.core.config import GatewayConfig
 from paceline.core.model_folder import model_digest
@@ -139,12 +141,49 @@ class Stack:
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.http.post(path, json=body)
 
+    def pause_decode(self, after: int = 5) -> None:
+        """All decode workers are silent behind so many tokens, until each is to resume."""
+        for worker in self.workers.values():
+            if worker.role == "decode":
+                worker.pause_after = after
+
+    def has_load(self, load: int) -> Callable[[], Awaitable[bool]]:
+        async def check() -> bool:
+            return bool((await self.http.get("/load")).json()["server_load"] == load)
+
+        return check
+
+    async def sees_all(self) -> bool:
+        """Whether the gateway knows each worker."""
+        known = (await self.http.get("/fleet")).json()["workers"]
+        return {worker["worker_id"] for worker in known} == set(self.workers)
+
+
+class Reader:
+    """Reads a stream in the background."""
+
+    def __init__(self, stack: Stack, **body: Any) -> None:
+        self.text = ""
+        self.task = asyncio.create_task(self._read(stack, {"prompt": "x", "seed": 0, "stream": True, **body}))
+
+    async def _read(self, stack: Stack, body: dict[str, Any]) -> str:
+        async for chunk in await stack.openai.completions.create(model="toy", **body):
+            self.text += chunk.choices[0].text
+        return self.text
+
 
 def _fields(config: GatewayConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in GatewayConfig.__dataclass_fields__}
 
 
 StartStack = Callable[..., Awaitable[Stack]]
+
+
+@pytest.fixture(autouse=True)
+def prompt_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks every tenth of a second whether it is to end, which took longer than most of these tests."""
+    quick = {**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 10)}
+    monkeypatch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**quick))
 
 
 @pytest.fixture(scope="session")

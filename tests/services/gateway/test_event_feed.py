@@ -10,8 +10,7 @@ import pytest
 from paceline.core.types import Token
 from paceline.proto import worker_pb2
 from paceline.services.gateway.event_feed import EventFeed, FeedError, Inbox
-from tests.services.gateway.conftest import PATIENCE, Cluster, StartStack, eventually
-from tests.services.gateway.test_trouble import Reader
+from tests.services.gateway.conftest import PATIENCE, Cluster, Reader, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT
 
 

@@ -96,7 +96,7 @@ async def test_the_end_of_a_drain_is_an_error_event(start_stack: StartStack, wai
         assert response.text.endswith("data: [DONE]\n\n")
     async with asyncio.timeout(PATIENCE):
         await stack.gateway
-    assert decode.active == 0
+    await eventually(lambda: decode.active == 0)
 
 
 async def test_a_signal_ends_the_process(redis_server: str, toy_model: Path) -> None:

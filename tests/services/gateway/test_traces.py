@@ -17,8 +17,7 @@ from paceline.core.types import SamplingParams
 from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.traces import KEPT_OF_ONE, Trace, TraceBook
 from paceline.trace import trace as print_trace
-from tests.services.gateway.conftest import Stack, StartStack, eventually
-from tests.services.gateway.test_trouble import Reader
+from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 
 PROMPT = "a prompt of some tokens"
 

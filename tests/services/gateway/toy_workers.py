@@ -17,15 +17,15 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError
-from paceline.core.hashing import HashChain
 from paceline.core.telemetry import carrier_of
-from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, Registrar, Role, State
 from paceline.services.common.rpc import RpcServer, mapped_errors
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import token_from_pb
 from paceline.services.decode.outbox import Outbox, Outboxes
+from tests.services.gateway.toy_kvtransfer import ToyKVTransfer
 
 TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back again. "
 
@@ -74,9 +74,7 @@ class Call:
         self.outbox.event(self.number).MergeFrom(worker_pb2.DecodeEvent(**event))
 
 
-class ToyWorker(
-    worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer, kvtransfer_pb2_grpc.KVTransferServicer
-):
+class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer, ToyKVTransfer):
     """One worker of any role."""
 
     def __init__(
@@ -113,8 +111,7 @@ class ToyWorker(
         """What it says instead of admitting."""
         self.stop_at: int | None = None
         """Position of the output at which the end token comes."""
-        self.pretends_to_cache: list[int] = []
-        """A context that gateways are told a kvtransfer has. Workers find 16 tokens of any, whatever they are told."""
+        self.pretends_to_cache = []  # workers find 16 tokens of any context, whatever they are told
         self.calls: list[Call] = []
         self.stats = dict(_WORKER_STATS if role != "kvtransfer" else _HOST_STATS)
         self.active = 0
@@ -312,56 +309,6 @@ class ToyWorker(
             common_pb2.PromptLogprobs(first=1 + start, tokens=tokens[start : start + 4])
             for start in range(0, len(tokens), 4)
         ]
-
-    async def Reusable(  # type: ignore[override]
-        self, request: kvtransfer_pb2.ReusableRequest, context: grpc.aio.ServicerContext
-    ) -> None:
-        chain = HashChain(self.layout)
-        chain.extend(self.pretends_to_cache)
-        layout = kvtransfer_pb2.KVLayout(
-            fingerprint=self.layout,
-            slot_bytes=4096,
-            base_tokens=16,
-            groups=[kvtransfer_pb2.KVGroup(name="full", block_tokens=16)],
-        )
-        pool = kvtransfer_pb2.Pool(id="toy", next_event=1, layout=layout)
-        await context.write(kvtransfer_pb2.ReusableReply(pool=pool))
-        names = kvtransfer_pb2.BlockNames(group=0, hashes=b"".join(chain.hashes))
-        await context.write(kvtransfer_pb2.ReusableReply(names=names))
-
-    async def Ledger(  # type: ignore[override]
-        self, request: kvtransfer_pb2.LedgerRequest, context: grpc.aio.ServicerContext
-    ) -> kvtransfer_pb2.LedgerReply:
-        if self.pause_after == 0:
-            while not self.resume.is_set():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.alive_seconds):
-                        await self.resume.wait()
-                if self.alive_seconds is not None:
-                    await context.write(worker_pb2.DecodeEvent(alive=common_pb2.Alive()))
-        key = common_pb2.Key(request_id="r", attempt=1, generation=1)
-        holds = [
-            kvtransfer_pb2.HoldInfo(
-                key=key, owner="d", age_ms=9 - index, blocks=2, shared_blocks=index, blocks_by_group={"full": 2}
-            )
-            for index in range(3)
-        ]
-        shown, left_out = holds[: request.max_holds], holds[request.max_holds :]
-        return kvtransfer_pb2.LedgerReply(
-            host_id=self.host_id,
-            total=10,
-            free=4,
-            held=2,
-            in_flight=3,
-            cached=1,
-            balanced=True,
-            prefix_queries_tokens=100,
-            prefix_hits_tokens=25,
-            holds=shown,
-            holds_left_out=len(left_out),
-            # One that is never shown has the last two.
-            blocks_left_out=2 + sum(hold.blocks - hold.shared_blocks for hold in left_out),
-        )
 
 
 class _Tracked:

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.stack, pytest.mark.model]
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(params=["--prefill=1", "--prefill=0"])
-def stack(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "paceline", "serve", "--port=0", "--api-key=sesame", request.param]
+@pytest.fixture
+def stack() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "paceline", "serve", "--port=0", "--api-key=sesame"]
     process = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), text=True, stdout=subprocess.PIPE)
     yield process
     process.kill()

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from paceline.services.common.secret import read_secret
+from paceline.services.serve.supervisor import GRACE_SECONDS
 
 STACK = Path(__file__).with_name("toy_stack.py")
 ROOT = Path(__file__).parents[3]
@@ -30,9 +31,9 @@ WAIT = 60.0
 class Stack:
     """The supervisor as a process, with all that it prints."""
 
-    def __init__(self, config: dict[str, object], actions: dict[str, str]) -> None:
+    def __init__(self, config: dict[str, object], actions: dict[str, str], grace: float) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(STACK), json.dumps(config), json.dumps(actions)],
+            [sys.executable, str(STACK), json.dumps(config), json.dumps(actions), str(grace)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             text=True,
@@ -95,9 +96,9 @@ Start = Callable[..., Stack]
 def start(model_folder: Path) -> Iterator[Start]:
     stacks: list[Stack] = []
 
-    def start(actions: dict[str, str] | None = None, **options: object) -> Stack:
+    def start(actions: dict[str, str] | None = None, grace: float = GRACE_SECONDS, **options: object) -> Stack:
         config = {"model": str(model_folder), "port": 0, "kv_memory": "1MiB", "drain_seconds": 0.5, **options}
-        stacks.append(Stack(config, actions or {}))
+        stacks.append(Stack(config, actions or {}, grace))
         return stacks[-1]
 
     yield start
@@ -228,7 +229,8 @@ def test_ctrl_c_stops_a_stack_that_is_still_starting(start: Start) -> None:
 
 @pytest.mark.parametrize("second", [True, False], ids=["at once after a second Ctrl-C", "after its time is over"])
 def test_a_process_that_ignores_its_end_is_killed(start: Start, second: bool) -> None:
-    stack = start({"kvtransfer": "stubborn", "decode": "stubborn"}, drain_seconds=100.0 if second else 0.0)
+    stubborn = {"kvtransfer": "stubborn", "decode": "stubborn"}
+    stack = start(stubborn, GRACE_SECONDS if second else 0.5, drain_seconds=100.0 if second else 0.0)
     stack.read_until("Ctrl-C stops")
     stack.signal(signal.SIGINT)
     if second:

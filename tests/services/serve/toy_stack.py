@@ -1,4 +1,7 @@
-"""A stack of toy services under the real supervisor: toy_stack.py CONFIG ACTIONS, both JSON."""
+"""A stack of toy services under the real supervisor: toy_stack.py CONFIG ACTIONS GRACE; the first two are JSON.
+
+What ends is started again sooner than in a real stack: nothing of what a toy needs to recover takes long.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,21 @@ from pathlib import Path
 
 from paceline.core.config import ServeConfig
 from paceline.core.errors import PacelineError
-from paceline.services.serve.supervisor import Supervisor
+from paceline.services.serve import post, supervisor
 
 SERVICE = Path(__file__).with_name("toy_service.py")
 
 
 def main() -> int:
     config, actions = ServeConfig(**json.loads(sys.argv[1])), json.loads(sys.argv[2])
+    supervisor.GRACE_SECONDS = float(sys.argv[3])
+    post._PAUSES = (0.01, 0.05)
 
     def command(role: str, *arguments: str) -> list[str]:
         return [sys.executable, str(SERVICE), actions.get(role, "serve"), role, *arguments]
 
     try:
-        asyncio.run(Supervisor(config, command).run())
+        asyncio.run(supervisor.Supervisor(config, command).run())
     except PacelineError as error:
         print(error, file=sys.stderr)
         return 1

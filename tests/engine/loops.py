@@ -1,0 +1,184 @@
+"""The decode loop over a pool that shows what was read or written where it should not."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import make_layout
+from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.device_pool import OnDevice
+from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
+from paceline.engine.rows import Inputs, Rows
+from paceline.engine.runner import ModelRunner, layer_caches
+from paceline.engine.sampler import Draft
+from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.speculation import Speculation
+from paceline.engine.step import Chunk, Event, Removed, Sampled, Trimmed
+from paceline.kernels import select_kernels
+from paceline.kernels.block_copies import BlockCopies
+from paceline.models.base import Model
+from paceline.models.loader import load_model
+
+CPU = torch.device("cpu")
+MAX_TOKENS = 256
+DRAFTS = 4
+FOREIGN = 7.0
+"""What somebody else has written into a block that was given back."""
+
+Asked = tuple[list[int], SamplingParams]
+
+
+def load(folder: Path) -> Model:
+    return load_model(folder, torch.float32, select_kernels(CPU, "native"), CPU)
+
+
+class Head:
+    """A head on the model's hidden states, as a trained one is: it drafts one token from the last state it has seen."""
+
+    fills_kv = False
+
+    def __init__(self, model: Model, depth: int) -> None:
+        self.taps = (depth,)
+        self._model = model
+        self._last: dict[int, torch.Tensor] = {}
+
+    def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, torch.Tensor]) -> None:
+        spans = zip(inputs.batch.query_start, inputs.batch.query_start[1:])
+        for chunk, start, (first, end) in zip(chunks, inputs.starts, spans):
+            # Behind an accepted context its newest token is not computed yet; the state before it is.
+            behind = int(rows.lengths[chunk.row]) - 2 - start
+            if 0 <= behind < end - first:
+                self._last[chunk.row] = states[self.taps[0]][first + behind]
+
+    def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
+        for row in wanted:
+            token = int(self._model.logits(self._last[row].unsqueeze(0)).argmax())
+            rows.draft(row, [Draft(token)])
+        return len(wanted)
+
+
+class Loop:
+    """An engine over a pool of NaN; each request has all of its blocks from the beginning, in shuffled slots."""
+
+    def __init__(
+        self,
+        model: Model,
+        steps_in_flight: int,
+        drafter: str,
+        draft_model: Model | None = None,
+        speculation: Speculation | None = None,
+        contexts_on_device: float | None = None,
+    ) -> None:
+        shapes = model.group_shapes
+        layers = model.config.num_layers
+        if draft_model is not None:
+            shapes += tuple(
+                replace(
+                    shape,
+                    name=f"draft-{shape.name}",
+                    layers=tuple(layers + layer for layer in shape.layers),
+                    drafter=True,
+                )
+                for shape in draft_model.group_shapes
+            )
+        self.layout = make_layout(shapes, 4, "test")
+        count = 8 * self.layout.slots_for(MAX_TOKENS)
+        self.slots = torch.full((count, self.layout.slot_bytes // 4), float("nan"))
+        pool, copies, residency = self.slots.view(-1), None, None
+        if contexts_on_device is not None:
+            here = round(contexts_on_device * self.layout.slots_for(MAX_TOKENS))
+            pool = torch.full((here * self.layout.slot_bytes // 4,), float("nan"))
+            copies = BlockCopies(pool.view(here, -1), self.slots)
+            residency = OnDevice(self.layout, here)
+        self.given_back: set[int] = set()
+        self._slots = random.Random(1).sample(range(count), count)
+        caches = layer_caches(self.layout, pool)
+        drafters: dict[str, Drafter | None] = {
+            "none": None,
+            "lookup": PromptLookup(1, 3),
+            "early": ModelDrafter(model, caches, layers=layers - 1),
+            "head": Head(model, layers - 1),
+        }
+        if draft_model is not None:
+            drafters["model"] = ModelDrafter(draft_model, caches[layers:], first_group=len(model.group_shapes))
+        limits = Limits(24, MAX_TOKENS, 8, 0 if drafter == "none" else DRAFTS)
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._failures: list[BaseException] = []
+        self.engine = Engine(
+            Scheduler(limits, speculation or Speculation(limits.max_drafts, adaptive=False), residency),
+            ModelRunner(model, self.layout, pool, limits, drafters[drafter]),
+            lambda events: [self._events.put(event) for event in events] and None,
+            self._failures.append,
+            steps_in_flight,
+            copies=copies,
+        )
+        self.engine.start()
+
+    def tables(self) -> list[list[int]]:
+        """Blocks for one request."""
+        return [[self._slots.pop() for _ in range(group.blocks_for(MAX_TOKENS))] for group in self.layout.groups]
+
+    def run_one(self, request: Request) -> None:
+        """Runs a request to its end, and ends the engine."""
+        self.engine.add(request)
+        while not isinstance(event := self._events.get(timeout=30), Sampled) or not (
+            event.reason or request.only_first_token
+        ):
+            assert not self._failures
+        self.engine.stop()
+
+    def run(self, asked: Sequence[Asked]) -> list[list[Token]]:
+        """Runs requests side by side, each from the first token on."""
+        outputs: dict[Key, list[Token]] = {}
+        own: dict[Key, list[list[int]]] = {}
+        for index, (prompt, sampling) in enumerate(asked):
+            tables = self.tables()
+            key = Key(str(index), 1, 1)
+            own[key] = [[*table] for table in tables]
+            outputs[key] = []
+            chain = HashChain(self.layout.fingerprint)
+            self.engine.add(Request(key, [*prompt], len(prompt), sampling, self.layout, chain, tables))
+        left = set(outputs)
+        while left:
+            event = self._events.get(timeout=30)
+            assert not self._failures
+            if isinstance(event, Sampled):
+                outputs[event.key].append(event.token)
+                if event.reason is not None:
+                    self.engine.remove(event.key)
+            elif isinstance(event, Trimmed):
+                behind = set(own[event.key][event.group][: event.first_kept_block]) - self.given_back
+                self.slots[sorted(behind)] = FOREIGN
+                self.given_back |= behind
+            elif isinstance(event, Removed):
+                left.remove(event.key)
+        return list(outputs.values())
+
+
+def expected(model: Model, asked: Sequence[Asked]) -> list[list[Token]]:
+    """Each request alone, one step at a time, without drafts."""
+    outputs = []
+    for one in asked:
+        loop = Loop(model, 1, "none")
+        outputs += loop.run([one])
+        loop.engine.stop()
+    return outputs
+
+
+def assert_same(found: list[list[Token]], wanted: list[list[Token]]) -> None:
+    assert [[token.id for token in tokens] for tokens in found] == [[token.id for token in tokens] for tokens in wanted]
+    for token, other in zip(itertools.chain(*found), itertools.chain(*wanted)):
+        assert [entry.logprob for entry in token.logprobs] == pytest.approx(
+            [entry.logprob for entry in other.logprobs], abs=1e-3
+        )

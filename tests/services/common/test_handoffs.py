@@ -1,0 +1,154 @@
+"""How a prompt's blocks come from a prefill worker to a decode worker, step by step, and which handoffs are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from paceline.core.types import Key
+from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
+from paceline.services.kvtransfer.host_socket import Answer
+from tests.services.common.conftest import StartHost, prompts
+from tests.tiny_checkpoints import SaveTiny
+
+
+async def test_prefill_without_a_reservation_is_refused(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        work = host.work("nobody", [5, 6])
+        call = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work, host_id="host"), timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
+            await call.read()
+
+
+async def test_a_prompt_s_blocks_are_decode_s_before_the_gateway_says_so(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        expected = (await host.generate([5, 6, 7], 8)).tokens
+        work = host.work("early", [5, 6, 7])
+        decode = host.decode_call()
+        await decode.write(worker_pb2.DecodeCommand(admit=work))
+        work.key.CopyFrom((await decode.read()).admitted.key)
+        prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work, host_id="host"), timeout=60)
+        filled = [event async for event in prefill][-1].filled
+        assert not host.decode.worker.kv.holds(Key("early", 1, filled.key.generation))
+        async with asyncio.timeout(10):
+            while not host.decode.worker.kv.holds(Key("early", 1, filled.key.generation + 1)):
+                await asyncio.sleep(0.01)
+        handoff = worker_pb2.Handoff(key=filled.key, first_token_id=expected[0])
+        await decode.write(worker_pb2.DecodeCommand(handoff=handoff))
+        tokens = [expected[0]]
+        while not (event := await decode.read()).HasField("finished"):
+            tokens += [token.id for token in event.tokens.tokens]
+        assert tokens == expected
+
+
+async def test_only_a_prompt_for_another_host_ends_with_a_short_chunk(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path, max_batched_tokens=512) as host:
+        chunks: dict[str, list[int]] = {"host": [], "another": []}
+        for host_id, prompt in zip(chunks, prompts(2, 1000, 1000)):
+            work = host.work(host_id, prompt)
+            if host_id == "host":
+                decode = host.decode_call()
+                await decode.write(worker_pb2.DecodeCommand(admit=work))
+                work.key.CopyFrom((await decode.read()).admitted.key)
+            request = worker_pb2.PrefillRequest(work=work, host_id=host_id)
+            async for event in host.prefill_stub.Run(request, timeout=60):
+                chunks[host_id] += [chunk.tokens for chunk in event.report.chunks]
+        assert chunks == {"host": [500, 500], "another": [436, 436, 128]}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"first_token_id": 101},
+        {"first_token_id": 2**32 - 1},
+        {"key": common_pb2.Key(request_id="theirs", attempt=1, generation=2)},
+        {"key": common_pb2.Key(request_id="ours", attempt=2, generation=2)},
+    ],
+)
+async def test_a_handoff_of_no_token_or_of_another_s_blocks_is_refused(
+    wrong: dict[str, object], start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        before = (await host.generate([5, 6, 7], 8)).tokens
+        calls = {name: host.decode_call() for name in ("theirs", "ours")}
+        filled = {}
+        for name, call in calls.items():
+            work = host.work(name, [5, 6, 7])
+            await call.write(worker_pb2.DecodeCommand(admit=work))
+            work.key.CopyFrom((await call.read()).admitted.key)
+            prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work, host_id="host"), timeout=60)
+            filled[name] = [event async for event in prefill][-1].filled.key
+        assert filled["theirs"].generation == 2
+        handoff = worker_pb2.Handoff(**{"key": filled["ours"], "first_token_id": 1, **wrong})  # type: ignore[arg-type]
+        await calls["ours"].write(worker_pb2.DecodeCommand(handoff=handoff))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await calls["ours"].read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        # Theirs are still theirs.
+        handoff = worker_pb2.Handoff(key=filled["theirs"], first_token_id=before[0])
+        await calls["theirs"].write(worker_pb2.DecodeCommand(handoff=handoff))
+        tokens: list[int] = []
+        while not (event := await calls["theirs"].read()).HasField("finished"):
+            tokens += [token.id for token in event.tokens.tokens]
+        assert tokens == before[1:]
+        assert await host.all_blocks_back()
+
+
+async def test_blocks_that_hold_more_than_the_context_are_refused(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        prompt = prompts(1, 60, 70)[0]
+        before = (await host.generate(prompt, 8)).tokens
+        decode = host.decode_call()
+        work = host.work("r", prompt)
+        await decode.write(worker_pb2.DecodeCommand(admit=work))
+        admitted = (await decode.read()).admitted
+        assert admitted.cached_tokens >= 48
+        shorter = host.work("r", prompt[:5])
+        shorter.key.CopyFrom(admitted.key)
+        prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=shorter, host_id="host"), timeout=60)
+        assert (await prefill.read()).HasField("opened")
+        assert await prefill.code() is grpc.StatusCode.INVALID_ARGUMENT
+        decode.cancel()
+        assert await host.all_blocks_back()
+        assert (await host.generate(prompt, 8)).tokens == before
+
+
+async def test_what_the_last_step_fills_is_sealed_behind_the_handoff(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    """By decode, which waits for the blocks and for nothing else."""
+    save_llama()
+    batches: list[list[str]] = []
+    async with start_host(tmp_path) as host:
+        serve = host.service.serve
+
+        def noting(request: kvtransfer_pb2.BatchRequest) -> Answer:
+            batches.append([operation.WhichOneof("op") or "" for operation in request.operations])
+            return serve(request)
+
+        host.service.serve = noting  # type: ignore[method-assign]
+        await host.generate(range(40), max_tokens=2)
+        memory = host.service.sessions.memory
+        assert memory is not None
+        assert [len(names) for names in memory.ledger.reusable()] == [2]
+    (filling,) = [number for number, batch in enumerate(batches) if "fill" in batch]
+    assert batches[filling] == ["fill"]
+    assert not any("seal" in batch for batch in batches[:filling])
+    assert batches[:filling].count(["adopt"]) == 1

@@ -1,0 +1,103 @@
+"""A worker's side of kvtransfer when that is killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from paceline.core.types import Key
+from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.kv_answers import Hold
+from paceline.services.common.rpc import RpcServer
+from paceline.services.common.secret import Secret
+from paceline.services.kvtransfer.hold import State
+from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
+from tests.services.common.unreliable_host import KEY, Unreliable, UnreliableHost
+
+
+async def restart(host: UnreliableHost) -> None:
+    """The service is killed, and another one takes its place at the same address."""
+    port = host.port
+    shaped, killed = host.service.sessions.memory, host.service
+    assert shaped is not None
+    await killed._keeper.stop()
+    await host.server.server.stop(None)
+    await killed.socket.close()
+    os.close(shaped.arena._descriptor)
+    host.service = Unreliable(shaped.arena.path.parent)
+    await host.service.start()
+    host.server = RpcServer("127.0.0.1", port, Secret())
+    pb_grpc.add_KVTransferServicer_to_server(host.service, host.server.server)
+    await host.server.start()
+
+
+async def come_back(host: UnreliableHost) -> None:
+    sessions = [host.decode.session, host.prefill.session]
+    await host.until(lambda: host.service.sessions.reconciliation is not None)
+    reconciliation = host.service.sessions.reconciliation
+    assert reconciliation is not None
+    await host.until(lambda: len(reconciliation.workers()) == 2)
+    host.service.now += RECONCILE_SECONDS
+    await host.until(lambda: not {host.decode.session, host.prefill.session} & {*sessions})
+
+
+async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: UnreliableHost) -> None:
+    lost: list[Key] = []
+    host.decode.on_hold_lost = host.prefill.on_hold_lost = lost.append
+    await host.decode.reserve(KEY, [], 32, 0)
+    opened = await host.prefill.open(KEY)
+    host.prefill.use(opened.key)
+    host.prefill.seal(opened.key, 0, 0, [bytes([1]) * 16])
+    await host.prefill.fill(opened.key, 32)
+    answer = await host.decode.adopt(KEY)
+    adopted = answer.hold
+    host.decode.seal_adopted(answer, [[bytes([1]) * 16]])
+    host.decode.use(adopted.key)
+    await host.decode.reserve(Key("waits", 1, 1), [], 16, 0)
+    await host.decode.reserve(Key("prefills", 1, 1), [], 16, 0)
+    writing = await host.prefill.open(Key("prefills", 1, 1))
+    host.prefill.use(writing.key)
+    await restart(host)
+    answers: list[object] = []
+    host.decode.seal(adopted.key, 0, 1, [bytes([2]) * 16])
+    host.decode.extend(adopted.key, 48, answers.append)
+    await come_back(host)
+    await host.until(lambda: bool(answers))
+    assert [(hold.key, hold.state) for hold in host.holds()] == [
+        (adopted.key, State.ACTIVE),
+        (writing.key, State.DRAINING),
+    ]
+    assert isinstance(answers[0], Hold)
+    assert answers[0].tables[0][:2] == adopted.tables[0]
+    assert {*lost} == {Key("waits", 1, 1), Key("prefills", 1, 1), writing.key}
+    assert host.decode.holds(adopted.key)
+    assert not any(client.holds(key) for client in (host.decode, host.prefill) for key in lost)
+    host.prefill.release(writing.key)
+    host.decode.release(adopted.key)
+    await host.until(lambda: not host.holds())
+    cached = [bytes([1]) * 16, bytes([2]) * 16]
+    assert (await host.decode.reserve(Key("next", 1, 1), cached, 48, 48)).filled_tokens == 32
+
+
+async def test_operations_that_have_no_answer_yet_wait_for_the_service_to_come_back(host: UnreliableHost) -> None:
+    host.service.pause = 60
+    waiting = asyncio.create_task(host.decode.reserve(KEY, [], 64, 0))
+    await host.until(lambda: bool(host.holds()))
+    await restart(host)
+    await come_back(host)
+    async with asyncio.timeout(10):
+        hold = await waiting
+    assert [each.key for each in host.holds()] == [hold.key]
+    host.decode.release(KEY)
+    await host.all_free()
+
+
+async def test_who_had_blocks_before_the_service_came_back_without_its_arena_is_lost(host: UnreliableHost) -> None:
+    shaped = host.service.sessions.memory
+    assert shaped is not None
+    await host.decode.reserve(KEY, [], 64, 0)
+    shaped.arena.path.unlink()
+    await restart(host)
+    async with asyncio.timeout(10):
+        await host.decode.lost
+    assert not host.decode.holds(KEY)

@@ -1,0 +1,67 @@
+"""What a toy answers where it is asked as a kvtransfer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+
+from paceline.core.hashing import HashChain
+from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc
+
+
+class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
+    """A host's ledger, and the names of the blocks of one context."""
+
+    host_id: str
+    layout: str
+    pause_after: int | None
+    """At 0 it is silent until `resume` is set."""
+    resume: asyncio.Event
+    pretends_to_cache: list[int]
+    """A context that gateways are told it has."""
+
+    async def Reusable(  # type: ignore[override]
+        self, request: kvtransfer_pb2.ReusableRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        chain = HashChain(self.layout)
+        chain.extend(self.pretends_to_cache)
+        layout = kvtransfer_pb2.KVLayout(
+            fingerprint=self.layout,
+            slot_bytes=4096,
+            base_tokens=16,
+            groups=[kvtransfer_pb2.KVGroup(name="full", block_tokens=16)],
+        )
+        pool = kvtransfer_pb2.Pool(id="toy", next_event=1, layout=layout)
+        await context.write(kvtransfer_pb2.ReusableReply(pool=pool))
+        names = kvtransfer_pb2.BlockNames(group=0, hashes=b"".join(chain.hashes))
+        await context.write(kvtransfer_pb2.ReusableReply(names=names))
+
+    async def Ledger(  # type: ignore[override]
+        self, request: kvtransfer_pb2.LedgerRequest, context: grpc.aio.ServicerContext
+    ) -> kvtransfer_pb2.LedgerReply:
+        if self.pause_after == 0:
+            await self.resume.wait()
+        key = common_pb2.Key(request_id="r", attempt=1, generation=1)
+        holds = [
+            kvtransfer_pb2.HoldInfo(
+                key=key, owner="d", age_ms=9 - index, blocks=2, shared_blocks=index, blocks_by_group={"full": 2}
+            )
+            for index in range(3)
+        ]
+        shown, left_out = holds[: request.max_holds], holds[request.max_holds :]
+        return kvtransfer_pb2.LedgerReply(
+            host_id=self.host_id,
+            total=10,
+            free=4,
+            held=2,
+            in_flight=3,
+            cached=1,
+            balanced=True,
+            prefix_queries_tokens=100,
+            prefix_hits_tokens=25,
+            holds=shown,
+            holds_left_out=len(left_out),
+            # One that is never shown has the last two.
+            blocks_left_out=2 + sum(hold.blocks - hold.shared_blocks for hold in left_out),
+        )
