@@ -36,7 +36,7 @@ async def test_over_a_link_that_loses_blocks_nothing_more_is_moved(start_stack: 
 
 
 async def test_a_wrong_hint_costs_another_try_and_is_not_believed_again(start_stack: StartStack) -> None:
-    stack = await start_stack(prefill=0, decode=1)
+    stack = await start_stack(prefill=0, decode=1, local_prefill_tokens=64)
     prompt = [65 + number % 20 for number in range(200)]
     host = await stack.add("kvtransfer", "host")
     host.pretends_to_cache = prompt

@@ -22,7 +22,7 @@ BROKEN = UnavailableError("kvtransfer does not answer")
 
 
 def runner_of(cluster: Cluster, queue_seconds: float = 0.3) -> RequestRunner:
-    config = GatewayConfig(queue_seconds=queue_seconds, stall_seconds=PATIENCE)
+    config = GatewayConfig(queue_seconds=queue_seconds, stall_seconds=PATIENCE, local_prefill_tokens=0)
     return RequestRunner(config, cluster.fleet, PlacementLog(cluster.redis, cluster.name), PrefixIndex())
 
 
