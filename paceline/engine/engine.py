@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
-import os
 import queue
 import threading
 import time
@@ -29,9 +27,10 @@ from typing import NamedTuple, Protocol
 from paceline.core.machine import name_thread
 from paceline.core.turns import Turns
 from paceline.core.types import Key
+from paceline.engine.copier import Copier
 from paceline.engine.pool_directory import Neighbours
 from paceline.engine.request import Request
-from paceline.engine.residency import LAST, Copies
+from paceline.engine.residency import Copies
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import Event, Step, StepResult
@@ -41,9 +40,6 @@ STEPS_IN_FLIGHT = 2
 
 PLAN_SECONDS = 0.003
 """So long before its turn a step is planned. Where that takes longer, the others compute on."""
-
-LOOK_SECONDS = 1.0
-"""So often a copy thread looks after the pools of neighbours at least."""
 
 TIMES = ("busy_seconds", "bubble_seconds", "yielded_seconds", "plan_seconds", "output_seconds")
 
@@ -61,17 +57,6 @@ class _Launch(NamedTuple):
     step: Step
     idle_until: float | None
     """On time.perf_counter(); set where there was nothing to compute before."""
-
-
-class _Errand(NamedTuple):
-    """Of the copy thread; the least one comes first."""
-
-    rank: int
-    number: int
-    copies: Copies | None
-    """None ends it."""
-    asked: float
-    """On time.perf_counter()."""
 
 
 class Engine:
@@ -103,18 +88,17 @@ class Engine:
         self._on_failure = on_failure
         self._most_in_flight = self._depth = steps_in_flight
         self._turns = turns
-        self._block_copies = copies
-        self._neighbours = neighbours
         self._in_flight = 0
         self._stopping = False
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
-        self._errands: queue.PriorityQueue[_Errand] = queue.PriorityQueue()
-        self._numbers = itertools.count()
+        self._copier = None if copies is None else Copier(copies, neighbours, self._take_copied)
+        threads = {"host": self._run, "compute": self._compute}
+        if self._copier is not None:
+            threads["copy"] = self._copier.run
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=f"engine-{name}", daemon=True)
-            for name, work in (("host", self._run), ("compute", self._compute), ("copy", self._copy))
-            if name != "copy" or copies is not None
+            for name, work in threads.items()
         ]
         self.busy_seconds = 0.0
         """Time spent computing, since the start."""
@@ -193,9 +177,9 @@ class Engine:
                 self._launched.put(_Launch(step, self._woken if self._idle else None))
                 self._in_flight += 1
                 self._idle = False
-            asked = time.perf_counter()
             for copies in self._scheduler.take_copies():
-                self._errands.put(_Errand(copies.rank, next(self._numbers), copies, asked))
+                assert self._copier is not None
+                self._copier.submit(copies)
             if self._in_flight == 0 and self._depth > 0:
                 self._idle, self._depth = True, self._most_in_flight
             planned = time.perf_counter()
@@ -204,7 +188,7 @@ class Engine:
             self.output_seconds += time.perf_counter() - planned
         self._report()  # what came with the command to stop was obeyed, too
         self._launched.put(None)
-        self._end_copying()
+        self._end_copier()
 
     def _obey_commands(self) -> bool:
         """Waits for commands, results among them, and carries out all that are there. False means stop."""
@@ -235,6 +219,14 @@ class Engine:
         """Where others go on, they will want a turn behind the next step, too, in which the one after it is planned."""
         self._depth = 1 if others_go_on else self._most_in_flight
 
+    def _take_copied(self, copies: Copies, seconds: float, waited: float, from_device: int) -> None:
+        """On the copy thread."""
+        self._inbox.put(partial(self._scheduler.copied, copies, seconds, waited, from_device))
+
+    def _end_copier(self) -> None:
+        if self._copier is not None:
+            self._copier.end()
+
     def _report(self) -> None:
         if events := self._scheduler.take_events():
             self._on_events(events)
@@ -264,39 +256,6 @@ class Engine:
                 asked, ended = ended, time.perf_counter() + left
                 self.yielded_seconds += ended - asked
 
-    # ---- the copy thread
-
-    def _copy(self) -> None:
-        assert self._block_copies is not None
-        # It works for milliseconds in a second, and a request waits for it: before threads that compute all the time.
-        with contextlib.suppress(OSError):  # who is not root copies like everybody else
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) - 10)
-        while (errand := self._next_errand()).copies is not None:
-            copies, began = errand.copies, time.perf_counter()
-            loads = copies.loads
-            if loads and self._neighbours is not None:
-                loads = self._neighbours.load(loads)
-            if loads:
-                pool_slots, arena_slots, *_ = zip(*loads)
-                self._block_copies.load(arena_slots, pool_slots).wait()
-            if copies.stores:
-                pool_slots, arena_slots, *_ = zip(*copies.stores)
-                self._block_copies.store(pool_slots, arena_slots).wait()
-            seconds, from_device = time.perf_counter() - began, len(copies.loads) - len(loads)
-            self._inbox.put(partial(self._scheduler.copied, copies, seconds, began - errand.asked, from_device))
-
-    def _next_errand(self) -> _Errand:
-        if self._neighbours is None:
-            return self._errands.get()
-        while True:
-            self._neighbours.look()
-            with contextlib.suppress(queue.Empty):
-                return self._errands.get(timeout=LOOK_SECONDS)
-
-    def _end_copying(self) -> None:
-        """Once all that was asked for is done."""
-        self._errands.put(_Errand(LAST + 1, next(self._numbers), None, 0.0))
-
     def _guarded(self, work: Callable[[], None]) -> None:
         name_thread()
         try:
@@ -305,5 +264,5 @@ class Engine:
             log.exception("the engine failed")
             self._inbox.put(None)
             self._launched.put(None)
-            self._end_copying()
+            self._end_copier()
             self._on_failure(error)
