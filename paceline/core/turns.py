@@ -56,7 +56,7 @@ class Turns(Protocol):
     def begin(self) -> None:
         """Returns when it is this worker's turn."""
 
-    def end(self, finished_prompts: bool) -> bool:
+    def end(self, hands_over: bool) -> bool:
         """The step is over. True where it is the turn of others now, however much this worker still has to do."""
 
     def wait(self, early: float) -> float:
@@ -101,7 +101,7 @@ class DecodeTurns:
         self._began = self._clock()
         self._words[_FIRST_SLOT + self.slot] = self._began + _ALIVE
 
-    def end(self, finished_prompts: bool = False) -> bool:
+    def end(self, hands_over: bool = False) -> bool:
         words, now = self._words, self._clock()
         words[_FIRST_SLOT + self.slot] = 0
         if words[_PREFILL_UNTIL] <= now < words[_WANTED_UNTIL]:
@@ -160,10 +160,10 @@ class PrefillTurns:
         words[_WANTED_UNTIL] = now + _ALIVE
         return now < words[_PREFILL_UNTIL] or all(busy <= now for busy in words[_FIRST_SLOT : _FIRST_SLOT + SLOTS])
 
-    def end(self, finished_prompts: bool = False) -> bool:
+    def end(self, hands_over: bool = False) -> bool:
         now = self._clock()
         self._words[_WANTED_UNTIL] = now + _BETWEEN_STEPS
-        if finished_prompts:
+        if hands_over:
             self._words[_HANDED_UNTIL] = now + _HANDOVER
         return False
 

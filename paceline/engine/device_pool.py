@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from paceline.core.block_pool import BlockPool
 from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
-from paceline.core.types import Key
 from paceline.engine.pool_directory import Move, PoolDirectory
 from paceline.engine.request import Request
 from paceline.engine.residency import Copies
@@ -25,10 +24,6 @@ class OnDevice:
 
     Full blocks stay when their request leaves, until room is needed: who needs one of them next loads nothing.
 
-    What is loaded ahead of its request has a name only when the request has come: by then it is known that it held the
-    arena's blocks all the time. Before that nobody else finds it, so it does no harm where the hold was lost meanwhile
-    and the blocks were written to while they were read.
-
     Args:
         directory: what other processes know of the pool, where they can read it.
     """
@@ -38,8 +33,6 @@ class OnDevice:
         self._groups = layout.groups
         self._pool = BlockPool(slots, len(layout.groups))
         self._copies: list[Copies] = []
-        self._preloads: dict[tuple[str, int], Copies] = {}
-        """By request and attempt, in order; their requests own the slots."""
         self._refused: Request | None = None
         """Found no room, and none has come since."""
         self._stores: list[Move] = []
@@ -47,29 +40,13 @@ class OnDevice:
         self._block_seconds = 0.0
         """To load a block; 0 as long as nobody knows."""
 
-    def preload(self, request: Request) -> None:
-        self.forget(request.key)
-        # Of what it will have computed by the time it comes, a window leaves out what no later token reads.
-        first = [group.first_needed_block(len(request.token_ids)) for group in self._groups]
-        blocks = [block for block in self._needed(request) if block.is_full and block.place >= first[block.group]]
-        found = self._found(blocks)
-        reused = [slot for slot in found if slot is not None]
-        if len(reused) < len(blocks) <= len(reused) + self._pool.available(reused):
-            copies = Copies(request, loads=self._give(request, blocks, found), ahead=True)
-            self._preloads[request.key[:2]] = copies
-            self._submit(copies)
-
-    def forget(self, key: Key) -> None:
-        if (preload := self._preloads.pop(key[:2], None)) and preload.request.copies == 0:
-            self._give_back_all(preload.request)
-
     def enter(self, request: Request, tokens_per_second: float) -> bool:
-        if request is self._refused or not self._take_in_preloaded(request.key):
+        if request is self._refused:
             return False  # looking again takes long with long contexts
         blocks = list(self._needed(request))
         found = self._found(blocks)
         reused = [slot for slot in found if slot is not None]
-        if not self._make_available(len(blocks) - len(reused), reused):
+        if len(blocks) - len(reused) > self._pool.available(reused):
             self._refused = request
             return False
         loads = sum(slot is None and block.digest != b"" for block, slot in zip(blocks, found))
@@ -85,7 +62,7 @@ class OnDevice:
     def cover(self, request: Request) -> bool:
         assert request.pool_tables is not None
         missing = [len(table) - len(own) for table, own in zip(request.tables, request.pool_tables)]
-        if not self._make_available(sum(missing)):
+        if sum(missing) > self._pool.available():
             return False
         fresh = self._take(sum(missing))
         for own, count in zip(request.pool_tables, missing):
@@ -117,7 +94,6 @@ class OnDevice:
         return []
 
     def leave(self, request: Request) -> None:
-        self.forget(request.key)
         if request.pool_tables is not None:
             self._give_back_all(request)
 
@@ -131,10 +107,7 @@ class OnDevice:
         self._give_back([move.pool_slot for move in copies.stores])
         if len(copies.loads) >= _TELLING_LOADS:
             self._block_seconds = _average(self._block_seconds, seconds / len(copies.loads))
-        if copies.ahead:
-            if self._preloads.get(copies.request.key[:2]) is not copies:
-                self._give_back_all(copies.request)  # it was forgotten meanwhile
-        elif copies.loads:
+        if copies.loads:
             copies.request.loading = False
             self._take_in(copies.loads)
         return copies.events
@@ -176,23 +149,6 @@ class OnDevice:
         for move in full:
             self._pool.seal(move.pool_slot, move.group, move.digest)
         self._publish(full)
-
-    def _take_in_preloaded(self, key: Key) -> bool:
-        """Lets a request that has come find what was loaded ahead for it; False where that is still on its way."""
-        if preload := self._preloads.get(key[:2]):
-            if preload.request.copies:
-                return False
-            self._take_in(preload.loads)
-            self.forget(key)
-        return True
-
-    def _make_available(self, count: int, reusing: Sequence[int] = ()) -> bool:
-        """Whether so many slots can be taken. What was loaded ahead gives way, the last first."""
-        while count > self._pool.available(reusing):
-            if not self._preloads:
-                return False
-            self.forget(next(reversed(self._preloads.values())).request.key)
-        return True
 
     def _is_cheaper_computed(self, request: Request, loads: int, tokens_per_second: float) -> bool:
         """Whether to compute the context again takes less time than to load so many blocks."""

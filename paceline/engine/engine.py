@@ -135,10 +135,6 @@ class Engine:
     def add(self, request: Request) -> None:
         self._inbox.put(lambda: self._add(request))
 
-    def preload(self, request: Request) -> None:
-        """See `Scheduler.preload`."""
-        self._inbox.put(lambda: self._scheduler.preload(request))
-
     def remove(self, key: Key) -> None:
         """Confirmed by a `Removed` event, after which the request's blocks are touched no more."""
         self._inbox.put(lambda: self._scheduler.remove(key))
@@ -207,7 +203,7 @@ class Engine:
 
     def _add(self, request: Request) -> None:
         self._scheduler.add(request)
-        if self._turns is not None:
+        if self._turns is not None and request.decodes:
             self._turns.received()
 
     def _take_result(self, step: Step, result: StepResult, yields: bool) -> None:
@@ -244,8 +240,8 @@ class Engine:
                 asked, began = max(began, ended), time.perf_counter()
                 self.yielded_seconds += max(0.0, began - asked)
             result = self._runner.execute(launch.step)
-            finished_prompts = any(chunk.samples and chunk.prefills for chunk in launch.step.chunks)
-            yields = self._turns is not None and self._turns.end(finished_prompts)
+            hands_over = any(chunk.hands_over for chunk in launch.step.chunks)
+            yields = self._turns is not None and self._turns.end(hands_over)
             self._step_began, ended = None, time.perf_counter()
             self.busy_seconds += ended - began
             self._inbox.put(partial(self._take_result, launch.step, result, yields))

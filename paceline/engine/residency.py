@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.core.types import Key
 from paceline.engine.pool_directory import Move
 from paceline.engine.request import Request
 from paceline.engine.step import Event
 
-LAST = 2
+LAST = 1
 """Rank of what nobody waits for."""
 
 
@@ -34,25 +33,16 @@ class Copies:
     """The other way."""
     events: list[Event] = field(default_factory=list)
     """What is true once they have been made."""
-    ahead: bool = False
-    """Loaded for a request that is not here yet."""
 
     @property
     def rank(self) -> int:
-        """The least is made first. A request waits for what is loaded, or soon will. That it needs nothing that is
-        still to be stored is a promise of the scheduler's: who left the pool comes back when all has been stored."""
-        return LAST if not self.loads else int(self.ahead)
+        """The least is made first. A request waits for what is loaded. That it needs nothing that is still to be
+        stored is a promise of the scheduler's: who left the pool comes back when all has been stored."""
+        return 0 if self.loads else LAST
 
 
 class Residency(Protocol):
     """Owns `pool_tables`, `loading` and `copies` of all requests."""
-
-    def preload(self, request: Request) -> None:
-        """Begins to load the full blocks of a request that does not run yet: as it is now, with the blocks that it
-        holds. It enters under the same request and attempt, and only as long as it has held them since."""
-
-    def forget(self, key: Key) -> None:
-        """What was preloaded is not needed: the request does not come."""
 
     def enter(self, request: Request, tokens_per_second: float) -> bool:
         """Gives a request its blocks in the pool; False where it has to wait. It cannot run while `loading`.
@@ -89,12 +79,6 @@ class Residency(Protocol):
 
 class InArena:
     """The device computes in the arena: nothing is ever copied."""
-
-    def preload(self, request: Request) -> None:
-        pass
-
-    def forget(self, key: Key) -> None:
-        pass
 
     def enter(self, request: Request, tokens_per_second: float) -> bool:
         request.pool_tables = request.tables

@@ -74,17 +74,11 @@ class Scheduler:
             raise ValueError(f"{request.key} is already running")
         self._requests[request.key] = request
 
-    def preload(self, request: Request) -> None:
-        """A request that will be added later, under the next generation of its key, with blocks that are full already
-        (`computed_len`): they are brought to where the device computes meanwhile. `remove` takes this back, too."""
-        self._residency.preload(request)
-
     def remove(self, key: Key) -> None:
         """Drops a request, if it is still here; confirms with `Removed` as soon as no step in flight includes it."""
         leaving, _ = self._leaving.get(key, (None, None))
         request = self._requests.pop(key, leaving)
         if request is None:
-            self._residency.forget(key)
             self._events.append(Removed(key))
         else:
             self._leave(request, Removed(key))
@@ -249,9 +243,8 @@ class Scheduler:
         """These have been made in so much time, after having waited for so long; so many of the blocks that were loaded
         came from other pools of the device."""
         copies.request.effort.device_blocks += from_device
-        waits = not copies.ahead or any(key[:2] == copies.request.key[:2] for key in self._requests)
         self.stats.count_copies(
-            len(copies.loads) - from_device, from_device, len(copies.stores), waited_seconds + seconds, waits
+            len(copies.loads) - from_device, from_device, len(copies.stores), waited_seconds + seconds
         )
         self._events += self._residency.copied(copies, seconds)
         self._end_use(copies.request)

@@ -36,7 +36,7 @@ class SchedulerStats:
     stored_blocks: int = 0
     """The other way."""
     swap_ins: int = 0
-    """Times that blocks of a request were loaded and it was there; what is loaded ahead of it does not count."""
+    """Times that blocks of a request were loaded."""
     swap_in_seconds: float = 0.0
     """From when it had its place in the pool until they were there."""
     swap_ins_within: dict[str, int] = field(default_factory=lambda: {f"{ms}ms": 0 for ms in SWAP_IN_MS})
@@ -84,13 +84,12 @@ class SchedulerStats:
         for position in range(accepted):
             self.accepted_by_position[position] += 1
 
-    def count_copies(self, loaded: int, from_device: int, stored: int, seconds: float, waits: bool) -> None:
-        """So many blocks of a request, which waits for what is loaded or not, were copied, so long after this was asked
-        for."""
+    def count_copies(self, loaded: int, from_device: int, stored: int, seconds: float) -> None:
+        """So many blocks of a request were copied, so long after this was asked for."""
         self.loaded_blocks += loaded
         self.device_blocks += from_device
         self.stored_blocks += stored
-        if waits and (loaded or from_device):
+        if loaded or from_device:
             self.swap_ins += 1
             self.swap_in_seconds += seconds
             for bound in SWAP_IN_MS:

@@ -39,6 +39,11 @@ class Chunk:
         return not self.follows or self.request.only_first_token or self.end <= self.request.prompt_len
 
     @property
+    def hands_over(self) -> bool:
+        """Whether a worker of this host is about to go on with the request."""
+        return self.samples and self.request.only_first_token and not self.request.has_readers
+
+    @property
     def scored(self) -> range:
         """Positions of prompt tokens whose logprobs this chunk gives: each token is predicted by the one before it."""
         if self.request.sampling.prompt_logprobs is None:

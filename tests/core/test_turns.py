@@ -156,7 +156,7 @@ def test_decode_plans_when_what_prefill_has_finished_was_handed_over(
     prefill._may_compute(clock())
     decode.end()
     assert decode.expecting() == 0
-    clock.after(25, lambda: prefill.end(finished_prompts=True))
+    clock.after(25, lambda: prefill.end(hands_over=True))
     clock.after(25.5, prefill.begin)  # it goes on
     clock.after(30.5, decode.received)
     assert 31 <= clock.waited(lambda: decode.wait(0.004)) <= 33
@@ -172,7 +172,7 @@ def test_decode_waits_for_what_is_handed_over_no_longer_than_that_takes(
     prefill._may_compute(clock())
     decode.end()
     for ms in range(20, 60, 4):  # many prefill workers, and none of it comes here
-        clock.after(ms, lambda: prefill.end(finished_prompts=True))
+        clock.after(ms, lambda: prefill.end(hands_over=True))
         clock.after(ms + 0.5, lambda: prefill._may_compute(clock()))
     assert 37 <= clock.waited(lambda: decode.wait(0.004)) <= 39
     assert 0.003 < decode.expecting() <= 0.008
@@ -185,6 +185,6 @@ def test_decode_does_not_wait_for_a_request_while_nobody_computes(
     clock.pass_ms(20)
     prefill._may_compute(clock())
     decode.end()
-    clock.after(10, lambda: prefill.end(finished_prompts=True))
+    clock.after(10, lambda: prefill.end(hands_over=True))
     assert 10 <= clock.waited(lambda: decode.wait(0.004)) <= 12
     assert 0.006 < decode.expecting() <= 0.008

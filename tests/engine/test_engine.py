@@ -65,7 +65,7 @@ class TurnsOfOthers:
     def begin(self) -> None:
         pass
 
-    def end(self, finished_prompts: bool) -> bool:
+    def end(self, hands_over: bool) -> bool:
         return True
 
     def wait(self, early: float) -> float:
@@ -86,7 +86,7 @@ class Expecting(TurnsOfOthers):
         super().__init__()
         self.expected = [seconds, 0.0]
 
-    def end(self, finished_prompts: bool) -> bool:
+    def end(self, hands_over: bool) -> bool:
         return False
 
     def expecting(self) -> float:

@@ -31,7 +31,6 @@ from tests.engine.toy_host import FULL, MIXED, Host, Wish, next_token
             st.integers(1, 120),
             st.booleans(),
             st.sampled_from([False, False, True]),
-            st.booleans(),
         ),
         min_size=1,
         max_size=7,
@@ -126,71 +125,6 @@ def test_who_comes_while_steps_are_in_flight_is_loaded_meanwhile() -> None:
     step = scheduler.plan()
     assert step is not None
     assert [chunk.request.key.request_id for chunk in step.chunks] == ["first", "second"]
-
-
-def test_what_was_loaded_ahead_is_there_when_its_request_comes_and_nobody_finds_it_before() -> None:
-    directory = PoolDirectory(memoryview(bytearray(PoolDirectory.bytes_for(64))), 64, 16)
-    scheduler = Scheduler(Limits(16, 4096, 2), residency=OnDevice(FULL, 16, directory))
-    scheduler.preload(filled_request("same", 40))
-    (ahead,) = scheduler.take_copies()
-    assert len(ahead.loads) == 2
-    scheduler.copied(ahead, 0.001, 0.0)
-    assert (scheduler.stats.loaded_blocks, scheduler.stats.swap_ins) == (2, 0)
-    assert directory.find(ahead.loads).indices.tolist() == []
-    other, expected = filled_request("same", 40), filled_request("same", 40)
-    other.key, expected.key = Key("other", 1, 1), Key("same", 1, 2)
-    scheduler.add(other)
-    (copies,) = scheduler.take_copies()
-    assert len(copies.loads) == 3
-    scheduler.add(expected)
-    (rest,) = scheduler.take_copies()
-    assert len(rest.loads) == 1
-    assert directory.find(ahead.loads).indices.tolist() == [0, 1]
-
-
-def test_what_was_loaded_ahead_gives_way_to_those_that_run() -> None:
-    scheduler = Scheduler(Limits(16, 4096, 2), residency=OnDevice(FULL, 4))
-    scheduler.preload(filled_request("ahead", 40))
-    (ahead,) = scheduler.take_copies()
-    scheduler.add(filled_request("first", 40))
-    assert scheduler.take_copies() == []  # what is being written to is nobody else's
-    scheduler.copied(ahead, 0.001, 0.0)
-    (copies,) = scheduler.take_copies()
-    assert (copies.request.key.request_id, len(copies.loads)) == ("first", 3)
-
-
-def test_who_comes_before_what_is_loaded_ahead_waits_for_it() -> None:
-    scheduler = Scheduler(Limits(16, 4096, 2), residency=OnDevice(FULL, 16))
-    scheduler.preload(filled_request("early", 40))
-    (ahead,) = scheduler.take_copies()
-    scheduler.add(filled_request("early", 40))
-    assert scheduler.plan() is None
-    assert scheduler.take_copies() == []
-    scheduler.copied(ahead, 0.001, 0.0)
-    assert scheduler.stats.swap_ins == 1
-    (rest,) = scheduler.take_copies()
-    assert len(rest.loads) == 1
-
-
-def test_what_was_loaded_for_a_request_that_goes_before_its_turn_is_nobodys() -> None:
-    residency = OnDevice(FULL, 16)
-    residency.preload(filled_request("early", 40))
-    (ahead,) = residency.take_copies()
-    request = filled_request("early", 40)
-    assert not residency.enter(request, 0.0)
-    residency.leave(request)
-    residency.copied(ahead, 0.001)
-    assert residency.stats()["blocks_free"] == 16
-
-
-def test_what_is_behind_a_window_by_then_is_not_loaded_ahead() -> None:
-    tables = [[*range(slot, slot + group.blocks_for(257))] for slot, group in zip((0, 100), MIXED.groups)]
-    params, chain = SamplingParams(max_tokens=8), HashChain("x")
-    request = Request(Key("long", 1, 1), [7] * 257, 257, params, MIXED, chain, tables, 128)
-    residency = OnDevice(MIXED, 64)
-    residency.preload(request)
-    (ahead,) = residency.take_copies()
-    assert {move.group for move in ahead.loads} == {1}
 
 
 def test_others_see_full_blocks_until_their_slots_are_taken_and_no_block_that_is_written_to() -> None:

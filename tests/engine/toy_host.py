@@ -134,8 +134,6 @@ class Wish:
     """Its prompt is in the arena already, but for the last token."""
     leaves: bool
     """It goes after its first token, and its blocks are handed over."""
-    expected: bool = False
-    """A part of its prompt is in the arena some time before it comes, and is loaded meanwhile."""
 
 
 class Host:
@@ -172,9 +170,7 @@ class Host:
         self._asks: list[NeedsBlocks] = []
         self._contexts: dict[str, list[int]] = {}
         self._waiting: list[tuple[Key, list[int], Wish]] = []
-        self._expected: list[tuple[Key, list[int], Wish]] = []
-        self._given_up: set[Key] = set()
-        self._acts = [self._adopt, self._answer, self._plan, self._compute, self._apply, self._copy]
+        self._acts = [self._answer, self._plan, self._compute, self._apply, self._copy]
 
     def run(self, wishes: Sequence[Wish]) -> None:
         for index, wish in enumerate(wishes):
@@ -186,7 +182,7 @@ class Host:
                 if self._rng.random() < 0.6:
                     act()
             self._take_events()
-            if len(self.ended) == len(wishes) and not self.arena.used and not self._copies:
+            if len(self.ended) == len(wishes) and not self.arena.used:
                 return
         raise AssertionError("it does not come to an end")
 
@@ -196,22 +192,15 @@ class Host:
             if not self.arena.take(self.layout, key, len(context) + 1):
                 return
             self._waiting.pop(0)
-            if wish.adopted and wish.expected:
-                self.scheduler.preload(self._request(key, context[:-1], wish, self._rng.randrange(len(context))))
-                self._expected.append((key, context, wish))
-            else:
-                self._add(key, context, wish)
+            request = self._request(key, context, wish)
+            self._contexts[key.request_id] = request.token_ids
+            self.scheduler.add(request)
 
-    def _add(self, key: Key, context: list[int], wish: Wish) -> None:
+    def _request(self, key: Key, context: list[int], wish: Wish) -> Request:
+        """What it has computed is in its blocks of the arena."""
         computed = len(context) - 1 if wish.adopted else 0
         for number, group in enumerate(self.layout.groups):
             self._trim(key, number, group.first_needed_block(computed))
-        request = self._request(key, context, wish, computed)
-        self._contexts[key.request_id] = request.token_ids
-        self.scheduler.add(request)
-
-    def _request(self, key: Key, context: list[int], wish: Wish, computed: int) -> Request:
-        """What it has computed is in its blocks of the arena."""
         tables = [list(table) for table in self.arena.used[key]]
         for group, table in zip(self.layout.groups, tables):
             first = group.first_needed_block(computed) * group.block_tokens
@@ -222,20 +211,6 @@ class Host:
         params = SamplingParams(max_tokens=wish.max_tokens)
         chain = HashChain("x")
         return Request(key, list(context), len(wish.prompt), params, self.layout, chain, tables, computed, wish.leaves)
-
-    def _adopt(self) -> None:
-        """The rest of a prompt has come; or its request is lost, and its blocks are anybody's at once."""
-        if not self._expected:
-            return
-        key, context, wish = self._expected.pop(self._rng.randrange(len(self._expected)))
-        after = key._replace(generation=key.generation + 1)
-        if self._rng.random() < 0.3:
-            self._given_up.add(key)
-            self.scheduler.remove(key)
-            self._waiting.append((after, context, wish))
-        else:
-            self.arena.used[after] = self.arena.used.pop(key)
-            self._add(after, context, wish)
 
     def _answer(self) -> None:
         if self._asks:
@@ -278,8 +253,8 @@ class Host:
                 assert self._content(slot) == content, "a sealed block has changed"
             self._check_published()
             self.scheduler.copied(copies, self._load_seconds, 1e-3)
-            shown = () if copies.ahead else (*copies.loads, *copies.stores)
-            self.published |= {move._replace(pool_slot=0): self._in_pool(move.pool_slot) for move in shown}
+            moves = (*copies.loads, *copies.stores)
+            self.published |= {move._replace(pool_slot=0): self._in_pool(move.pool_slot) for move in moves}
             self._check_published()
 
     def _in_pool(self, slot: int) -> dict[int, int]:
@@ -335,8 +310,7 @@ class Host:
                 case Removed(key):
                     self._check_untouched(key)
                     self._release(key)
-                    if key not in self._given_up:
-                        self.ended.add(key.request_id)
+                    self.ended.add(key.request_id)
                 case Preempted(key, request):
                     self._check_untouched(key)
                     self._release(key)
@@ -355,4 +329,4 @@ class Host:
 
     def _check_untouched(self, key: Key) -> None:
         assert all(key != chunk.request.key for step in self._steps for chunk in step.chunks)
-        assert all(key != copies.request.key or copies.ahead for copies in self._copies)
+        assert all(key != copies.request.key for copies in self._copies)

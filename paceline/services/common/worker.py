@@ -25,7 +25,7 @@ from paceline.core.types import Key
 from paceline.engine.constraint import Matcher
 from paceline.engine.engine import Engine
 from paceline.engine.loading import Loaded
-from paceline.engine.request import Effort, Request
+from paceline.engine.request import Request
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import (
@@ -219,13 +219,6 @@ class Worker:
             has_readers=has_readers,
             matcher=matcher,
         )
-
-    def preload(self, work: pb.Work, hold: Hold, token_ids: list[int], effort: Effort) -> None:
-        """What is cached of a context begins to move to where the engine computes, before `submit`."""
-        if self.memory.copies is not None and hold.filled_tokens:
-            request = self.make_request(work, hold, token_ids, None)
-            request.effort = effort
-            self.engine.preload(request)
 
     def submit(self, request: Request, events: EventStream) -> None:
         """Runs a request; `events` takes what happens. Raises StaleError where its blocks were lost meanwhile."""

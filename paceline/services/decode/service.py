@@ -90,7 +90,6 @@ class _Attempt:
         prefix_came = await self._fetch_prefix(self._work.prefix_source)
         hold = await self._reserve()
         try:
-            self._worker.preload(self._work, hold, list(self._token_ids), self._events.reporter.effort)
             self._matcher = await self._worker.matcher(self._work)
             admitted = worker_pb2.Admitted(
                 key=key_to_pb(hold.key),
