@@ -30,8 +30,8 @@ from bench.load import Server, add_options, table, wake
 from bench.systems import ServerError
 from bench.workloads import WORKLOADS, make_workload
 
-SETTLE_SECONDS = 2.0
-"""Workers tell the gateway their counters twice a second."""
+SETTLE_SECONDS = 2.5
+"""Workers tell the gateway their counters every second."""
 
 Look = Mapping[str, float]
 """Counters of /metrics by name, with what tells kinds and phases apart; of all workers together."""

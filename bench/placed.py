@@ -56,7 +56,7 @@ def _role_and_value(text: str) -> tuple[str, str]:
 
 
 def _place(serve: subprocess.Popen[bytes], cores: dict[str, list[int]], nice: dict[str, int]) -> None:
-    """Waits for a worker of each role, and places all threads that it has by then; their own threads follow them."""
+    """Waits for the first worker of each role, and places all threads that it has; their own threads follow them."""
     waiting = set(cores) | set(nice)
     while waiting and serve.poll() is None:
         time.sleep(POLL_SECONDS)

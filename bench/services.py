@@ -22,6 +22,8 @@ from paceline.services.serve.redis_server import redis_command
 START_SECONDS = 300.0
 STOP_SECONDS = 60.0
 PACELINE = (sys.executable, "-m", "paceline")
+_WITHOUT_SHARED_MEMORY = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
+"""Namespaces of networks share it: a gateway would find the Unix sockets of workers of another host."""
 _ROLES = ("gateway", "prefill", "decode", "kvtransfer", "redis")
 """In the order of stopping: whoever uses a service ends before it."""
 
@@ -189,7 +191,8 @@ class Services:
     def _start(self, role: str, name: str, host: int, *arguments: str) -> str:
         where = self.hosts[host]
         own = [*self._options.get(role, ()), f"--host={where.ip}", f"--redis={self.redis_url}"]
-        self._commands[name] = [*where.command(), *PACELINE, role, *arguments, *own]
+        apart = _WITHOUT_SHARED_MEMORY if role == "gateway" and where.namespace else ()
+        self._commands[name] = [*where.command(), *apart, *PACELINE, role, *arguments, *own]
         self.start_again(name)
         return name
 

@@ -72,7 +72,7 @@ def _short_prompts(long: int) -> Callable[[str, Prompt], Workload]:
     def make(name: str, prompt: Prompt) -> Workload:
         steady = [Request(prompt(300), 160, "steady") for _ in range(3)]
         lengths = itertools.islice(itertools.cycle((16, 24, 32, 48, 64)), 20)
-        short = [Request(prompt(tokens), 8, "short", at=0.8 + 0.2 * i) for i, tokens in enumerate(lengths)]
+        short = [Request(prompt(tokens), 128, "short", at=0.8 + 0.2 * i) for i, tokens in enumerate(lengths)]
         arriving = [Request(prompt(1500), 4, "long", at=0.7 + 0.9 * number) for number in range(long)]
         return Workload(name, (*steady, *short, *arriving), concurrency=64)
 

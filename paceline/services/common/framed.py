@@ -1,5 +1,5 @@
-"""Messages over a stream of bytes, each behind its length: what a worker and the kvtransfer of its host speak on their
-Unix socket, where gRPC, with threads of its own in both processes, takes longer than all the rest of a handoff."""
+"""Messages over a stream of bytes, each behind its length: what processes of a host speak on Unix sockets, where gRPC,
+with threads of its own in both, takes longer than all the rest of a handoff or of a token's way."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ class Framed(asyncio.Protocol):
     @property
     def is_open(self) -> bool:
         return self.transport is not None and not self.transport.is_closing()
+
+    def close(self) -> None:
+        """Ends the connection once what was sent is on its way."""
+        if self.transport is not None:
+            self.transport.close()
 
     def abort(self) -> None:
         """Ends the connection at once; what has not been sent is lost."""

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Literal, cast
 
 import redis.asyncio as redis
@@ -97,12 +97,14 @@ def _names_key(cluster: str) -> str:
 
 async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
     """All members that Redis knows now. Raises RedisError."""
-    # Names and what they stand for in one go: this is asked all the time.
-    found = await client.sort(_names_key(cluster), by="nosort", get=["#", _prefix(cluster) + "*"], groups=True)
-    entries = cast(list[tuple[bytes, bytes | None]], found)
-    if ended := [name for name, value in entries if value is None]:
+    # SORT would take one round trip, but users of a Redis who may not read all of its keys may not SORT.
+    names = sorted(await cast(Awaitable[set[bytes]], client.smembers(_names_key(cluster))))
+    if not names:
+        return []
+    values = await client.mget([_prefix(cluster) + name.decode() for name in names])
+    if ended := [name for name, value in zip(names, values) if value is None]:
         await client.srem(_names_key(cluster), *ended)
-    members = (_parsed(value) for _, value in entries if value is not None)
+    members = (_parsed(value) for value in values if value is not None)
     return sorted((member for member in members if member is not None), key=lambda member: member.worker_id)
 
 

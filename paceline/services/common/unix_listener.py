@@ -47,7 +47,7 @@ class UnixListener:
         if self._server is not None:
             self._server.close()
             for connection in list(self._connections):
-                connection.abort()
+                connection.close()
             self.path.unlink(missing_ok=True)
 
     def _connection(self) -> Framed:

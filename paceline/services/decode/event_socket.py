@@ -40,6 +40,8 @@ class EventConnection(Framed):
             await self._outboxes.serve(name, self._write)
         except InvalidRequestError as error:
             self._refuse(error)
+        finally:
+            self.close()
 
     async def _write(self, message: worker_pb2.DecodeEvents) -> None:
         await self._has_room.wait()

@@ -123,7 +123,7 @@ class Attempt:
         """Set until the handoff."""
         self._first: worker_pb2.FirstToken | None = None
         left = len(work.token_ids) - cached_tokens
-        self._resources.enter_context(fleet.call(decode, left if prefill is None else 0))
+        self._prompt_computed = self._resources.enter_context(fleet.call(decode, left if prefill is None else 0))
         if prefill is not None:
             self._prefill_work.enter_context(fleet.call(prefill, left))
 
@@ -206,10 +206,15 @@ class Attempt:
                 take(event)
         if isinstance(event, Ended):
             return
-        self._decode_call.divert(lambda tokens: take(Generated(tokens)))
+
+        def hear(event: Event) -> None:
+            self._prompt_computed()
+            take(event)
+
+        self._decode_call.divert(lambda tokens: hear(Generated(tokens)))
         while not isinstance(event, Ended):
             if (event := await self._next_of_decode()) is not None:
-                take(event)
+                hear(event)
         await self._decode_call.farewell()  # `close` alone would make it an abort
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 from redis.asyncio import Redis
@@ -95,18 +95,20 @@ class Fleet:
         return max((m.max_model_len for m in members if m.role == "decode" and m.state == "ready"), default=0)
 
     @contextlib.contextmanager
-    def call(self, worker: Worker, tokens: int = 0) -> Iterator[None]:
-        """Counts a call, and keeps the channel open for it even when the member goes meanwhile.
+    def call(self, worker: Worker, tokens: int = 0) -> Iterator[Callable[[], None]]:
+        """Counts a call, and keeps the channel open for it even when the member goes meanwhile. Yields what tells that
+        its tokens have been computed, which the end of the call says in any case.
 
         Args:
             tokens: of a prompt, that the worker is to compute.
         """
         worker.begin_call(tokens)
-        try:
-            yield
-        finally:
-            worker.end_call(tokens)
-            self._close_when_idle(worker)
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._close_when_idle, worker)
+            ending.callback(worker.end_call)
+            computing = ending.enter_context(contextlib.ExitStack())
+            computing.callback(worker.computed, tokens)
+            yield computing.close
 
     async def _run(self) -> None:
         while True:

@@ -112,9 +112,12 @@ class Worker:
         self._begun = Begun(self._begun.calls + 1, self._begun.tokens + tokens)
         self._recent.add(tokens, time.monotonic())
 
-    def end_call(self, tokens: int) -> None:
-        self.in_flight -= 1
+    def computed(self, tokens: int) -> None:
+        """Of those of a call that has begun."""
         self._tokens_in_flight -= tokens
+
+    def end_call(self) -> None:
+        self.in_flight -= 1
 
     async def close(self) -> None:
         """Lets go of it."""

@@ -78,6 +78,7 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.runner.idle.wait()
+                await self.traces.idle.wait()  # what a slow client has not taken yet is here
         self.runner.abort()
 
     def check_ready(self) -> None:

@@ -146,7 +146,7 @@ class RequestRunner:
                 refused=refused,
                 failed=progress.failed,
                 cut=self._fleet.links.cut(),
-                local_tokens=self._config.local_prefill_tokens,
+                local_tokens=0 if progress.needs_scores else self._config.local_prefill_tokens,
             )
             placement = self._place(need, snapshot)
             if placement is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import deque
@@ -93,14 +94,23 @@ class TraceBook:
         self._ended: deque[Trace] = deque()
         self._sequences = 0
         """Of ended requests."""
+        self._running = 0
+        self.idle = asyncio.Event()
+        """Set while no request runs, or waits for its client to take what is there."""
+        self.idle.set()
 
     def open(self, trace: Trace) -> None:
+        self._running += 1
+        self.idle.clear()
         for name in _names(trace):
             self._by_id.setdefault(name, []).append(trace)
 
     def close(self, trace: Trace) -> None:
         """The request has ended; the oldest ended ones make room for it."""
         trace.end()
+        self._running -= 1
+        if self._running == 0:
+            self.idle.set()
         self._ended.append(trace)
         self._sequences += len(trace.records)
         # A request without any sequence takes room, too.

@@ -72,11 +72,14 @@ class WorkerCall:
         return message
 
     async def write(self, message: Any) -> None:
+        # gRPC goes on waiting for the beginning of a call that was cancelled before.
+        writing = asyncio.ensure_future(self._call.write(message))
+        self._call.add_done_callback(lambda _: writing.cancel())
         # A call that has failed already says so better when it is read.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             async with asyncio.timeout(ADMIT_SECONDS):
                 try:
-                    await heeding_cancellation(self._call.write(message))
+                    await heeding_cancellation(writing)
                 except asyncio.CancelledError:
                     if is_cancelled():
                         raise

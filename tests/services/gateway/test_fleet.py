@@ -131,9 +131,13 @@ async def test_what_a_worker_was_given_to_compute_counts_while_it_runs_and_a_whi
     await cluster.add()
     worker = cluster.fleet.worker("d")
     with cluster.fleet.call(worker, 1000):
-        with cluster.fleet.call(worker, 24):
+        with cluster.fleet.call(worker, 24) as computed:
             (candidate,) = cluster.fleet.snapshot()
             assert (candidate.in_flight, candidate.unreported_tokens) == (2, 1024)
+            for _ in range(2):
+                computed()
+                (candidate,) = cluster.fleet.snapshot()
+                assert (candidate.in_flight, candidate.unreported_tokens) == (2, 1000)
         (candidate,) = cluster.fleet.snapshot()
         assert (candidate.in_flight, candidate.unreported_tokens) == (1, 1000)
     (candidate,) = cluster.fleet.snapshot()

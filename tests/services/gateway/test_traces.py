@@ -244,15 +244,19 @@ def run(book: TraceBook, trace: Trace) -> None:
 
 def test_the_oldest_ended_ones_make_room_and_running_ones_stay() -> None:
     book = TraceBook(kept=5)
+    assert book.idle.is_set()
     running = request("running")
     book.open(running)
     for name in "abcdefgh":
         run(book, request(name))
     assert [name for name in "abcdefgh" if book.find(name)] == list("defgh")
     assert book.find("running") is running
+    assert not book.idle.is_set()
     run(book, request("many", sequences=4))
     assert [name for name in "abcdefgh" if book.find(name)] == ["h"]
     assert (len(book._by_id), book._sequences) == (2 * 3, 5)
+    book.close(running)
+    assert book.idle.is_set()
 
 
 def test_a_client_that_always_has_the_same_id_takes_no_more_room() -> None:
