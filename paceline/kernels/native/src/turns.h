@@ -10,7 +10,7 @@ namespace paceline {
 
 constexpr int kTurnSlots = 62;
 
-// In memory that the processes share; instants of the monotonic clock, in nanoseconds.
+// In memory that the processes share; instants of the monotonic clock, in nanoseconds. What stands behind it is Python's.
 struct TurnPage {
     std::atomic<int64_t> prefill_until, wanted_until, busy_until[kTurnSlots];
 };
