@@ -69,7 +69,9 @@ class Results:
         events += self._settle_blocks(request, tells=not hands_over or request.has_readers)
         events += sampled
         if hands_over:
-            events += self._residency.tell(request, [Filled(request.key, request.joined_len)], whole=True)
+            context = request.chain.digest(request.token_ids, request.joined_len)
+            filled = Filled(request.key, request.joined_len, context)
+            events += self._residency.tell(request, [filled], whole=True)
         if result.failure:
             events.append(Failed(request.key, result.failure))
         return events, leaves or bool(result.failure)

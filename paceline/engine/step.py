@@ -145,6 +145,8 @@ class Filled:
 
     key: Key
     length: int
+    context: bytes
+    """Names these tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,6 @@ def test_in_the_arena_nothing_is_copied() -> None:
     residency, request = InArena(), filled_request("r", 40)
     assert residency.enter(request, 0.0)
     assert request.pool_tables is request.tables
-    filled = Filled(request.key, 40)
+    filled = Filled(request.key, 40, b"context")
     assert residency.tell(request, [filled], whole=True) == [filled]
     assert residency.take_copies() == []

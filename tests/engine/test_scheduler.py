@@ -290,7 +290,7 @@ def test_what_the_last_step_fills_is_left_to_who_gets_it_or_told_to_readers(has_
     prompt, readers = list(range(1000)), {"has_readers": has_readers}
     scheduler.add(make_request("a", prompt, 20, MIXED, capacity=1024, only_first_token=True, **readers))
     told = [event for event in run(scheduler) if isinstance(event, Sealed | Trimmed | Filled)]
-    assert isinstance(told[-1], Filled)
+    assert told[-1] == Filled(Key("a", 1, 1), 1000, HashChain("x").digest(prompt, 1000))
     ends = {event.group: event.first_block + len(event.hashes) for event in told if isinstance(event, Sealed)}
     trims = {event.first_kept_block for event in told if isinstance(event, Trimmed)}
     whole = {group: 1000 // MIXED.groups[group].block_tokens for group in (0, 1)}

@@ -28,6 +28,8 @@ class Adopted(NamedTuple):
     hold: Hold
     sealed_blocks: Sequence[int]
     """For each group: so many blocks at the front are sealed, or given back."""
+    context: bytes
+    """What the prefill worker has called the tokens that it has filled the blocks with."""
 
 
 @dataclass(frozen=True, slots=True)

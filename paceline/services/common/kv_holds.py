@@ -37,7 +37,7 @@ class KVHolds:
     def adopt(self, key: Key, adoption: pb.Adoption) -> tuple[Key, list[list[int]]]:
         """What was reserved under `key` is this worker's to write. Returns its key from now on, and its tables."""
         adopted = self._held[key[:2]] = key_from_pb(adoption.key)
-        return adopted, self.blocks.adopt(key, adopted, adoption.trimmed_blocks)
+        return adopted, self.blocks.adopt(key, adopted, adoption.filled_tokens, adoption.trimmed_blocks)
 
     def let_go(self, key: Key) -> None:
         """An older generation may come late, when the request has new blocks: those stay."""

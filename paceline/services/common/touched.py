@@ -44,9 +44,10 @@ class TouchedBlocks:
             blocks.names |= {slot: digest for slot, digest in zip(table.slots, table.hashes) if digest}
         self._holds[key] = blocks
 
-    def adopt(self, key: Key, adopted: Key, trimmed_blocks: Sequence[int]) -> list[list[int]]:
+    def adopt(self, key: Key, adopted: Key, filled_tokens: int, trimmed_blocks: Sequence[int]) -> list[list[int]]:
         """A reservation is filled, and goes by another key from now on. Returns its tables."""
         blocks = self._holds[adopted] = self._holds.pop(key)
+        blocks.filled_tokens = filled_tokens
         blocks.first_kept = {group: count for group, count in enumerate(trimmed_blocks) if count}
         blocks.trim()
         return [list(table) for table in blocks.tables]

@@ -294,7 +294,7 @@ class Worker:
             error = done.exception()
             stream.put(error if isinstance(error, PacelineError) else filled)
 
-        self.kv.fill(filled.key, filled.length, stream.traceparent).add_done_callback(tell)
+        self.kv.fill(filled.key, filled.length, filled.context, stream.traceparent).add_done_callback(tell)
 
     def _tell(self, key: Key, event: RequestEvent | PacelineError) -> None:
         if stream := self._streams.get(key):

@@ -108,9 +108,9 @@ class Fetches:
         try:
             with self._channels.to(source) as channel:
                 call = pb_grpc.KVTransferStub(channel).Export(request)
-                reply, filled_tokens = await self._bring(hold, call, source)
-            self._trim(hold, filled_tokens)
-            self._ledger.fill(TRANSFER, hold.key, filled_tokens, self._clock())
+                reply, last = await self._bring(hold, call, source)
+            self._trim(hold, last.filled_tokens)
+            self._ledger.fill(TRANSFER, hold.key, last.filled_tokens, self._clock(), last.context)
         except BaseException as error:
             with contextlib.suppress(PacelineError):
                 self._ledger.release(TRANSFER, hold.key, self._clock())
@@ -169,8 +169,8 @@ class Fetches:
 
     async def _bring(
         self, hold: Hold, call: Call, source: str, hashes: Sequence[bytes] | None = None
-    ) -> tuple[pb.FetchReply, int]:
-        """Pulls all blocks that the source names; returns the tokens that the hold contains then, too.
+    ) -> tuple[pb.FetchReply, pb.Exported]:
+        """Pulls all blocks that the source names; returns its last word, too.
 
         Args:
             hashes: what the blocks have to be called, where that is known.
@@ -194,7 +194,7 @@ class Fetches:
                     arrivals.check_all(exported.filled_tokens)
                     reply.bytes = reply.blocks * self._layout.slot_bytes
                     reply.read_ms = round(read_seconds * 1000)
-                    return reply, exported.filled_tokens
+                    return reply, exported
         except grpc.aio.AioRpcError as error:
             raise unmapped_error(error, f"kvtransfer at {source}") from error
         finally:

@@ -65,6 +65,8 @@ class Hold:
     deadline: float
     priority: int = 0
     """Of the request; a lower one is more urgent."""
+    context: bytes = b""
+    """What its writer called the tokens that it has filled it with."""
 
     @property
     def in_flight(self) -> bool:

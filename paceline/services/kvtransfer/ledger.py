@@ -145,8 +145,9 @@ class Ledger:
                 self._pool.seal(slot, group, digest, place)
         return self._renewed(hold, now)
 
-    def fill(self, session: int, key: Key, filled_tokens: int, now: float) -> Hold:
-        """The prefill worker is done: tokens [0, filled_tokens) are in the blocks, and it will touch them no more."""
+    def fill(self, session: int, key: Key, filled_tokens: int, now: float, context: bytes = b"") -> Hold:
+        """The prefill worker is done: tokens [0, filled_tokens), which it calls `context`, are in the blocks, and it
+        will touch them no more."""
         self._book.drained(session, key, now)
         hold = self._book.find_written(session, key, now)
         if hold.state is not State.FILLING:
@@ -156,7 +157,7 @@ class Ledger:
                 f"hold {key}: filled_tokens must be within [{hold.filled_tokens}, {hold.token_count}], "
                 f"not {filled_tokens}"
             )
-        hold.filled_tokens = filled_tokens
+        hold.filled_tokens, hold.context = filled_tokens, context
         hold.state, hold.writer = State.FILLED, NOBODY
         return self._renewed(hold, now)
 

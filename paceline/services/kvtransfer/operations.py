@@ -17,6 +17,7 @@ from paceline.core.types import Key
 from paceline.proto import common_pb2
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_from_pb, key_to_pb
+from paceline.services.kvtransfer.block_tables import check_hashes
 from paceline.services.kvtransfer.claim import Claim
 from paceline.services.kvtransfer.hold import Hold, UnknownHoldError
 from paceline.services.kvtransfer.ledger import Ledger
@@ -101,7 +102,9 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
         case "open":
             return ledger.open(session, key_of(operation.open.key), now)
         case "fill":
-            return ledger.fill(session, key_of(operation.fill.key), operation.fill.filled_tokens, now)
+            fill = operation.fill
+            check_hashes([fill.context] if fill.context else [])
+            return ledger.fill(session, key_of(fill.key), fill.filled_tokens, now, fill.context)
         case "extend":
             return ledger.extend(session, key_of(operation.extend.key), operation.extend.token_count, now)
         case "seal":
@@ -147,7 +150,7 @@ def key_of(message: common_pb2.Key) -> Key:
 
 def adoption_to_pb(hold: Hold, ledger: Ledger) -> pb.Adoption:
     """Looks at few blocks, however long the context is: a handoff waits for it."""
-    adoption = pb.Adoption(key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens)
+    adoption = pb.Adoption(key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens, context=hold.context)
     for table in hold.tables:
         trimmed = bisect_left(table, True, key=lambda slot: slot != NO_SLOT)
         adoption.trimmed_blocks.append(trimmed)

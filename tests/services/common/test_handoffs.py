@@ -130,6 +130,25 @@ async def test_blocks_that_hold_more_than_the_context_are_refused(
         assert (await host.generate(prompt, 8)).tokens == before
 
 
+async def test_blocks_of_another_prompt_are_refused_and_get_no_name(
+    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    async with start_host(tmp_path) as host:
+        ours, theirs = prompts(2, 60, 60)
+        decode, work, other = host.decode_call(), host.work("r", ours), host.work("r", theirs)
+        await decode.write(worker_pb2.DecodeCommand(admit=work))
+        other.key.CopyFrom((await decode.read()).admitted.key)
+        prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=other, host_id="host"), timeout=60)
+        filled = [event async for event in prefill][-1].filled.key
+        await decode.write(worker_pb2.DecodeCommand(handoff=worker_pb2.Handoff(key=filled, first_token_id=1)))
+        with pytest.raises(grpc.aio.AioRpcError, match="another context") as refused:
+            await decode.read()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await host.all_blocks_back()
+        assert (await host.generate(ours, 8)).cached_tokens == 0
+
+
 async def test_what_the_last_step_fills_is_sealed_behind_the_handoff(
     start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.types import Key
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
-from tests.services.common.unreliable_host import KEY, SLOTS, UnreliableHost
+from tests.services.common.unreliable_host import CONTEXT, KEY, SLOTS, UnreliableHost
 
 # ---- answers that never come
 
@@ -41,7 +41,7 @@ async def test_a_worker_that_never_heard_that_it_has_filled_lets_go(host: Unreli
     opened = await host.prefill.open(KEY)
     setattr(host.service, trouble, 1)
     with pytest.raises(UnavailableError):
-        await host.prefill.fill(opened.key, 64)
+        await host.prefill.fill(opened.key, 64, CONTEXT)
     host.decode.release(KEY)
     await host.all_free()
 
@@ -50,7 +50,7 @@ async def test_a_worker_that_never_heard_that_it_has_filled_lets_go(host: Unreli
 async def test_a_worker_that_never_heard_that_it_has_adopted_lets_go(host: UnreliableHost, trouble: str) -> None:
     await host.decode.reserve(KEY, [], 64, 0)
     opened = await host.prefill.open(KEY)
-    await host.prefill.fill(opened.key, 64)
+    await host.prefill.fill(opened.key, 64, CONTEXT)
     setattr(host.service, trouble, 1)
     with pytest.raises(UnavailableError):
         await host.decode.adopt(KEY)
@@ -96,7 +96,7 @@ async def test_what_comes_after_its_caller_has_gone_is_given_back(host: Unreliab
     if act != "reserve":
         await host.decode.reserve(KEY, [], 64, 0)
     if act == "adopt":
-        await host.prefill.fill((await host.prefill.open(KEY)).key, 64)
+        await host.prefill.fill((await host.prefill.open(KEY)).key, 64, CONTEXT)
     host.service.pause = 0.2
     state, call = {
         "reserve": ("reserved", lambda: host.decode.reserve(KEY, [], 64, 0)),
@@ -118,9 +118,9 @@ async def test_who_adopts_seals_what_the_writer_has_left(host: UnreliableHost) -
     await host.decode.reserve(KEY, [], 64, 0)
     opened = await host.prefill.open(KEY)
     host.prefill.seal(opened.key, 0, 0, names[:1])
-    await host.prefill.fill(opened.key, 50)
+    await host.prefill.fill(opened.key, 50, CONTEXT)
     adopted = await host.decode.adopt(KEY)
-    assert list(adopted.sealed_blocks) == [1]
+    assert (list(adopted.sealed_blocks), adopted.context) == ([1], CONTEXT)
     host.decode.seal_adopted(adopted, [names])
     host.decode.release(adopted.hold.key)
     assert (await host.decode.reserve(Key("next", 1, 1), names, 64, 64)).filled_tokens == 48

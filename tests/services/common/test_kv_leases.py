@@ -13,7 +13,7 @@ from paceline.services.common.kv_answers import Hold
 from paceline.services.kvtransfer import keeper
 from paceline.services.kvtransfer.hold import State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
-from tests.services.common.unreliable_host import KEY, LEASE, UnreliableHost
+from tests.services.common.unreliable_host import CONTEXT, KEY, LEASE, UnreliableHost
 
 
 async def test_a_worker_learns_that_a_lease_ended_and_frees_the_blocks_when_it_is_done(
@@ -60,7 +60,7 @@ async def test_a_worker_knows_what_it_holds(host: UnreliableHost) -> None:
     assert host.decode.holds(KEY)
     opened = await host.prefill.open(KEY)
     assert host.prefill.holds(opened.key)
-    await host.prefill.fill(opened.key, 64)
+    await host.prefill.fill(opened.key, 64, CONTEXT)
     assert not host.prefill.holds(opened.key)
     adopted = (await host.decode.adopt(KEY)).hold
     assert adopted == Hold(Key("r", 1, 3), 64, reserved.tables)
@@ -81,7 +81,7 @@ async def test_who_fills_has_lost_nothing(host: UnreliableHost) -> None:
     host.service.pause = LEASE
     host.prefill.seal(opened.key, 0, 0, [bytes(16)])
     await asyncio.sleep(0.05)  # it is under way, so that renewals come behind what follows, in one batch with it
-    await host.prefill.fill(opened.key, 64)
+    await host.prefill.fill(opened.key, 64, CONTEXT)
     assert lost == []
 
 

@@ -12,7 +12,7 @@ from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.hold import State
 from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
-from tests.services.common.unreliable_host import KEY, Unreliable, UnreliableHost
+from tests.services.common.unreliable_host import CONTEXT, KEY, Unreliable, UnreliableHost
 
 
 async def restart(host: UnreliableHost) -> None:
@@ -48,7 +48,7 @@ async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: U
     opened = await host.prefill.open(KEY)
     host.prefill.use(opened.key)
     host.prefill.seal(opened.key, 0, 0, [bytes([1]) * 16])
-    await host.prefill.fill(opened.key, 32)
+    await host.prefill.fill(opened.key, 32, CONTEXT)
     answer = await host.decode.adopt(KEY)
     adopted = answer.hold
     host.decode.seal_adopted(answer, [[bytes([1]) * 16]])

@@ -54,11 +54,12 @@ def test_what_was_given_back_while_an_extension_was_under_way_stays_so(touched: 
 def test_a_reservation_that_is_adopted_keeps_its_blocks_but_for_what_was_given_back(touched: TouchedBlocks) -> None:
     reserved, adopted = Key("s", 1, 1), Key("s", 1, 3)
     touched.obtain(reserved, hold([5, 6], [7, 8], hashes=([X, b""], [X, b""])))
-    assert touched.adopt(reserved, adopted, [0, 1]) == [[5, 6], [NO_SLOT, 8]]
+    assert touched.adopt(reserved, adopted, 24, [0, 1]) == [[5, 6], [NO_SLOT, 8]]
     assert not touched.is_used(adopted)
     touched.use(adopted)
     touched.seal(adopted, 1, 0, [X, Y])
     assert claims(touched)[1] == ([[5, 6], [NO_SLOT, 8]], [[X, b""], [b"", Y]])
+    assert touched.claims(LAYOUT, lambda key: True)[1].filled_tokens == 24
 
 
 def test_only_what_the_engine_has_is_claimed_until_it_is_given_back(touched: TouchedBlocks) -> None:

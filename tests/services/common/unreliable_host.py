@@ -24,6 +24,7 @@ LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
 SLOTS = 8
 LEASE = 0.6
 KEY = Key("r", 1, 1)
+CONTEXT = b"c" * 16
 
 
 class Unreliable(KVTransferService):
