@@ -13,7 +13,7 @@ from paceline.core.types import Key
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import Event, Removed, Sampled, Step, StepResult
-from tests.engine.test_scheduler import compute, make_request
+from tests.engine.toy_requests import compute, make_request
 
 WAIT = 10.0
 

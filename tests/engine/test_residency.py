@@ -18,7 +18,8 @@ from paceline.engine.request import Request
 from paceline.engine.residency import InArena
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import Filled
-from tests.engine.toy_host import FULL, MIXED, Host, Wish, next_token
+from tests.engine.toy_host import Host, Wish
+from tests.engine.toy_requests import FULL, MIXED, next_token
 
 
 @settings(max_examples=150, deadline=None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.hashing import HashChain
-from paceline.core.kv_layout import NO_SLOT, GroupShape, KVLayout, make_layout
+from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.device_pool import OnDevice
 from paceline.engine.pool_directory import Move, PoolDirectory
@@ -29,11 +29,7 @@ from paceline.engine.step import (
     StepResult,
     Trimmed,
 )
-
-FULL = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
-MIXED = make_layout(
-    (GroupShape("sliding", tuple(range(4)), 1, 8, window=40), GroupShape("full", (4,), 1, 8)), 4, "test"
-)
+from tests.engine.toy_requests import next_token
 
 Memory = dict[tuple[int, int], int]
 """By slot and place in the block: the KV of a token, which is a function of its whole context."""
@@ -41,10 +37,6 @@ Memory = dict[tuple[int, int], int]
 
 def kv_of(context: Sequence[int], position: int) -> int:
     return hash(tuple(context[: position + 1]))
-
-
-def next_token(context: Sequence[int]) -> int:
-    return (sum(context) * 31 + len(context)) % 1000
 
 
 class Device:

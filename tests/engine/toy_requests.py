@@ -1,0 +1,76 @@
+"""Requests to a toy model, and what computes them without a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.core.hashing import HashChain
+from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
+from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.step import Chunk, ChunkResult, Joined, Step, StepResult
+
+FULL = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
+MIXED = make_layout(
+    (GroupShape("sliding", tuple(range(4)), 1, 8, window=40), GroupShape("full", (4,), 1, 8)), 4, "test"
+)
+
+
+def next_token(context: Sequence[int]) -> int:
+    """A toy model: any function of the whole context."""
+    return (sum(context) * 31 + len(context)) % 1000
+
+
+def make_request(
+    name: str, prompt: list[int], max_tokens: int, layout: KVLayout = FULL, capacity: int = 1024, **more: object
+) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    tables = [list(range(group.blocks_for(capacity))) for group in layout.groups]
+    chain = HashChain("x")
+    return Request(Key(name, 1, 1), prompt, len(prompt), params, layout, chain, tables, **more)  # type: ignore[arg-type]
+
+
+def compute(step: Step) -> StepResult:
+    """A device without a memory of its own: right only where each step is applied before the next is planned."""
+    tokens = [[Token(next_token(chunk.request.token_ids))] if chunk.samples else [] for chunk in step.chunks]
+    return StepResult([ChunkResult(own) for own in tokens])
+
+
+class ToyDevice:
+    """A device with rows: it knows what the steps before have given, and accepts some of its drafts."""
+
+    def __init__(self, accept: Callable[[int], int] = lambda most: most) -> None:
+        self.contexts: dict[int, list[int]] = {}
+        self.limits: dict[int, int] = {}
+        self.blocks: dict[int, int] = {}
+        self._accept = accept
+
+    def execute(self, step: Step) -> StepResult:
+        for update in step.updates:
+            if isinstance(update, Joined):
+                self.contexts[update.row], self.limits[update.row] = list(update.token_ids), update.limit
+            self.blocks[update.row] = len(update.tables[0])
+        return StepResult([self._compute(chunk) for chunk in step.chunks])
+
+    def _compute(self, chunk: Chunk) -> ChunkResult:
+        context, limit = self.contexts[chunk.row], self.limits[chunk.row]
+        assert chunk.end <= self.blocks[chunk.row] * 16
+        if not chunk.samples:
+            assert chunk.end < len(context)
+            return ChunkResult()
+        assert chunk.start >= len(context) - 1 if chunk.follows else chunk.end == len(context)
+        most = min(chunk.length, limit - len(context)) if chunk.follows else 1
+        tokens = []
+        for _ in range(self._accept(most) if most else 0):
+            context.append(next_token(context))
+            tokens.append(Token(context[-1]))
+        return ChunkResult(tokens, max(most - 1, 0))
+
+
+def run(scheduler: Scheduler) -> list[object]:
+    events: list[object] = []
+    while step := scheduler.plan():
+        scheduler.apply(step, compute(step))
+        events += scheduler.take_events()
+    return events
