@@ -62,6 +62,14 @@ def prefill(page: memoryview, clock: Clock) -> PrefillTurns:
     return PrefillTurns(page, clock, clock.sleep)
 
 
+def leave_turn(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns, ms: float = 20) -> None:
+    """Decode computes for so long, and leaves the rest of its target to prefill, which waits for it meanwhile."""
+    decode.begin()
+    clock.pass_ms(ms)
+    prefill._may_compute(clock())
+    decode.end()
+
+
 def test_who_is_alone_never_waits(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns) -> None:
     for turns in (decode, prefill):
         for _ in range(3):
@@ -115,10 +123,7 @@ def test_decode_goes_on_when_prefill_is_done(clock: Clock, decode: DecodeTurns, 
 
 
 def test_long_steps_leave_prefill_its_share(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns) -> None:
-    decode.begin()
-    clock.pass_ms(200)
-    prefill._may_compute(clock())
-    decode.end()
+    leave_turn(clock, decode, prefill, 200)
     for ms in (30, 60, 90):  # its next operations
         clock.after(ms, prefill.begin)
     assert 99 <= clock.waited(decode.begin) <= 101
@@ -151,10 +156,7 @@ def test_the_dead_are_forgotten(page: memoryview, clock: Clock, prefill: Prefill
 def test_decode_plans_when_what_prefill_has_finished_was_handed_over(
     clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
 ) -> None:
-    decode.begin()
-    clock.pass_ms(20)
-    prefill._may_compute(clock())
-    decode.end()
+    leave_turn(clock, decode, prefill)
     assert decode.expecting() == 0
     clock.after(25, lambda: prefill.end(hands_over=True))
     clock.after(25.5, prefill.begin)  # it goes on
@@ -167,10 +169,7 @@ def test_decode_plans_when_what_prefill_has_finished_was_handed_over(
 def test_decode_waits_for_what_is_handed_over_no_longer_than_that_takes(
     clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
 ) -> None:
-    decode.begin()
-    clock.pass_ms(20)
-    prefill._may_compute(clock())
-    decode.end()
+    leave_turn(clock, decode, prefill)
     for ms in range(20, 60, 4):  # many prefill workers, and none of it comes here
         clock.after(ms, lambda: prefill.end(hands_over=True))
         clock.after(ms + 0.5, lambda: prefill._may_compute(clock()))
@@ -181,10 +180,7 @@ def test_decode_waits_for_what_is_handed_over_no_longer_than_that_takes(
 def test_decode_does_not_wait_for_a_request_while_nobody_computes(
     clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
 ) -> None:
-    decode.begin()
-    clock.pass_ms(20)
-    prefill._may_compute(clock())
-    decode.end()
+    leave_turn(clock, decode, prefill)
     clock.after(10, lambda: prefill.end(hands_over=True))
     assert 10 <= clock.waited(lambda: decode.wait(0.004)) <= 12
     assert 0.006 < decode.expecting() <= 0.008

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.prefill.main import add_prefill
 from tests.services.common.unreliable_host import UnreliableHost, start_unreliable_host
+from tests.tiny_checkpoints import SaveTiny
 
 PROMPT_VOCABULARY = 100
 PATIENCE = 20.0
@@ -243,6 +245,13 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
             await server.close(0)
 
     return start
+
+
+@pytest.fixture
+def start_llama(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> StartHost:
+    """Starts a host for a tiny Llama."""
+    save_llama()
+    return functools.partial(start_host, tmp_path)
 
 
 @pytest.fixture

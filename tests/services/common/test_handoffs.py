@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -13,25 +12,18 @@ from paceline.core.types import Key
 from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
 from paceline.services.kvtransfer.host_socket import Answer
 from tests.services.common.conftest import StartHost, prompts
-from tests.tiny_checkpoints import SaveTiny
 
 
-async def test_prefill_without_a_reservation_is_refused(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_prefill_without_a_reservation_is_refused(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         work = host.work("nobody", [5, 6])
         call = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work, host_id="host"), timeout=10)
         with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
             await call.read()
 
 
-async def test_a_prompt_s_blocks_are_decode_s_before_the_gateway_says_so(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_a_prompt_s_blocks_are_decode_s_before_the_gateway_says_so(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         expected = (await host.generate([5, 6, 7], 8)).tokens
         work = host.work("early", [5, 6, 7])
         decode = host.decode_call()
@@ -51,11 +43,8 @@ async def test_a_prompt_s_blocks_are_decode_s_before_the_gateway_says_so(
         assert tokens == expected
 
 
-async def test_only_a_prompt_for_another_host_ends_with_a_short_chunk(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path, max_batched_tokens=512) as host:
+async def test_only_a_prompt_for_another_host_ends_with_a_short_chunk(start_llama: StartHost) -> None:
+    async with start_llama(max_batched_tokens=512) as host:
         chunks: dict[str, list[int]] = {"host": [], "another": []}
         for host_id, prompt in zip(chunks, prompts(2, 1000, 1000)):
             work = host.work(host_id, prompt)
@@ -79,10 +68,9 @@ async def test_only_a_prompt_for_another_host_ends_with_a_short_chunk(
     ],
 )
 async def test_a_handoff_of_no_token_or_of_another_s_blocks_is_refused(
-    wrong: dict[str, object], start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
+    wrong: dict[str, object], start_llama: StartHost
 ) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+    async with start_llama() as host:
         before = (await host.generate([5, 6, 7], 8)).tokens
         calls = {name: host.decode_call() for name in ("theirs", "ours")}
         filled = {}
@@ -108,11 +96,8 @@ async def test_a_handoff_of_no_token_or_of_another_s_blocks_is_refused(
         assert await host.all_blocks_back()
 
 
-async def test_blocks_that_hold_more_than_the_context_are_refused(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_blocks_that_hold_more_than_the_context_are_refused(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         prompt = prompts(1, 60, 70)[0]
         before = (await host.generate(prompt, 8)).tokens
         decode = host.decode_call()
@@ -130,11 +115,8 @@ async def test_blocks_that_hold_more_than_the_context_are_refused(
         assert (await host.generate(prompt, 8)).tokens == before
 
 
-async def test_blocks_of_another_prompt_are_refused_and_get_no_name(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_blocks_of_another_prompt_are_refused_and_get_no_name(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         ours, theirs = prompts(2, 60, 60)
         decode, work, other = host.decode_call(), host.work("r", ours), host.work("r", theirs)
         await decode.write(worker_pb2.DecodeCommand(admit=work))
@@ -149,13 +131,10 @@ async def test_blocks_of_another_prompt_are_refused_and_get_no_name(
         assert (await host.generate(ours, 8)).cached_tokens == 0
 
 
-async def test_what_the_last_step_fills_is_sealed_behind_the_handoff(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
+async def test_what_the_last_step_fills_is_sealed_behind_the_handoff(start_llama: StartHost) -> None:
     """By decode, which waits for the blocks and for nothing else."""
-    save_llama()
     batches: list[list[str]] = []
-    async with start_host(tmp_path) as host:
+    async with start_llama() as host:
         serve = host.service.serve
 
         def noting(request: kvtransfer_pb2.BatchRequest) -> Answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -12,14 +11,12 @@ from paceline.core.types import Key
 from paceline.services.common.kv_answers import Hold
 from paceline.services.common.reports import count_blocks
 from tests.services.common.conftest import StartHost, prompts
-from tests.tiny_checkpoints import SaveTiny
 
 PROMPT = list(range(1, 101))
 
 
-async def test_chunks_and_the_handoff(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> None:
-    save_llama()
-    async with start_host(tmp_path, max_batched_tokens=48) as host:
+async def test_chunks_and_the_handoff(start_llama: StartHost) -> None:
+    async with start_llama(max_batched_tokens=48) as host:
         first = await host.generate(PROMPT, 20)
         assert first.chunks() == [(0, 48), (48, 26), (74, 26)]
         assert all(chunk.step_ms > 0 for report in first.reports for chunk in report.chunks)
@@ -35,30 +32,23 @@ async def test_chunks_and_the_handoff(start_host: StartHost, save_llama: SaveTin
         assert second.chunks() == [(96, 4)]
 
 
-async def test_a_prompt_of_which_all_but_the_last_token_is_cached(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_a_prompt_of_which_all_but_the_last_token_is_cached(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         await host.generate(PROMPT[:97], 2)
         for aggregated in (False, True):
             assert (await host.generate(PROMPT[:97], 2, aggregated)).chunks() == [(96, 1)]
 
 
-async def test_a_decode_worker_that_computes_the_prompt_tells_the_same(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path, max_batched_tokens=48) as host:
+async def test_a_decode_worker_that_computes_the_prompt_tells_the_same(start_llama: StartHost) -> None:
+    async with start_llama(max_batched_tokens=48) as host:
         outcome = await host.generate(PROMPT, 20, aggregated=True)
         assert outcome.chunks() == [(0, 48), (48, 26), (74, 26)]
         assert outcome.effort().steps == 20
         assert not any(report.HasField("adopted") for report in outcome.reports)
 
 
-async def test_nothing_is_told_per_token(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_nothing_is_told_per_token(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         outcome = await host.generate(PROMPT, 400)
     seconds = 1 + sum(report.HasField("effort") for report in outcome.reports)
     assert len(outcome.tokens) == 400
@@ -66,10 +56,9 @@ async def test_nothing_is_told_per_token(start_host: StartHost, save_llama: Save
     assert seconds < 100
 
 
-async def test_drafts_are_counted(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> None:
-    save_llama()
+async def test_drafts_are_counted(start_llama: StartHost) -> None:
     speculation = '{"method": "ngram", "num_speculative_tokens": 4, "adaptive": false}'
-    async with start_host(tmp_path, speculative_config=speculation) as host:
+    async with start_llama(speculative_config=speculation) as host:
         outcome = await host.generate([5, 6, 7, 8] * 10, 150)
         effort, stats = outcome.effort(), host.decode.worker.engine.stats
     assert (effort.drafts, effort.draft_tokens, effort.accepted_tokens) == (
@@ -81,12 +70,9 @@ async def test_drafts_are_counted(start_host: StartHost, save_llama: SaveTiny, t
     assert effort.steps + effort.accepted_tokens >= 149
 
 
-async def test_a_preemption_is_told_and_so_is_what_is_computed_again(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
+async def test_a_preemption_is_told_and_so_is_what_is_computed_again(start_llama: StartHost) -> None:
     # 12 KiB a block: room for two of these as they begin, not as they end
-    async with start_host(tmp_path, kv_memory=18 * 12288, max_model_len=256) as host:
+    async with start_llama(kv_memory=18 * 12288, max_model_len=256) as host:
         cases = prompts(2, 60, 60)
         outcomes = await asyncio.gather(*(host.generate(prompt, 150) for prompt in cases))
         preempted = [outcome for outcome in outcomes if outcome.effort().preemptions]

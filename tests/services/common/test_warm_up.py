@@ -34,11 +34,8 @@ async def test_a_worker_computes_a_prompt_and_decodes_before_it_serves(
         assert (await host.ledger()).cached == 0
 
 
-async def test_where_no_blocks_are_free_a_worker_serves_without_it(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_where_no_blocks_are_free_a_worker_serves_without_it(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         worker = host.decode.worker
         assert await warm_up(worker)
         assert await host.all_blocks_back()

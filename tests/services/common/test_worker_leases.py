@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -13,15 +12,19 @@ from paceline.core.types import Key
 from paceline.engine.step import NeedsBlocks
 from paceline.proto import worker_pb2
 from paceline.services.common.wire import key_from_pb
-from tests.services.common.conftest import StartHost, prompts
-from tests.tiny_checkpoints import SaveTiny
+from tests.services.common.conftest import Host, Outcome, StartHost, prompts
 
 
-async def test_a_cancelled_request_gives_its_blocks_back(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path, max_batched_tokens=16) as host:
+async def lose_leases(host: Host, running: asyncio.Task[Outcome]) -> None:
+    """The request that runs is told, and all blocks come back."""
+    host.clock.ahead = 60.0
+    with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
+        await running
+    assert await host.all_blocks_back()
+
+
+async def test_a_cancelled_request_gives_its_blocks_back(start_llama: StartHost) -> None:
+    async with start_llama(max_batched_tokens=16) as host:
         # while decoding
         await host.generate(prompts(1)[0], 3000, cancel_after=5)
         assert await host.all_blocks_back()
@@ -35,41 +38,26 @@ async def test_a_cancelled_request_gives_its_blocks_back(
         assert host.prefill.worker.admission.active == host.decode.worker.admission.active == 0
 
 
-async def test_a_request_whose_lease_ended_stops_and_touches_nothing(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path, max_batched_tokens=1) as host:
+async def test_a_request_whose_lease_ended_stops_and_touches_nothing(start_llama: StartHost) -> None:
+    async with start_llama(max_batched_tokens=1) as host:
         running = asyncio.create_task(host.generate(prompts(1, 4000, 4090)[0], 4))
         while host.prefill.worker.engine.stats.steps == 0:
             await asyncio.sleep(0.005)
-        host.clock.ahead = 60.0
-        with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
-            await running
-        assert await host.all_blocks_back()
+        await lose_leases(host, running)
         assert len((await host.generate([5, 6, 7], 5)).tokens) == 5
 
 
-async def test_a_decoding_request_whose_lease_ended_stops_when_it_asks_for_blocks(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_a_decoding_request_whose_lease_ended_stops_when_it_asks_for_blocks(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         running = asyncio.create_task(host.generate(prompts(1)[0], 3500))
         while host.decode.worker.engine.stats.sampled_tokens < 20:
             await asyncio.sleep(0.005)
-        host.clock.ahead = 60.0
-        with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
-            await running
-        assert await host.all_blocks_back()
+        await lose_leases(host, running)
         assert host.decode.worker.engine.stats.preemptions == 0
 
 
-async def test_blocks_lost_between_reservation_and_first_step_are_not_computed_in(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_blocks_lost_between_reservation_and_first_step_are_not_computed_in(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         worker = host.decode.worker
         call = host.decode_call(30)
         await call.write(worker_pb2.DecodeCommand(admit=host.work("r", [5, 6, 7], 20)))
@@ -87,11 +75,8 @@ async def test_blocks_lost_between_reservation_and_first_step_are_not_computed_i
         assert worker.engine.stats.steps == 0
 
 
-async def test_an_answer_about_blocks_of_what_no_longer_runs_is_ignored(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_an_answer_about_blocks_of_what_no_longer_runs_is_ignored(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         worker = host.decode.worker
         hold = await worker.kv.reserve(Key("r", 1, 1), [], 16, 0)
         worker._dispatch([NeedsBlocks(hold.key, 1 << 20)])  # more than there are: refused

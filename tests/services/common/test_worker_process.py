@@ -39,9 +39,8 @@ async def running(host: Host) -> asyncio.Task[object]:
     return task
 
 
-async def test_nobody_drains_an_engine_that_failed(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_nobody_drains_an_engine_that_failed(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         request = await running(host)
         draining = asyncio.create_task(host.decode.drain(600))
         while not host.decode.worker.admission.draining:
@@ -53,9 +52,8 @@ async def test_nobody_drains_an_engine_that_failed(start_host: StartHost, save_l
         await asyncio.gather(request, return_exceptions=True)
 
 
-async def test_nobody_drains_without_blocks(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_nobody_drains_without_blocks(start_llama: StartHost, tmp_path: Path) -> None:
+    async with start_llama() as host:
         call = host.decode_call()
         await call.write(worker_pb2.DecodeCommand(admit=work(tmp_path)))
         await call.read()

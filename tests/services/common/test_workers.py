@@ -80,11 +80,8 @@ async def test_pools_that_give_blocks_up_while_they_are_read(
         assert await host.all_blocks_back()
 
 
-async def test_a_worker_tells_how_many_tokens_of_prompts_it_has_not_computed(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path, max_batched_tokens=16, max_seqs=8) as host:
+async def test_a_worker_tells_how_many_tokens_of_prompts_it_has_not_computed(start_llama: StartHost) -> None:
+    async with start_llama(max_batched_tokens=16, max_seqs=8) as host:
         worker = host.prefill.worker
         most = 0
         running = asyncio.gather(*(host.generate(prompt, 4) for prompt in prompts(6, 100, 110)))
@@ -158,11 +155,8 @@ async def test_scores_of_the_prompt_agree_between_chunkings(
         assert one.logprobs[0].logprob == pytest.approx(other.logprobs[0].logprob, abs=1e-4)
 
 
-async def test_seeded_sampling_agrees_between_handoff_and_aggregation(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_seeded_sampling_agrees_between_handoff_and_aggregation(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         prompt = prompts(1)[0]
         params = {"temperature": 1.0, "seed": 99, "frequency_penalty": 0.3}
         first = await host.generate(prompt, 40, **params)
@@ -171,9 +165,8 @@ async def test_seeded_sampling_agrees_between_handoff_and_aggregation(
         assert first.tokens == second.tokens != other.tokens
 
 
-async def test_a_full_or_draining_worker_refuses(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> None:
-    save_llama()
-    async with start_host(tmp_path, max_seqs=1) as host:
+async def test_a_full_or_draining_worker_refuses(start_llama: StartHost) -> None:
+    async with start_llama(max_seqs=1) as host:
         running = asyncio.create_task(host.generate([5, 6, 7], 600))
         while host.decode.worker.admission.active == 0:
             await asyncio.sleep(0.005)
@@ -198,10 +191,7 @@ async def test_a_full_or_draining_worker_refuses(start_host: StartHost, save_lla
         ({"key": common_pb2.Key()}, "id"),
     ],
 )
-async def test_impossible_work_is_refused(
-    change: dict[str, object], said: str, start_host: StartHost, save_llama: SaveTiny, tmp_path: Path
-) -> None:
-    save_llama()
+async def test_impossible_work_is_refused(change: dict[str, object], said: str, start_llama: StartHost) -> None:
     fields = {
         "key": common_pb2.Key(request_id="r", attempt=1, generation=1),
         "token_ids": [5, 6],
@@ -211,7 +201,7 @@ async def test_impossible_work_is_refused(
     fields.update(change)
     if "token_ids" in change and "prompt_tokens" not in change:
         fields["prompt_tokens"] = len(change["token_ids"])  # type: ignore[arg-type]
-    async with start_host(tmp_path) as host:
+    async with start_llama() as host:
         call = host.decode_call(10)
         work = common_pb2.Work(model=host.model, **fields)  # type: ignore[arg-type]
         await call.write(worker_pb2.DecodeCommand(admit=work))
@@ -222,12 +212,9 @@ async def test_impossible_work_is_refused(
         assert ledger.held == ledger.in_flight == 0
 
 
-async def test_who_waits_its_turn_is_said_to_be_alive(
-    start_host: StartHost, save_llama: SaveTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_waits_its_turn_is_said_to_be_alive(start_llama: StartHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.services.common.event_stream.ALIVE_SECONDS", 0.02)
-    save_llama()
-    async with start_host(tmp_path, max_batched_tokens=16) as host:
+    async with start_llama(max_batched_tokens=16) as host:
         first = asyncio.create_task(host.generate(prompts(1, 2000, 2100)[0], 1))
         while host.prefill.worker.engine.stats.steps == 0:
             await asyncio.sleep(0.001)
@@ -236,9 +223,8 @@ async def test_who_waits_its_turn_is_said_to_be_alive(
         assert len((await first).tokens) == len(second.tokens) == 1
 
 
-async def test_newcomers_wait_for_the_preempted(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> None:
-    save_llama()
-    async with start_host(tmp_path) as host:
+async def test_newcomers_wait_for_the_preempted(start_llama: StartHost) -> None:
+    async with start_llama() as host:
         one, other = Key("one", 1, 2), Key("other", 1, 2)
         with host.decode.worker.admission.waiting_for_blocks(one) as is_first:
             with host.decode.worker.admission.waiting_for_blocks(other) as other_is_first:
