@@ -15,7 +15,7 @@ import pytest
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, ModelError
 from paceline.services.common.registry import connect, read_members
-from paceline.services.gateway.main import run
+from paceline.services.gateway.main import _listen, run
 from tests.services.gateway.conftest import PATIENCE, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT
 
@@ -24,6 +24,20 @@ async def test_a_taken_port_is_one_sentence() -> None:
     message = r"cannot listen on 127\.0\.0\.1:\d+ .* choose another port with --port"
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=message):
         await run(GatewayConfig(port=taken.getsockname()[1], model="/nowhere"))
+
+
+async def test_what_is_small_is_sent_at_once() -> None:
+    """Else the second part of an answer, or the next token, waits until the client has confirmed what came before."""
+    no_delay: asyncio.Queue[int] = asyncio.Queue()
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        no_delay.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    async with await asyncio.start_server(accept, sock=_listen("127.0.0.1", 0)) as server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        assert await no_delay.get() == 1
+        writer.close()
 
 
 @pytest.mark.parametrize(
