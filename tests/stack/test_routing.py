@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,26 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 ANSWER = 24
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> AsyncIterator[Cluster]:
-    with Cluster(tmp_path, real_model("smollm2-135m-instruct"), ONE_HOST) as running:
-        workers = [running.start_worker(role, host, host=host) for host in (0, 1) for role in ("prefill", "decode")]
-        running.start_gateway()
-        running.wait_ready(*workers)
-        await running.wait_workers(4)
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory, real_model: Callable[[str], Path]) -> Iterator[Cluster]:
+    """Of all tests, without a gateway."""
+    with Cluster(tmp_path_factory.mktemp("cluster"), real_model("smollm2-135m-instruct"), ONE_HOST) as running:
+        names = [running.start_worker(role, host, host=host) for host in (0, 1) for role in ("prefill", "decode")]
+        running.wait_ready(*names)
         yield running
+
+
+@pytest.fixture
+async def cluster(workers: Cluster) -> AsyncIterator[Cluster]:
+    """All workers, also who was stopped by a test before, and a gateway that has been told nothing yet."""
+    stopped = [name for name, process in workers.processes.items() if not process.alive]
+    for name in stopped:
+        workers.start_again(name)
+    gateway = workers.start_gateway()
+    workers.wait_ready(*stopped)
+    await workers.wait_workers(4)
+    yield workers
+    assert workers.processes.pop(gateway).stop() == 0
 
 
 class Hints:
@@ -64,7 +76,7 @@ async def hints(cluster: Cluster) -> AsyncIterator[Hints]:
     await client.aclose()
 
 
-def tokens(seed: int, count: int = 320) -> list[int]:
+def tokens(seed: str, count: int = 320) -> list[int]:
     return random.Random(seed).choices(range(1000, 30_000), k=count)
 
 
@@ -93,6 +105,12 @@ async def ask(cluster: Cluster, prompt: Sequence[int], salt: str = "") -> Answer
     return Answer(answer.json())
 
 
+async def cached_blocks(cluster: Cluster) -> dict[int, int]:
+    """Of each host, by number."""
+    hosts = (await cluster.fleet())["hosts"]
+    return {int(host["host_id"].removeprefix("host-")): host["cached"] for host in hosts}
+
+
 async def same_as_cold(cluster: Cluster, prompt: Sequence[int], answer: Answer) -> None:
     """Another tenant asks the same: nothing of it is cached, and the tokens are the same."""
     cold = await ask(cluster, prompt, salt="another tenant")
@@ -101,7 +119,8 @@ async def same_as_cold(cluster: Cluster, prompt: Sequence[int], answer: Answer) 
 
 
 async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: Hints) -> None:
-    conversations = [tokens(seed) for seed in range(4)]
+    at_first = await cached_blocks(cluster)
+    conversations = [tokens(f"conversation {number}") for number in range(4)]
     for turn in range(3):
         for number, conversation in enumerate(conversations):
             answer = await ask(cluster, conversation)
@@ -111,7 +130,7 @@ async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: H
             last = list(conversation)
             conversation += answer.token_ids
             await hints.tell_of(conversation)
-            conversation += tokens(100 * number + turn, 40)
+            conversation += tokens(f"turn {turn} of {number}", 40)
         if turn == 0:
             await hints.client.flushall()
         if turn == 1:
@@ -121,34 +140,18 @@ async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: H
             cluster.start_again("gateway")
             await cluster.wait_workers(4)
             await asyncio.sleep(2)
-    hosts = (await cluster.fleet())["hosts"]
-    assert all(host["cached"] > 0 for host in hosts)  # they have spread
+    at_last = await cached_blocks(cluster)
+    assert all(at_last[host] > at_first[host] for host in (0, 1))  # they have spread
     await same_as_cold(cluster, last, answer)
     await cluster.settled()
 
 
-async def test_a_prefix_comes_from_a_host_that_computes_no_more(cluster: Cluster, hints: Hints) -> None:
-    conversation = tokens(7)
-    answer = await ask(cluster, conversation)
-    await hints.tell_of(conversation + answer.token_ids)
-    hosts = (await cluster.fleet())["hosts"]
-    holder = next(int(host["host_id"].removeprefix("host-")) for host in hosts if host["cached"])
-    for role in ("decode", "prefill"):
-        assert cluster.processes.pop(f"{role}-{holder}").stop() == 0
-    await cluster.wait_workers(2)
-    before = len(conversation) + len(answer.token_ids) - 1
-    conversation += answer.token_ids + tokens(8, 40)
-    answer = await ask(cluster, conversation)
-    assert answer.cached == before // 16 * 16
-    await same_as_cold(cluster, conversation, answer)
-    await cluster.settled()
-
-
 async def test_a_wrong_hint_costs_a_miss(cluster: Cluster, hints: Hints) -> None:
-    answer = await ask(cluster, tokens(1))
-    await hints.tell_of(tokens(1) + answer.token_ids)
+    told = tokens("told")
+    answer = await ask(cluster, told)
+    await hints.tell_of(told + answer.token_ids)
     *_, batch = await hints.batches()
-    prompt, chain = tokens(2), HashChain(hints.layout)
+    prompt, chain = tokens("not there"), HashChain(hints.layout)
     chain.extend(prompt)
     lies = tuple(BlockEvent("stored", 0, digest) for digest in chain.hashes)
     lie = BlockBatch(batch.host_id, batch.pool, batch.first + len(batch.events), lies)
@@ -157,4 +160,21 @@ async def test_a_wrong_hint_costs_a_miss(cluster: Cluster, hints: Hints) -> None
     answer = await ask(cluster, prompt)
     assert answer.cached == 0
     await same_as_cold(cluster, prompt, answer)
+    await cluster.settled()
+
+
+async def test_a_prefix_comes_from_a_host_that_computes_no_more(cluster: Cluster, hints: Hints) -> None:
+    before = await cached_blocks(cluster)
+    conversation = tokens("moves")
+    answer = await ask(cluster, conversation)
+    await hints.tell_of(conversation + answer.token_ids)
+    (holder,) = (host for host, blocks in (await cached_blocks(cluster)).items() if blocks > before[host])
+    for role in ("decode", "prefill"):
+        assert cluster.processes[f"{role}-{holder}"].stop() == 0
+    await cluster.wait_workers(2)
+    known = len(conversation) + len(answer.token_ids) - 1
+    conversation += answer.token_ids + tokens("moved", 40)
+    answer = await ask(cluster, conversation)
+    assert answer.cached == known // 16 * 16
+    await same_as_cold(cluster, conversation, answer)
     await cluster.settled()
