@@ -85,14 +85,18 @@ class Cluster(Services):
         return [psutil.Process(process.popen.pid) for process in self.processes.values() if process.alive]
 
     async def stream(
-        self, on_token: Callable[[int], None] = lambda count: None, prompt: str = PROMPT, request_id: str = ""
+        self,
+        on_token: Callable[[int], None] = lambda count: None,
+        prompt: str = PROMPT,
+        max_tokens: int = TOKENS,
+        request_id: str = "",
     ) -> str:
         """The text of one greedy request."""
         headers = {"x-request-id": request_id} if request_id else {}
         body = {
             "model": "m",
             "prompt": prompt,
-            "max_tokens": TOKENS,
+            "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,

@@ -39,6 +39,11 @@ async def cluster(tmp_path: Path, real_model: Callable[[str], Path], transport: 
         yield running
 
 
+async def answer(cluster: Cluster, prompt: str) -> str:
+    """Of blocks that have come wrong the first few tokens tell."""
+    return await cluster.stream(prompt=prompt, max_tokens=32)
+
+
 async def transfers(cluster: Cluster) -> dict[str, float]:
     """What has come to host 1, as of its last report."""
     hosts = [each for each in (await cluster.fleet())["workers"] if each["worker_id"] == "host-1"]
@@ -47,14 +52,14 @@ async def transfers(cluster: Cluster) -> dict[str, float]:
 
 @pytest.mark.parametrize("transport", ["grpc", "ucx"], indirect=True)
 async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluster, transport: str) -> None:
-    expected = [await cluster.stream(prompt=PROMPT + end) for end in ("", " And", " But then")]
+    expected = [await answer(cluster, PROMPT + end) for end in ("", " And", " But then")]
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
     await cluster.wait_workers(2)
 
     # What decode has in its cache from before is neither computed again nor moved; of the new prompt everything is.
     new = "A new beginning. "
-    assert await cluster.stream(prompt=PROMPT) == expected[0]
-    texts = await asyncio.gather(*(cluster.stream(prompt=new + PROMPT + str(number)) for number in range(4)))
+    assert await answer(cluster, PROMPT) == expected[0]
+    texts = await asyncio.gather(*(answer(cluster, new + PROMPT + str(number)) for number in range(4)))
     await cluster.settled()
     async with asyncio.timeout(10):
         while (seen := await transfers(cluster)).get(f"transfers_{transport}", 0) < 4:
@@ -65,7 +70,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     # Without the other host decode computes them itself, and comes to the same.
     assert cluster.processes.pop("prefill-0").stop() == 0
     await cluster.wait_workers(1)
-    again = await asyncio.gather(*(cluster.stream(prompt=new + PROMPT + str(number)) for number in range(4)))
+    again = await asyncio.gather(*(answer(cluster, new + PROMPT + str(number)) for number in range(4)))
     assert again == texts
 
 
@@ -73,11 +78,11 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     ("victim", "transport"), [("kvtransfer-0", "ucx"), ("kvtransfer-1", "grpc")], indirect=["transport"]
 )
 async def test_a_death_amid_a_transfer_is_not_seen(cluster: Cluster, victim: str) -> None:
-    expected = await cluster.stream(prompt=PROMPT)
+    expected = await answer(cluster, PROMPT)
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
     await cluster.wait_workers(2)
     async with asyncio.timeout(120):
-        tasks = [asyncio.create_task(cluster.stream(prompt=f"{number} {PROMPT}")) for number in range(3)]
+        tasks = [asyncio.create_task(answer(cluster, f"{number} {PROMPT}")) for number in range(3)]
         while not any(ledger["in_flight"] for ledger in (await cluster.fleet())["hosts"]):
             await asyncio.sleep(0.02)
         cluster.processes[victim].popen.kill()
@@ -85,23 +90,23 @@ async def test_a_death_amid_a_transfer_is_not_seen(cluster: Cluster, victim: str
             cluster.processes[victim].popen.wait(10)
             cluster.start_again("kvtransfer-1")
         texts = await asyncio.gather(*tasks)
-    again = [await cluster.stream(prompt=f"{number} {PROMPT}") for number in range(3)]
+    again = [await answer(cluster, f"{number} {PROMPT}") for number in range(3)]
     assert texts == again
-    assert await cluster.stream(prompt=PROMPT) == expected
+    assert await answer(cluster, PROMPT) == expected
     await cluster.settled()
 
 
 async def test_a_host_that_stands_still_stops_nobody(cluster: Cluster) -> None:
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
     await cluster.wait_workers(2)
-    expected = await cluster.stream(prompt=PROMPT)
+    expected = await answer(cluster, PROMPT)
     # The service of host 0 stands still: its worker lives, and nothing can be read from it.
     cluster.processes["kvtransfer-0"].popen.send_signal(signal.SIGSTOP)
     try:
         async with asyncio.timeout(60):
-            assert await cluster.stream(prompt=PROMPT) == expected
-            second = await cluster.stream(prompt=f"1 {PROMPT}")
+            assert await answer(cluster, PROMPT) == expected
+            second = await answer(cluster, f"1 {PROMPT}")
     finally:
         cluster.processes["kvtransfer-0"].popen.send_signal(signal.SIGCONT)
     await cluster.settled()
-    assert await cluster.stream(prompt=f"1 {PROMPT}") == second
+    assert await answer(cluster, f"1 {PROMPT}") == second
