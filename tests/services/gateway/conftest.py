@@ -18,6 +18,7 @@ from paceline.core.config import GatewayConfig
 from paceline.core.model_folder import model_digest
 from paceline.services.common.registry import Role, connect, read_members
 from paceline.services.common.secret import Secret
+from paceline.services.gateway import block_feed, fleet
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.main import run
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -184,6 +185,14 @@ def prompt_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks every tenth of a second whether it is to end, which took longer than most of these tests."""
     quick = {**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 10)}
     monkeypatch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**quick))
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the fleet and at what hosts have: most tests would only wait for them."""
+    monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.1)
+    monkeypatch.setattr(block_feed, "_WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(block_feed, "_ASK_SECONDS", 0.2)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
-from paceline.services.gateway.fleet import REFRESH_SECONDS
+from paceline.services.gateway import fleet
 from paceline.services.gateway.fleet_worker import Fading
 from tests.services.gateway.conftest import Cluster, eventually
 
@@ -18,7 +18,7 @@ from tests.services.gateway.conftest import Cluster, eventually
 async def probed(cluster: Cluster) -> None:
     """Returns when the member has been checked several times after its heartbeat stopped."""
     await eventually(lambda: "d" not in cluster.names() or not cluster.fleet.worker("d").listed)
-    await asyncio.sleep(3 * REFRESH_SECONDS)
+    await asyncio.sleep(3 * fleet.REFRESH_SECONDS)
 
 
 async def test_members_come_and_go(cluster: Cluster) -> None:
@@ -114,7 +114,7 @@ async def test_who_refuses_us_gets_no_requests_and_is_named(cluster: Cluster, ca
     assert "decode worker stranger gets no requests: stranger refuses us" in caplog.text
     assert "--auth-token-file" in caplog.text
     # It is asked no more, however long it stays; and goes when Redis forgets it.
-    await asyncio.sleep(3 * REFRESH_SECONDS)
+    await asyncio.sleep(3 * fleet.REFRESH_SECONDS)
     assert caplog.text.count("gets no requests") == 1
     assert cluster.names() == ["d", "stranger"]
     await worker.leave_redis()
