@@ -17,7 +17,7 @@ import pytest
 from tests.stack.processes import Stack, serve
 
 REQUESTS = 12
-MAX_TOKENS = 150
+MAX_TOKENS = 120
 LEAST = {"parkings": 0, "swap_ins": REQUESTS, "stored_blocks": 0, "device_blocks": 0, "blocks_total": 0}
 """What a decode worker's counters have to exceed."""
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
@@ -72,7 +72,7 @@ async def test_tokens_are_those_of_workers_without(
         wanted = await answers(stack, bodies)
         await stack.settled()
     # For two or three contexts in a pool, and for all that are held at a time in the tier.
-    options = ("--kv-pool=device", "--kv-memory=18MiB", "--kv-tier-memory=96MiB", f"--speculative-config={DRAFTS}")
+    options = ("--kv-pool=device", "--kv-memory=12MiB", "--kv-tier-memory=96MiB", f"--speculative-config={DRAFTS}")
     with serve(tmp_path / "log", model, *options) as stack:
         assert await answers(stack, bodies) == wanted
         async with asyncio.timeout(10):  # by the next heartbeat

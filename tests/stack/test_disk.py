@@ -24,27 +24,28 @@ async def test_an_evicted_prompt_comes_back_from_the_disk(
 ) -> None:
     real_model(MODEL)
     rng = random.Random(3)
-    prompts = [[rng.randrange(100, 40_000) for _ in range(700)] for _ in range(4)]
+    prompts = [[rng.randrange(100, 40_000) for _ in range(700)] for _ in range(3)]
     memory = ["--kv-memory=24MiB"] if pool == "arena" else ["--kv-memory=32MiB", "--kv-tier-memory=24MiB"]
     options = [f"--kv-pool={pool}", *memory, "--kv-disk-size=256MiB", f"--kv-disk-dir={tmp_path}"]
     with serve(tmp_path / "log", MODEL, *options) as stack:
         first = []
         for prompt in prompts:
             first.append(complete(stack.url, prompt))
-            await written(stack, 700 // 16 * len(first))
+            await counted(stack, "disk_written_blocks", 700 // 16 * len(first))
         assert [cached for cached, _ in first] == [0] * len(prompts)
         again = [complete(stack.url, prompt) for prompt in prompts]  # one context fits into the memory, and no more
         assert [tokens for _, tokens in again] == [tokens for _, tokens in first]
         assert all(cached > 600 for cached, _ in again), again
+        await counted(stack, "disk_read_blocks", 700 // 16)  # of one prompt at least
         await stack.settled()
 
 
-async def written(stack: Stack, blocks: int) -> None:
-    """Waits until the disk has so many."""
+async def counted(stack: Stack, counter: str, blocks: int) -> None:
+    """Waits until the disk's counter is at least there."""
     async with asyncio.timeout(30):
         while True:
             (stats,) = (each["stats"] for each in stack.fleet()["workers"] if each["role"] == "kvtransfer")
-            if stats["disk_written_blocks"] >= blocks:
+            if stats[counter] >= blocks:
                 return
             await asyncio.sleep(0.1)
 
