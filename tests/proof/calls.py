@@ -28,6 +28,7 @@ def carry_out(world: World, op: Op) -> Answer:
 
 def _call(world: World, ledger: Ledger, op: Op) -> Answer:
     request = world.request(int(origin(op.key.request_id).split(".")[0]))
+    request = request.another if op.another else request
     session, key, now = op.session, op.key, world.now
     match op.kind:
         case "reserve" if is_prefix(key):
@@ -41,7 +42,7 @@ def _call(world: World, ledger: Ledger, op: Op) -> Answer:
         case "open":
             return ledger.open(session, key, now)
         case "fill":
-            return ledger.fill(session, key, request.context, now)
+            return ledger.fill(session, key, request.context, now, op.context)
         case "adopt":
             return ledger.adopt(session, key, now) if session == TRANSFER else _adopt(ledger, session, key, now)
         case "extend":

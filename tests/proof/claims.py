@@ -41,8 +41,8 @@ def _name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
     """As the worker knows it: what was sealed when it got the blocks, and what it has sealed since."""
     if slot == NO_SLOT:
         return b""
-    word = world.word(job, group, block)
-    if not world.may_write(job, group, block) and isinstance(word[1], bytes):
-        return word[1]
     known = world.hosts[job.host].ledger._pool.name(slot)
-    return b"" if known is None else known[1]
+    if known is not None:
+        return known[1]
+    word = world.word(job, group, block)
+    return word[1] if not world.may_write(job, group, block) and isinstance(word[1], bytes) else b""

@@ -26,19 +26,24 @@ def start(world: World, index: int, decoder: int, prefiller: int) -> None:
     worker.reserve(world, job, world.setup.prefix_source(index, place) if computes_here else None)
 
 
-def call_prefill(world: World, index: int) -> None:
+def call_prefill(world: World, index: int, another: bool = False) -> None:
     """The decode worker has admitted the request; the prefill worker opens its hold, or, on another host, one of its
     own."""
     asked, decode = world.asked[index], world.job(DECODE, index)
     assert decode is not None
     world.asked[index] = asked._replace(phase="prefilling")
     place = world.setup.place(asked.prefiller)
-    job = Job(PREFILL, place, world.sessions[asked.prefiller], index, decode.key, "opening")
+    job = Job(PREFILL, place, world.sessions[asked.prefiller], index, decode.key, "opening", another=another)
     if place == decode.host:
         world.send(world.put(job), "open")
     else:
         job = job._replace(phase="reserving", reserved=True)
         worker.reserve(world, job, world.setup.prefix_source(index, place))
+
+
+def call_prefill_for_another_prompt(world: World, index: int) -> None:
+    """The prefill worker is given another prompt than decode."""
+    call_prefill(world, index, another=True)
 
 
 def prefill_here(world: World, index: int) -> None:

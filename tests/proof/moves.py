@@ -184,6 +184,8 @@ def faults(world: World) -> Iterator[Move]:
     for index, asked in enumerate(world.asked):
         if asked.runs:
             yield Move(gateway.fail, (index,))
+        if world.request(index).text and asked.prefiller != gateway.NOBODY and gateway.is_admitted(world, index):
+            yield Move(gateway.call_prefill_for_another_prompt, (index,))
     busy = {job.session for job in world.jobs.values()} | world.queues.keys()
     for place, session in enumerate(world.sessions):
         if session in busy:

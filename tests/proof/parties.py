@@ -22,6 +22,10 @@ class Op(NamedTuple):
     key: Key
     published: int = 0
     """For seal: tokens at the front that need no publishing."""
+    another: bool = False
+    """Whether its sender was given another prompt than decode."""
+    context: bytes = b""
+    """For fill: names the prompt that was computed."""
 
 
 class Late(NamedTuple):
@@ -56,6 +60,10 @@ class Job(NamedTuple):
     """Whether it was preempted, and computes its context itself."""
     reserved: bool = False
     """Whether it is a prefill worker's and has reserved blocks of its own host, from where they will be fetched."""
+    another: bool = False
+    """Whether it is a prefill worker's and was given another prompt than decode."""
+    context: bytes = b""
+    """Names the prompt with which the blocks were filled that it has adopted."""
     fetch: str = ""
     """Whether its blocks come from another host: called; answered: all have come."""
 
@@ -122,6 +130,8 @@ class Named(NamedTuple):
     """Whether these are all."""
     filled_tokens: int
     """That the source's hold contains."""
+    context: bytes
+    """Names them, in the last message."""
 
 
 class Transfer(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from dataclasses import dataclass
@@ -51,6 +52,16 @@ class Request:
     @functools.cached_property
     def hashes(self) -> list[bytes]:
         return [hashlib.md5(self.text[: end + 1].encode()).digest() for end in range(len(self.text))]
+
+    @functools.cached_property
+    def name(self) -> bytes:
+        """Of the whole prompt."""
+        return hashlib.md5(f"{self.text}, {self.tail}".encode()).digest()
+
+    @functools.cached_property
+    def another(self) -> Request:
+        """As long as this one, and with another text, where it has any."""
+        return dataclasses.replace(self, text=self.text.upper())
 
 
 @dataclass(frozen=True)

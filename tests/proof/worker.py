@@ -117,7 +117,7 @@ def leave_prefix(world: World, job_id: JobId) -> None:
 def given(world: World, job: Job, answer: Answer) -> None:
     """The ledger has given it the blocks for which it waited, or refused to; the worker has not heard yet."""
     if isinstance(answer, Hold):
-        world.put(job, phase="adopting", tables=tables_of(answer))
+        world.put(job, phase="adopting", tables=tables_of(answer), context=answer.context)
         return
     if not job.lost:
         world.send(job, "release")
@@ -130,21 +130,29 @@ def hear(world: World, job_id: JobId) -> None:
     if job.cancelled or job.lost:
         world.drop(job)
         return
-    job = world.put(job, key=job.key._replace(generation=job.key.generation + 2), phase="adopted")
-    judge.check_content(world, job)
-    sealable = world.request(job.request).sealable
-    if not job.fetch and job.settled < sealable:
-        world.send(job, "seal")  # what the prefill worker has left to it
-    world.put(job, settled=sealable)
+    world.put(job, key=job.key._replace(generation=job.key.generation + 2), phase="adopted")
 
 
 def begin(world: World, job: Job) -> None:
     """It has its blocks, and the first token unless it computes that itself, too. Where the blocks were lost meanwhile,
-    it gives up."""
+    or contain another prompt, it gives up."""
     if job.lost:
         world.drop(job)
-    else:
+    elif job.alone:
         world.put(job, phase="running")
+    elif not is_filled_with_its_own(world, job):
+        world.send(job, "release")
+        world.drop(job)
+    else:
+        judge.check_content(world, job)
+        sealable = world.request(job.request).sealable
+        if not job.fetch and job.settled < sealable:
+            world.send(job, "seal")  # what the prefill worker has left to it
+        world.put(job, phase="running", settled=sealable)
+
+
+def is_filled_with_its_own(world: World, job: Job) -> bool:
+    return job.context == world.request(job.request).name
 
 
 def adopt_never(world: World, job_id: JobId) -> None:

@@ -97,6 +97,11 @@ class World:
         asked = self.asked[job.request]
         return asked.runs and job.key[:2] == (request_id(job.request, asked.life), asked.tries)
 
+    def prompt(self, job: Job) -> Request:
+        """What it was given to compute."""
+        request = self.request(job.request)
+        return request.another if job.another else request
+
     def job(self, role: str, index: int) -> Job | None:
         """The job of the request's attempt that runs now."""
         asked = self.asked[index]
@@ -110,7 +115,7 @@ class World:
 
     def word(self, job: Job, group: int, block: int) -> Word:
         """What the block of a job contains when its tokens have been computed."""
-        request, tokens = self.request(job.request), self.setup.layout.groups[group].block_tokens
+        request, tokens = self.prompt(job), self.setup.layout.groups[group].block_tokens
         end = (block + 1) * tokens
         if end <= request.sealable:
             return (group, request.hashes[end // 16 - 1])
@@ -133,7 +138,9 @@ class World:
     def send(self, job: Job, kind: str, generation: int | None = None) -> None:
         """Submits an operation behind all others of the same worker."""
         key = job.key if generation is None else job.key._replace(generation=generation)
-        op = Op(kind, job.host, job.session, key, job.settled if kind == "seal" else 0)
+        published = job.settled if kind == "seal" else 0
+        context = self.prompt(job).name if kind == "fill" else b""
+        op = Op(kind, job.host, job.session, key, published, job.another, context)
         self.queues[job.session] = (*self.queues.get(job.session, ()), op)
 
     def send_late(self, op: Op, again: bool) -> None:
