@@ -54,23 +54,25 @@ class Middle:
     """Gives each message of the sender to the receiver, who waits for it."""
 
     def __init__(self) -> None:
-        self._came: asyncio.Queue[str] = asyncio.Queue()
+        self._receiver: Callable[[pb.BatchReply], None] | None = None
+        self._instant = ""
 
-    def serve(self, request: pb.BatchRequest) -> Any:
-        """On the socket: a reply, or what gives it later."""
+    def serve(self, request: pb.BatchRequest, reply: Callable[[pb.BatchReply], None]) -> None:
         if request.session == GET:
-            return self._get()
-        self._came.put_nowait(request.operations[0].traceparent)
-        return pb.BatchReply()
-
-    async def _get(self) -> pb.BatchReply:
-        instant = await self._came.get()
-        hold = pb.Hold(tables=[pb.BlockTable(slots=range(BLOCKS), hashes=_HASHES)])
-        return pb.BatchReply(results=[pb.Result(message=instant, hold=hold)])
+            self._receiver = reply
+        else:
+            self._instant = request.operations[0].traceparent
+        if self._receiver is not None and self._instant:
+            hold = pb.Hold(tables=[pb.BlockTable(slots=range(BLOCKS), hashes=_HASHES)])
+            self._receiver(pb.BatchReply(results=[pb.Result(message=self._instant, hold=hold)]))
+            self._receiver, self._instant = None, ""
+        if request.session == PUT:
+            reply(pb.BatchReply())
 
     async def call(self, request: pb.BatchRequest, context: object) -> pb.BatchReply:
-        answer = self.serve(request)
-        return answer if isinstance(answer, pb.BatchReply) else await answer
+        answer: asyncio.Future[pb.BatchReply] = asyncio.get_running_loop().create_future()
+        self.serve(request, answer.set_result)
+        return await answer
 
     async def stream(self, requests: AsyncIterator[pb.BatchRequest], context: Any) -> None:
         async for request in requests:

@@ -40,17 +40,20 @@ def setup(service: str, level: str, log_format: LogFormat) -> None:
 
 
 @contextlib.contextmanager
-def request_span(name: str, request_id: str, carrier: Mapping[str, str] | None = None) -> Iterator[trace.Span]:
+def request_span(
+    name: str, request_id: str, carrier: Mapping[str, str] | None = None, began: int | None = None
+) -> Iterator[trace.Span]:
     """A span of one request's life in this service; log lines inside carry its ids.
 
     Args:
         carrier: headers or gRPC metadata that may hold a W3C `traceparent`; None continues the current trace.
+        began: when it did, on time.time_ns(); now where it is not given.
     """
     parent = propagate.extract(carrier) if carrier is not None else None
     token = _request_id.set(request_id)
     try:
         with _tracer.start_as_current_span(
-            name, context=parent, attributes={"paceline.request_id": request_id}
+            name, context=parent, attributes={"paceline.request_id": request_id}, start_time=began
         ) as span:
             yield span
     finally:

@@ -42,7 +42,7 @@ class Framed(asyncio.Protocol):
         on_lost: called once, when the connection has ended.
     """
 
-    def __init__(self, on_message: Callable[[bytes], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, on_message: Callable[[bytes], None], on_lost: Callable[[], None] = lambda: None) -> None:
         self._on_message = on_message
         self._on_lost = on_lost
         self._came = bytearray()

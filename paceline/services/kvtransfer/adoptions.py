@@ -1,9 +1,9 @@
-"""Decode workers that wait for their prompts: each gets its hold in the moment in which it is filled."""
+"""Decode workers that wait for their prompts: each gets its hold with the operation that fills it."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from paceline.core.errors import StaleError
 from paceline.core.types import Key
@@ -11,8 +11,23 @@ from paceline.services.kvtransfer.hold import Hold, State
 from paceline.services.kvtransfer.ledger import Ledger
 
 
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """A worker that waits for its hold."""
+
+    session: int
+    """Of the worker that reserved it."""
+    key: Key
+    """Any of the hold's generations since then."""
+    tell: Callable[[Hold | StaleError], None]
+    """Called once: with the hold, which is the worker's now, or with why it is not, or not any more, for this worker to
+    wait for."""
+    is_there: Callable[[], bool]
+    """Whether it still wants to hear; who does not gets nothing."""
+
+
 class Adoptions:
-    """Makes holds their owners' as soon as they are filled.
+    """Makes holds their owners' as soon as they are filled. Nothing is awaited in between: a handoff waits for it.
 
     Args:
         clock: that of the ledger, in seconds.
@@ -21,39 +36,40 @@ class Adoptions:
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self._waiting: dict[tuple[str, int], Waiter] = {}
         """By request and attempt."""
+
+    def wait(self, waiter: Waiter) -> None:
+        other = self._waiting.get(waiter.key[:2])
+        if other is not None and other.is_there():
+            waiter.tell(StaleError(f"hold {waiter.key} is being waited for already"))
+        else:
+            self._waiting[waiter.key[:2]] = waiter
+            self.note(waiter.key)
 
     def note(self, key: Key) -> None:
         """This hold may have been filled, or have ended."""
-        change = self._waiting.get(key[:2])
-        if change is not None and not change.done():
-            change.set_result(None)
-
-    async def run(self, session: int, key: Key) -> Hold:
-        """Waits until a hold is filled, and adopts it.
-
-        Args:
-            session: of the worker that reserved it.
-            key: any of its generations since then.
-
-        Raises:
-            StaleError: the hold is not, or not any more, this worker's; or it got it before, or waits for it already.
-        """
-        if key[:2] in self._waiting:
-            raise StaleError(f"hold {key} is being waited for already")
+        waiter = self._waiting.get(key[:2])
+        if waiter is None:
+            return
+        if not waiter.is_there():
+            del self._waiting[key[:2]]
+            return
+        outcome: Hold | StaleError | None
         try:
-            while (hold := self._own(session, key)).state is not State.FILLED:
-                change = self._waiting[key[:2]] = asyncio.get_running_loop().create_future()
-                await change
-            return self._ledger.adopt(session, hold.key, self._clock())
-        finally:
-            self._waiting.pop(key[:2], None)
+            outcome = self._adopt(waiter)
+        except StaleError as error:
+            outcome = error
+        if outcome is not None:
+            del self._waiting[key[:2]]
+            waiter.tell(outcome)
 
-    def _own(self, session: int, key: Key) -> Hold:
-        hold = self._ledger.find(key, self._clock())
-        if hold.owner != session:
-            raise StaleError(f"hold {key} belongs to another worker")
+    def _adopt(self, waiter: Waiter) -> Hold | None:
+        """None where the hold is not filled yet."""
+        now = self._clock()
+        hold = self._ledger.find(waiter.key, now)
+        if hold.owner != waiter.session:
+            raise StaleError(f"hold {waiter.key} belongs to another worker")
         if hold.state is State.ACTIVE:
-            raise StaleError(f"hold {key} was adopted already")
-        return hold
+            raise StaleError(f"hold {waiter.key} was adopted already")
+        return self._ledger.adopt(waiter.session, hold.key, now) if hold.state is State.FILLED else None

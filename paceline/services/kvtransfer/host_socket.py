@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError
 
@@ -15,8 +12,6 @@ from paceline.core.errors import PacelineError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.framed import Framed
 from paceline.services.common.unix_listener import UnixListener
-
-Answer: TypeAlias = pb.BatchReply | Coroutine[Any, Any, pb.BatchReply]
 
 log = logging.getLogger(__name__)
 
@@ -26,54 +21,41 @@ class HostSocket(UnixListener):
 
     Args:
         folder: that of the arena, which all workers of the host see.
-        serve: takes a request, in the order of a connection; returns the reply, or what gives it later. Raises
-            PacelineError for one that cannot be taken, which ends the connection.
+        serve: takes a request, in the order of a connection, and replies at once or later. Raises PacelineError for one
+            that cannot be taken, which ends the connection.
     """
 
-    def __init__(self, folder: Path, serve: Callable[[pb.BatchRequest], Answer]) -> None:
+    def __init__(self, folder: Path, serve: Callable[[pb.BatchRequest, Reply], None]) -> None:
         super().__init__(folder, lambda: _Connection(serve))
+
+
+class Reply:
+    """To one request: call it with the message."""
+
+    def __init__(self, connection: Framed, request_id: int) -> None:
+        self._connection = connection
+        self._request_id = request_id
+
+    def __call__(self, reply: pb.BatchReply) -> None:
+        """Does nothing where nobody hears it."""
+        reply.id = self._request_id
+        self._connection.send(reply)
+
+    def is_heard(self) -> bool:
+        return self._connection.is_open
 
 
 class _Connection(Framed):
     """One worker's."""
 
-    def __init__(self, serve: Callable[[pb.BatchRequest], Answer]) -> None:
-        super().__init__(self._take, self._end)
+    def __init__(self, serve: Callable[[pb.BatchRequest, Reply], None]) -> None:
+        super().__init__(self._take)
         self._serve = serve
-        self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_full = False
 
     def _take(self, message: bytes) -> None:
-        with self._ending():
-            request = pb.BatchRequest.FromString(message)
-            answer = self._serve(request)
-            if isinstance(answer, pb.BatchReply):
-                # Behind those who have waited for what this request did, and before anything else is done here.
-                self.waits = True
-                self._loop.call_soon(self._reply_now, request.id, answer)
-            else:
-                task = self._loop.create_task(self._reply_later(request.id, answer))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-
-    def _reply_now(self, request_id: int, reply: pb.BatchReply) -> None:
-        self._reply(request_id, reply)
-        self._go_on()
-
-    async def _reply_later(self, request_id: int, answer: Coroutine[Any, Any, pb.BatchReply]) -> None:
-        with self._ending():
-            self._reply(request_id, await answer)
-
-    def _reply(self, request_id: int, reply: pb.BatchReply) -> None:
-        reply.id = request_id
-        self.send(reply)
-
-    @contextlib.contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Ends the connection where a request cannot be taken."""
         try:
-            yield
+            request = pb.BatchRequest.FromString(message)
+            self._serve(request, Reply(self, request.id))
         except (PacelineError, DecodeError) as error:
             log.warning("a worker's connection is ended: %s", error)
             self.abort()
@@ -81,24 +63,15 @@ class _Connection(Framed):
             log.exception("unexpected error in a request")
             self.abort()
 
-    def _end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
     # Who does not take replies cannot ask for more of them.
 
     def pause_writing(self) -> None:
-        self._is_full = True
+        self.waits = True
         if self.transport is not None:
             self.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        self._is_full = False
+        self.waits = False
         if self.transport is not None:
             self.transport.resume_reading()
-        self._go_on()
-
-    def _go_on(self) -> None:
-        if not self._is_full:
-            self.waits = False
-            self.go_on()
+        self.go_on()

@@ -51,14 +51,18 @@ def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
 
 
 @contextlib.contextmanager
-def traced(operation: pb.Operation) -> Iterator[trace.Span | None]:
-    """Makes an operation of a traced request a span of its trace, where traces are exported."""
+def traced(operation: pb.Operation, began: int | None = None) -> Iterator[trace.Span | None]:
+    """Makes an operation of a traced request a span of its trace, where traces are exported.
+
+    Args:
+        began: on time.time_ns(); now where it is not given.
+    """
     name = operation.WhichOneof("op")
     if name is None or not operation.traceparent or not env.exports_traces():
         yield None
         return
     request_id = getattr(operation, name).key.request_id
-    with request_span(name, request_id, {"traceparent": operation.traceparent}) as span:
+    with request_span(name, request_id, {"traceparent": operation.traceparent}, began) as span:
         yield span
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,9 +23,10 @@ from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import mapped_errors
-from paceline.services.kvtransfer.hold import TRANSFER
+from paceline.services.kvtransfer.adoptions import Waiter
+from paceline.services.kvtransfer.hold import TRANSFER, Hold
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
-from paceline.services.kvtransfer.host_socket import Answer, HostSocket
+from paceline.services.kvtransfer.host_socket import HostSocket, Reply
 from paceline.services.kvtransfer.keeper import Keeper
 from paceline.services.kvtransfer.operations import adoption_to_pb, apply, changed_holds, key_of, refused, traced
 from paceline.services.kvtransfer.owners import describe_holds
@@ -72,7 +74,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     def __init__(self, options: HostOptions) -> None:
         self.sessions = Sessions(options)
         self._keeper = Keeper(self.sessions, options.clock)
-        self.socket = HostSocket(options.arena_dir, lambda request: self.serve(request))
+        self.socket = HostSocket(options.arena_dir, self.serve)
         self._options = options
         self._address = ""
 
@@ -154,32 +156,42 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 self.sessions.leave(session)
                 self._keeper.note_change()
 
-    def serve(self, request: pb.BatchRequest) -> Answer:
-        """Applies a batch in one go, or waits to adopt. Raises PacelineError where the session is over."""
+    def serve(self, request: pb.BatchRequest, reply: Reply) -> None:
+        """Applies a batch in one go, or lets its sender wait to adopt. Raises PacelineError where its session ended."""
         memory = self.sessions.check(request.session)
         if len(request.operations) > _MAX_OPERATIONS:
             raise InvalidRequestError(f"a batch may have {_MAX_OPERATIONS} operations, not {len(request.operations)}")
         if any(each.HasField("adopt") for each in request.operations):
             if len(request.operations) > 1:
                 raise InvalidRequestError("an adoption is alone in its request: it may take its time")
-            return self._adopt(memory, request.session, request.operations[0])
+            self._adopt(memory, request.session, request.operations[0], reply)
+            return
         self._keeper.note_change()
         now = self._options.clock()
         results = [apply(memory.ledger, request.session, each, now) for each in request.operations]
         for key in changed_holds(request.operations):
             memory.adoptions.note(key)
             memory.exports.note(key)
-        return pb.BatchReply(results=results)
+        reply(pb.BatchReply(results=results))
 
-    async def _adopt(self, memory: HostMemory, session: int, operation: pb.Operation) -> pb.BatchReply:
+    def _adopt(self, memory: HostMemory, session: int, operation: pb.Operation, reply: Reply) -> None:
+        began = time.time_ns()
+
+        def tell(outcome: Hold | PacelineError) -> None:
+            with traced(operation, began):
+                if isinstance(outcome, Hold):
+                    self._keeper.note_change()
+                    result = pb.Result(adoption=adoption_to_pb(outcome, memory.ledger))
+                else:
+                    result = refused(outcome)
+            reply(pb.BatchReply(results=[result]))
+
         try:
             key = key_of(operation.adopt.key)
-            with traced(operation):
-                hold = await memory.adoptions.run(session, key)
-        except PacelineError as error:
-            return pb.BatchReply(results=[refused(error)])
-        self._keeper.note_change()
-        return pb.BatchReply(results=[pb.Result(adoption=adoption_to_pb(hold, memory.ledger))])
+        except InvalidRequestError as error:
+            tell(error)
+        else:
+            memory.adoptions.wait(Waiter(session, key, tell, reply.is_heard))
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
         async with mapped_errors(context):

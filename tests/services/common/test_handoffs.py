@@ -10,7 +10,8 @@ import pytest
 
 from paceline.core.types import Key
 from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
-from paceline.services.kvtransfer.host_socket import Answer
+from paceline.services.kvtransfer.host_socket import Reply
+from paceline.services.kvtransfer.service import KVTransferService
 from tests.services.common.conftest import StartHost, prompts
 
 
@@ -131,17 +132,19 @@ async def test_blocks_of_another_prompt_are_refused_and_get_no_name(start_llama:
         assert (await host.generate(ours, 8)).cached_tokens == 0
 
 
-async def test_what_the_last_step_fills_is_sealed_behind_the_handoff(start_llama: StartHost) -> None:
+async def test_what_the_last_step_fills_is_sealed_behind_the_handoff(
+    start_llama: StartHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By decode, which waits for the blocks and for nothing else."""
     batches: list[list[str]] = []
+    serve = KVTransferService.serve
+
+    def noting(service: KVTransferService, request: kvtransfer_pb2.BatchRequest, reply: Reply) -> None:
+        batches.append([operation.WhichOneof("op") or "" for operation in request.operations])
+        serve(service, request, reply)
+
+    monkeypatch.setattr(KVTransferService, "serve", noting)
     async with start_llama() as host:
-        serve = host.service.serve
-
-        def noting(request: kvtransfer_pb2.BatchRequest) -> Answer:
-            batches.append([operation.WhichOneof("op") or "" for operation in request.operations])
-            return serve(request)
-
-        host.service.serve = noting  # type: ignore[method-assign]
         await host.generate(range(40), max_tokens=2)
         memory = host.service.sessions.memory
         assert memory is not None

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from paceline.core.errors import UnavailableError
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
@@ -17,7 +16,7 @@ from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.hold import Hold
 from paceline.services.kvtransfer.host_memory import HostOptions
-from paceline.services.kvtransfer.host_socket import Answer
+from paceline.services.kvtransfer.host_socket import Reply
 from paceline.services.kvtransfer.service import KVTransferService
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
@@ -39,26 +38,33 @@ class Unreliable(KVTransferService):
         self.forgets_results = 0
         self.pause = 0.0
 
-    def serve(self, request: pb.BatchRequest) -> Answer:
+    def serve(self, request: pb.BatchRequest, reply: Reply) -> None:
         if all(operation.HasField("renew") for operation in request.operations):
-            return super().serve(request)
-        return self._serve_later(request)
-
-    async def _serve_later(self, request: pb.BatchRequest) -> pb.BatchReply:
-        if self.loses_calls:
+            super().serve(request, reply)
+        elif self.loses_calls:
             self.loses_calls -= 1
-            await asyncio.sleep(self.pause)
-            raise UnavailableError("the line broke")
-        answer = super().serve(request)
-        reply = answer if isinstance(answer, pb.BatchReply) else await answer
-        await asyncio.sleep(self.pause)
-        if self.loses_answers:
-            self.loses_answers -= 1
-            raise UnavailableError("the line broke")
-        if self.forgets_results:
-            self.forgets_results -= 1
-            del reply.results[-1]
-        return reply
+            asyncio.get_running_loop().call_later(self.pause, reply._connection.abort)
+        else:
+            super().serve(request, _UnreliableReply(self, reply))
+
+
+class _UnreliableReply(Reply):
+    def __init__(self, service: Unreliable, reply: Reply) -> None:
+        super().__init__(reply._connection, reply._request_id)
+        self._service = service
+
+    def __call__(self, reply: pb.BatchReply) -> None:
+        asyncio.get_running_loop().call_later(self._service.pause, self._give, reply)
+
+    def _give(self, reply: pb.BatchReply) -> None:
+        if self._service.loses_answers:
+            self._service.loses_answers -= 1
+            self._connection.abort()
+        elif self._service.forgets_results:
+            self._service.forgets_results -= 1
+            super().__call__(pb.BatchReply(results=reply.results[:-1]))
+        else:
+            super().__call__(reply)
 
 
 class UnreliableHost:

@@ -57,10 +57,12 @@ async def test_who_waits_gets_the_blocks_when_they_are_filled(host: Host) -> Non
 async def test_who_gave_up_waiting_has_changed_nothing(host: Host) -> None:
     decode, prefill, opened = await begin(host)
     adopting = await waiting(host, decode)
+    memory = host.service.sessions.memory
+    assert memory is not None
+    (waiter,) = memory.adoptions._waiting.values()
     adopting.cancel()
-    assert host.service.sessions.memory is not None
     async with asyncio.timeout(5):
-        while host.service.sessions.memory.adoptions._waiting:
+        while waiter.is_there():
             await asyncio.sleep(0.001)
     await prefill.do(fill(opened))
     assert await host.counts() == (4, 0, 4, 0)

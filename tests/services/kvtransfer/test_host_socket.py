@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError, PacelineError, UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.framed import HostConnection
 from paceline.services.common.unix_listener import remove_stale_sockets
-from paceline.services.kvtransfer.host_socket import HostSocket
+from paceline.services.kvtransfer.host_socket import HostSocket, Reply
 
 REFUSED, BROKEN, SLOW, BIG = 1, 2, 3, 4
 """Sessions."""
@@ -27,24 +27,18 @@ class Served(HostSocket):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, self._take)
         self.taken = 0
-        self.given_up = asyncio.Event()
+        self.slow: list[Reply] = []
 
-    def _take(self, request: pb.BatchRequest) -> pb.BatchReply | Coroutine[None, None, pb.BatchReply]:
+    def _take(self, request: pb.BatchRequest, reply: Reply) -> None:
         self.taken += 1
         if request.session == REFUSED:
             raise PacelineError("no such session")
         if request.session == BROKEN:
             raise RuntimeError("a bug")
         if request.session == SLOW:
-            return self._wait()
-        return pb.BatchReply(results=[pb.Result(message="x" * 60_000)] if request.session == BIG else [])
-
-    async def _wait(self) -> pb.BatchReply:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            self.given_up.set()
-        raise AssertionError
+            self.slow.append(reply)
+        else:
+            reply(pb.BatchReply(results=[pb.Result(message="x" * 60_000)] if request.session == BIG else []))
 
 
 @pytest.fixture
@@ -90,15 +84,20 @@ async def test_what_cannot_be_taken_ends_its_connection_and_no_other(served: Ser
     other.close()
 
 
-async def test_what_takes_its_time_holds_nobody_up_and_ends_with_its_connection(served: Served) -> None:
+async def test_what_takes_its_time_holds_nobody_up_and_is_heard_while_its_connection_lasts(served: Served) -> None:
     connection = await HostConnection.connect(str(served.path))
-    slow = asyncio.create_task(connection.call(pb.BatchRequest(session=SLOW)))
+    slow = [asyncio.create_task(connection.call(pb.BatchRequest(session=SLOW))) for _ in range(2)]
     await connection.call(pb.BatchRequest())
+    served.slow[0](pb.BatchReply(results=[pb.Result(message="late")]))
+    assert (await slow[0]).results[0].message == "late"
+    assert served.slow[1].is_heard()
     connection.close()
     async with asyncio.timeout(10):
-        await served.given_up.wait()
+        while served.slow[1].is_heard():
+            await asyncio.sleep(0.001)
         with pytest.raises(UnavailableError):
-            await slow
+            await slow[1]
+    served.slow[1](pb.BatchReply())
 
 
 async def test_who_takes_no_replies_is_not_served_any_more(served: Served) -> None:
@@ -128,7 +127,7 @@ async def test_what_a_killed_service_left_is_removed_and_nothing_else(served: Se
 
 async def test_a_folder_that_is_not_there_names_the_flag(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--arena-dir"):
-        await HostSocket(tmp_path / "absent", lambda request: pb.BatchReply()).start()
+        await HostSocket(tmp_path / "absent", lambda request, reply: None).start()
 
 
 async def test_a_folder_may_have_a_long_name(tmp_path: Path) -> None:
