@@ -69,8 +69,8 @@ class Results:
         events += self._settle_blocks(request, tells=not hands_over or request.has_readers)
         events += sampled
         if hands_over:
-            context = request.chain.digest(request.token_ids, request.joined_len)
-            filled = Filled(request.key, request.joined_len, context)
+            context_hash = request.chain.digest(request.token_ids, request.joined_len)
+            filled = Filled(request.key, request.joined_len, context_hash)
             events += self._residency.tell(request, [filled], whole=True)
         if result.failure:
             events.append(Failed(request.key, result.failure))

@@ -145,7 +145,7 @@ class Filled:
 
     key: Key
     length: int
-    context: bytes
+    context_hash: bytes
     """Names these tokens."""
 
 

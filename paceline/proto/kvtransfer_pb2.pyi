@@ -401,10 +401,10 @@ class Adoption(_message.Message):
     FILLED_TOKENS_FIELD_NUMBER: _builtins.int
     TRIMMED_BLOCKS_FIELD_NUMBER: _builtins.int
     SEALED_BLOCKS_FIELD_NUMBER: _builtins.int
-    CONTEXT_FIELD_NUMBER: _builtins.int
+    CONTEXT_HASH_FIELD_NUMBER: _builtins.int
     filled_tokens: _builtins.int
     """Tokens at the front whose KV is in the blocks."""
-    context: _builtins.bytes
+    context_hash: _builtins.bytes
     """What the writer has called these tokens."""
     @_builtins.property
     def key(self) -> _common_pb2.Key:
@@ -425,11 +425,11 @@ class Adoption(_message.Message):
         filled_tokens: _builtins.int = ...,
         trimmed_blocks: _abc.Iterable[_builtins.int] | None = ...,
         sealed_blocks: _abc.Iterable[_builtins.int] | None = ...,
-        context: _builtins.bytes = ...,
+        context_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "filled_tokens", b"filled_tokens", "key", b"key", "sealed_blocks", b"sealed_blocks", "trimmed_blocks", b"trimmed_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_hash", b"context_hash", "filled_tokens", b"filled_tokens", "key", b"key", "sealed_blocks", b"sealed_blocks", "trimmed_blocks", b"trimmed_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,8 +442,11 @@ class Hold(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     FILLED_TOKENS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    CONTEXT_HASH_FIELD_NUMBER: _builtins.int
     filled_tokens: _builtins.int
     """Tokens at the front whose KV is already in the blocks."""
+    context_hash: _builtins.bytes
+    """Names these tokens, as in Fill."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     @_builtins.property
@@ -458,10 +461,11 @@ class Hold(_message.Message):
         key: _common_pb2.Key | None = ...,
         filled_tokens: _builtins.int = ...,
         tables: _abc.Iterable[Global___BlockTable] | None = ...,
+        context_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filled_tokens", b"filled_tokens", "key", b"key", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_hash", b"context_hash", "filled_tokens", b"filled_tokens", "key", b"key", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,9 +602,9 @@ class Fill(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     FILLED_TOKENS_FIELD_NUMBER: _builtins.int
-    CONTEXT_FIELD_NUMBER: _builtins.int
+    CONTEXT_HASH_FIELD_NUMBER: _builtins.int
     filled_tokens: _builtins.int
-    context: _builtins.bytes
+    context_hash: _builtins.bytes
     """Names these tokens, as a hash of Seal does, but for any number of them."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
@@ -609,11 +613,11 @@ class Fill(_message.Message):
         *,
         key: _common_pb2.Key | None = ...,
         filled_tokens: _builtins.int = ...,
-        context: _builtins.bytes = ...,
+        context_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "filled_tokens", b"filled_tokens", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_hash", b"context_hash", "filled_tokens", b"filled_tokens", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -984,10 +988,10 @@ class Exported(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     FILLED_TOKENS_FIELD_NUMBER: _builtins.int
-    CONTEXT_FIELD_NUMBER: _builtins.int
+    CONTEXT_HASH_FIELD_NUMBER: _builtins.int
     filled_tokens: _builtins.int
     """In the last message: the context is computed up to here, and no block is left to be named."""
-    context: _builtins.bytes
+    context_hash: _builtins.bytes
     """In the last one, too: as in Fill."""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExportedBlock]: ...
@@ -996,11 +1000,11 @@ class Exported(_message.Message):
         *,
         blocks: _abc.Iterable[Global___ExportedBlock] | None = ...,
         filled_tokens: _builtins.int | None = ...,
-        context: _builtins.bytes = ...,
+        context_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_filled_tokens", b"_filled_tokens", "filled_tokens", b"filled_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filled_tokens", b"_filled_tokens", "blocks", b"blocks", "context", b"context", "filled_tokens", b"filled_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filled_tokens", b"_filled_tokens", "blocks", b"blocks", "context_hash", b"context_hash", "filled_tokens", b"filled_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__filled_tokens: _TypeAlias = _typing.Literal["filled_tokens"]  # noqa: Y015
     _WhichOneofArgType__filled_tokens: _TypeAlias = _typing.Literal["_filled_tokens", b"_filled_tokens"]  # noqa: Y015

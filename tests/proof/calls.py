@@ -42,7 +42,7 @@ def _call(world: World, ledger: Ledger, op: Op) -> Answer:
         case "open":
             return ledger.open(session, key, now)
         case "fill":
-            return ledger.fill(session, key, request.context, now, op.context)
+            return ledger.fill(session, key, request.context, now, op.context_hash)
         case "adopt":
             return ledger.adopt(session, key, now) if session == TRANSFER else _adopt(ledger, session, key, now)
         case "extend":

@@ -114,7 +114,7 @@ class _Encoder:
 
     def _job(self, job: Job) -> object:
         tables = self._tables(job.host, job.tables)
-        flags = (job.cancelled, job.lost, job.grown, job.alone, job.another, job.context, job.fetch)
+        flags = (job.cancelled, job.lost, job.grown, job.alone, job.another, job.context_hash, job.fetch)
         name = (*self._name(job.key), job.key.generation)
         return (job.role, job.host, self._session(job.session), name, job.phase, tables, job.settled, flags)
 
@@ -153,7 +153,7 @@ class _Encoder:
         name = (*self._name(hold.key), hold.key.generation, hold.first_generation)
         # A draining hold that waits for a word of its writer differs from one whose grace runs.
         ending = (hold.deadline <= self._world.now, hold.state is State.DRAINING and hold.deadline < math.inf)
-        rest = (hold.state.value, hold.token_count, hold.filled_tokens, hold.context, *ending)
+        rest = (hold.state.value, hold.token_count, hold.filled_tokens, hold.context_hash, *ending)
         tables = [[self._block(host, hold, slot) for slot in table] for table in hold.tables]
         return (name, owner, writer, rest, tables)
 
@@ -178,4 +178,4 @@ class _Encoder:
     def _op(self, op: Op) -> list[object]:
         ended = self._world.hosts[op.host].ledger._book._ended.get(op.key[:2], -1)
         name = (op.host, *self._name(op.key), op.key.generation)
-        return [self._session(op.session), op.kind, name, op.published, op.another, op.context, ended]
+        return [self._session(op.session), op.kind, name, op.published, op.another, op.context_hash, ended]

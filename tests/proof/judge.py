@@ -107,7 +107,7 @@ def _check_block(slot: int, key: Key, session: int, holders: list[Hold], writes:
 
 
 def check_content(world: World, job: Job) -> None:
-    """What was adopted is exactly what the prefill of this very attempt wrote, or what was published under its hash."""
+    """What was computed or adopted is what this very attempt's prefill wrote, or was published under its hash."""
     context, memory = world.request(job.request).context, world.hosts[job.host].memory
     for number, block, slot in blocks_of(job.tables):
         group = world.setup.layout.groups[number]

@@ -105,14 +105,19 @@ def without_idempotent_release(patch: Patch) -> None:
 def without_idempotent_fill(patch: Patch) -> None:
     """A prompt that is declared complete twice is handed over twice."""
 
-    def fill(ledger: Ledger, session: int, key: Key, filled_tokens: int, now: float, context: bytes) -> Hold:
+    def fill(ledger: Ledger, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes) -> Hold:
         ledger._book.drained(session, key, now)
         hold = ledger._book._live.get(key[:2])
         if hold is None:
-            return original(ledger, session, key, filled_tokens, now, context)
+            return original(ledger, session, key, filled_tokens, now, context_hash)
         if not hold.in_flight:
             ledger._pool.enter_flight(hold.slots())
-        hold.state, hold.writer, hold.filled_tokens, hold.context = State.FILLED, NOBODY, filled_tokens, context
+        hold.state, hold.writer, hold.filled_tokens, hold.context_hash = (
+            State.FILLED,
+            NOBODY,
+            filled_tokens,
+            context_hash,
+        )
         return hold
 
     original = Ledger.fill
@@ -143,6 +148,11 @@ def without_truth_about_contents(patch: Patch) -> None:
 def without_a_look_at_what_was_computed(patch: Patch) -> None:
     """Decode goes on with any prompt's blocks that were filled under its key."""
     patch.setattr(worker, "is_filled_with_its_own", lambda world, job: True)
+
+
+def without_a_look_at_what_is_cached(patch: Patch) -> None:
+    """A prefill worker goes on behind whatever is in the blocks that decode has reserved."""
+    patch.setattr(worker, "goes_on_with_its_own", lambda world, job, opened: True)
 
 
 def without_digests(patch: Patch) -> None:

@@ -24,7 +24,7 @@ class Op(NamedTuple):
     """For seal: tokens at the front that need no publishing."""
     another: bool = False
     """Whether its sender was given another prompt than decode."""
-    context: bytes = b""
+    context_hash: bytes = b""
     """For fill: names the prompt that was computed."""
 
 
@@ -62,7 +62,7 @@ class Job(NamedTuple):
     """Whether it is a prefill worker's and has reserved blocks of its own host, from where they will be fetched."""
     another: bool = False
     """Whether it is a prefill worker's and was given another prompt than decode."""
-    context: bytes = b""
+    context_hash: bytes = b""
     """Names the prompt with which the blocks were filled that it has adopted."""
     fetch: str = ""
     """Whether its blocks come from another host: called; answered: all have come."""
@@ -130,7 +130,7 @@ class Named(NamedTuple):
     """Whether these are all."""
     filled_tokens: int
     """That the source's hold contains."""
-    context: bytes
+    context_hash: bytes
     """Names them, in the last message."""
 
 

@@ -165,6 +165,13 @@ def test_the_explorer_finds_blocks_of_another_prompt(monkeypatch: Patch) -> None
         Explorer(wrong).run()
 
 
+def test_the_explorer_finds_a_prompt_behind_another_one_s_cached_blocks(monkeypatch: Patch) -> None:
+    mutations.without_a_look_at_what_is_cached(monkeypatch)
+    wrong = dataclasses.replace(SETUPS["one"], cached=((0, "a"),), faults=1, kind="call_prefill_for_another_prompt")
+    with found("contains"):
+        Explorer(wrong).run()
+
+
 def test_the_explorer_finds_a_protocol_without_generations(monkeypatch: Patch) -> None:
     mutations.without_generation_fence(monkeypatch)
     with found():

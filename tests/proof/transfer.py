@@ -71,7 +71,7 @@ def read(world: World, name: Id) -> None:
     """Reads the blocks of one message and publishes those that have a name. With the last ones the hold is complete."""
     transfer = world.transfers[name]
     here, there = world.hosts[transfer.here], world.hosts[transfer.there]
-    (blocks, last, filled_tokens, context), *stream = transfer.stream
+    (blocks, last, filled_tokens, context_hash), *stream = transfer.stream
     groups = world.setup.layout.groups
     arrivals = Arrivals(groups, transfer)  # type: ignore[arg-type]
     arrivals._come = [{block for of, block in transfer.come if of == g} for g in range(len(transfer.tables))]
@@ -99,7 +99,7 @@ def read(world: World, name: Id) -> None:
     elif last:
         if any(group.shape.window for group in world.setup.layout.groups):
             do(world, "trim", transfer.here, transfer.key)  # what no query sees has not come
-        if isinstance(do(world, "fill", transfer.here, transfer.key, context), Hold):
+        if isinstance(do(world, "fill", transfer.here, transfer.key, context_hash), Hold):
             put(world, transfer, reader="filled")
         else:
             stop_reading(world, name)
@@ -162,7 +162,7 @@ def tell(world: World, name: Id) -> None:
     assert hold is not None
     blocks, named = complete(world, transfer, hold)
     last = transfer.adopted is not None
-    message = Named(blocks, last, hold.filled_tokens if last else 0, hold.context if last else b"")
+    message = Named(blocks, last, hold.filled_tokens if last else 0, hold.context_hash if last else b"")
     put(world, transfer, stream=(*transfer.stream, message), named=named, named_all=message.last)
 
 
@@ -211,5 +211,5 @@ def complete(world: World, transfer: Transfer, hold: Hold) -> tuple[tuple[Block,
     return tuple(blocks), tuple(cursor._next)
 
 
-def do(world: World, kind: str, host: int, key: Key, context: bytes = b"") -> Answer:
-    return carry_out(world, Op(kind, host, TRANSFER, key, context=context))
+def do(world: World, kind: str, host: int, key: Key, context_hash: bytes = b"") -> Answer:
+    return carry_out(world, Op(kind, host, TRANSFER, key, context_hash=context_hash))

@@ -52,7 +52,7 @@ def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
 
 
 def _open_answered(world: World, job: Job, answer: Answer) -> None:
-    if isinstance(answer, Hold) and not job.cancelled:
+    if isinstance(answer, Hold) and not job.cancelled and goes_on_with_its_own(world, job, answer):
         world.put(job, key=answer.key, phase="writing", tables=tables_of(answer), settled=answer.filled_tokens)
         if job.reserved and world.is_current(job):
             world.asked[job.request] = world.asked[job.request]._replace(opened=answer.key)
@@ -62,6 +62,11 @@ def _open_answered(world: World, job: Job, answer: Answer) -> None:
     if job.reserved:
         world.send(job, "release")
     world.drop(job)
+
+
+def goes_on_with_its_own(world: World, job: Job, opened: Hold) -> bool:
+    """Whether what is cached in the blocks belongs to the prompt that a prefill worker was given."""
+    return not opened.filled_tokens or opened.context_hash == world.prompt(job).hashes[opened.filled_tokens // 16 - 1]
 
 
 def _fill_answered(world: World, job: Job, answer: Answer) -> None:
@@ -117,7 +122,7 @@ def leave_prefix(world: World, job_id: JobId) -> None:
 def given(world: World, job: Job, answer: Answer) -> None:
     """The ledger has given it the blocks for which it waited, or refused to; the worker has not heard yet."""
     if isinstance(answer, Hold):
-        world.put(job, phase="adopting", tables=tables_of(answer), context=answer.context)
+        world.put(job, phase="adopting", tables=tables_of(answer), context_hash=answer.context_hash)
         return
     if not job.lost:
         world.send(job, "release")
@@ -152,7 +157,7 @@ def begin(world: World, job: Job) -> None:
 
 
 def is_filled_with_its_own(world: World, job: Job) -> bool:
-    return job.context == world.request(job.request).name
+    return job.context_hash == world.request(job.request).name
 
 
 def adopt_never(world: World, job_id: JobId) -> None:
@@ -176,6 +181,7 @@ def compute(world: World, job_id: JobId) -> None:
     """
     job = world.jobs[job_id]
     world.write(job)
+    judge.check_content(world, job)
     request = world.request(job.request)
     if job.settled < request.sealable and (job.reserved or request.one_token):
         world.send(job, "seal")  # for readers of another host, or for good: others seal what they get

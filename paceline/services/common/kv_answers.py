@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.core.errors import BusyError, PacelineError, StaleError
+from paceline.core.errors import BusyError, PacelineError, StaleError, UnavailableError
+from paceline.core.hashing import HashChain
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_from_pb
@@ -20,6 +21,14 @@ class Hold:
     filled_tokens: int
     """Tokens at the front whose KV is in the blocks."""
     tables: list[list[int]]
+    context_hash: bytes = b""
+    """What the cache, or the prefill worker that has filled the blocks, calls these tokens."""
+
+    def check_context(self, chain: HashChain, token_ids: Sequence[int]) -> None:
+        """Raises UnavailableError where they are not the front of `token_ids`."""
+        length = self.filled_tokens
+        if length and (length > len(token_ids) or self.context_hash != chain.digest(token_ids, length)):
+            raise UnavailableError(f"{self.key} has blocks of another context")
 
 
 class Adopted(NamedTuple):
@@ -28,8 +37,6 @@ class Adopted(NamedTuple):
     hold: Hold
     sealed_blocks: Sequence[int]
     """For each group: so many blocks at the front are sealed, or given back."""
-    context: bytes
-    """What the prefill worker has called the tokens that it has filled the blocks with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +61,5 @@ def checked(result: pb.Result) -> pb.Result:
 
 
 def hold_from_pb(hold: pb.Hold) -> Hold:
-    return Hold(key_from_pb(hold.key), hold.filled_tokens, [list(table.slots) for table in hold.tables])
+    tables = [list(table.slots) for table in hold.tables]
+    return Hold(key_from_pb(hold.key), hold.filled_tokens, tables, hold.context_hash)

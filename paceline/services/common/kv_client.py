@@ -100,16 +100,16 @@ class KVClient:
         """Becomes the writer of what another worker reserved."""
         return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), _next(key))
 
-    def fill(self, key: Key, filled_tokens: int, context: bytes, traceparent: str = "") -> asyncio.Future[None]:
+    def fill(self, key: Key, filled_tokens: int, context_hash: bytes, traceparent: str = "") -> asyncio.Future[None]:
         """Ends writing; the one who reserved the blocks gets them. What is returned is done when it does.
 
         Args:
-            context: names these tokens (`HashChain.digest`).
+            context_hash: names these tokens (`HashChain.digest`).
             traceparent: of the request, where it is traced.
         """
         self._holds.let_go(key)  # before: a renewal behind it would be refused and taken for a loss
         self._holds.blocks.give_back(key)
-        fill = pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens, context=context)
+        fill = pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens, context_hash=context_hash)
         filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def answer(done: asyncio.Future[pb.Result]) -> None:
@@ -135,7 +135,7 @@ class KVClient:
         if not self.holds(key):
             raise StaleError(f"the blocks of {key} were lost while they changed hands")
         adopted, tables = self._holds.adopt(key, adoption)
-        return Adopted(Hold(adopted, adoption.filled_tokens, tables), adoption.sealed_blocks, adoption.context)
+        return Adopted(Hold(adopted, adoption.filled_tokens, tables, adoption.context_hash), adoption.sealed_blocks)
 
     async def fetch(self, key: Key, source: str, source_key: Key) -> Fetched:
         """Brings over what another host computes.

@@ -202,17 +202,19 @@ class Worker:
     ) -> Request:
         """The engine's view of `work` in the blocks of `hold`; token_ids is the context as it is now.
 
-        Raises InvalidRequestError where the blocks are of another context.
+        Raises InvalidRequestError where the blocks hold more than this context, UnavailableError where another one.
         """
         if not hold.filled_tokens < len(token_ids):
             raise InvalidRequestError(f"the blocks hold {hold.filled_tokens} tokens, the context has {len(token_ids)}")
+        chain = self.hash_chain(work)
+        hold.check_context(chain, token_ids)  # or it would go on behind what is cached of another, and publish that
         return Request(
             key=hold.key,
             token_ids=token_ids,
             prompt_len=work.prompt_tokens,
             sampling=sampling_from_pb(work.sampling),
             layout=self.layout,
-            chain=self.hash_chain(work),
+            chain=chain,
             tables=hold.tables,
             computed_len=hold.filled_tokens,
             only_first_token=only_first_token,
@@ -294,7 +296,7 @@ class Worker:
             error = done.exception()
             stream.put(error if isinstance(error, PacelineError) else filled)
 
-        self.kv.fill(filled.key, filled.length, filled.context, stream.traceparent).add_done_callback(tell)
+        self.kv.fill(filled.key, filled.length, filled.context_hash, stream.traceparent).add_done_callback(tell)
 
     def _tell(self, key: Key, event: RequestEvent | PacelineError) -> None:
         if stream := self._streams.get(key):

@@ -176,8 +176,9 @@ class _Attempt:
         except TimeoutError:
             raise UnavailableError(f"kvtransfer did not give {self._key} away in {ADOPT_SECONDS:g} s") from None
         layout, hold = self._worker.layout, adopted.hold
-        if adopted.context != self._chain.digest(self._token_ids, hold.filled_tokens):
-            raise UnavailableError(f"{hold.key} was filled with the blocks of another context")
+        if hold.filled_tokens != len(self._token_ids):
+            raise UnavailableError(f"{hold.key} has {hold.filled_tokens} tokens, not {len(self._token_ids)}")
+        hold.check_context(self._chain, self._token_ids)
         names = [block_hashes(group, self._chain.hashes, hold.filled_tokens) for group in layout.groups]
         self._worker.kv.seal_adopted(adopted, names)
         blocks = count_blocks(layout, hold, len(self._token_ids))

@@ -86,7 +86,7 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        message = f"the body is larger than {self._max_bytes} bytes; see --max-body-bytes"
+        message = f"the body is larger than {self._max_bytes} bytes, the --max-body-bytes of the gateway"
         announced = Headers(scope=scope).get("content-length", "0")
         if not announced.isdecimal() or int(announced) > self._max_bytes:
             await ApiError(413, message).response()(scope, receive, send)

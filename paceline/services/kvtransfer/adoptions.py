@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.core.errors import StaleError
+from paceline.core.errors import PacelineError, StaleError
 from paceline.core.types import Key
 from paceline.services.kvtransfer.hold import Hold, State
 from paceline.services.kvtransfer.ledger import Ledger
@@ -19,15 +19,14 @@ class Waiter:
     """Of the worker that reserved it."""
     key: Key
     """Any of the hold's generations since then."""
-    tell: Callable[[Hold | StaleError], None]
-    """Called once: with the hold, which is the worker's now, or with why it is not, or not any more, for this worker to
-    wait for."""
-    is_there: Callable[[], bool]
-    """Whether it still wants to hear; who does not gets nothing."""
+    tell: Callable[[Hold | PacelineError], None]
+    """Called once, with the adopted hold or the reason why there is none."""
+    is_heard: Callable[[], bool]
+    """Whether it still listens; where not, it gets nothing."""
 
 
 class Adoptions:
-    """Makes holds their owners' as soon as they are filled. Nothing is awaited in between: a handoff waits for it.
+    """Makes holds their owners' as soon as they are filled. No task stands in between, which a handoff would wait for.
 
     Args:
         clock: that of the ledger, in seconds.
@@ -40,8 +39,8 @@ class Adoptions:
         """By request and attempt."""
 
     def wait(self, waiter: Waiter) -> None:
-        other = self._waiting.get(waiter.key[:2])
-        if other is not None and other.is_there():
+        self.note(waiter.key)  # who waits already may be gone, or wait for what has ended
+        if waiter.key[:2] in self._waiting:
             waiter.tell(StaleError(f"hold {waiter.key} is being waited for already"))
         else:
             self._waiting[waiter.key[:2]] = waiter
@@ -49,27 +48,24 @@ class Adoptions:
 
     def note(self, key: Key) -> None:
         """This hold may have been filled, or have ended."""
-        waiter = self._waiting.get(key[:2])
-        if waiter is None:
+        waiter = self._waiting.pop(key[:2], None)
+        if waiter is None or not waiter.is_heard():
             return
-        if not waiter.is_there():
-            del self._waiting[key[:2]]
-            return
-        outcome: Hold | StaleError | None
+        outcome: Hold | PacelineError
         try:
-            outcome = self._adopt(waiter)
-        except StaleError as error:
+            hold = self._own(waiter)
+            if hold.state is not State.FILLED:
+                self._waiting[key[:2]] = waiter  # it waits on
+                return
+            outcome = self._ledger.adopt(waiter.session, hold.key, self._clock())
+        except PacelineError as error:
             outcome = error
-        if outcome is not None:
-            del self._waiting[key[:2]]
-            waiter.tell(outcome)
+        waiter.tell(outcome)
 
-    def _adopt(self, waiter: Waiter) -> Hold | None:
-        """None where the hold is not filled yet."""
-        now = self._clock()
-        hold = self._ledger.find(waiter.key, now)
+    def _own(self, waiter: Waiter) -> Hold:
+        hold = self._ledger.find(waiter.key, self._clock())
         if hold.owner != waiter.session:
             raise StaleError(f"hold {waiter.key} belongs to another worker")
         if hold.state is State.ACTIVE:
             raise StaleError(f"hold {waiter.key} was adopted already")
-        return self._ledger.adopt(waiter.session, hold.key, now) if hold.state is State.FILLED else None
+        return hold

@@ -168,7 +168,7 @@ class Exports:
                 block.digest = digest_of(self._memory.slot(block.slot))
             exported = pb.Exported(blocks=part)
             if last and not found:
-                exported.filled_tokens, exported.context = hold.filled_tokens, hold.context
+                exported.filled_tokens, exported.context_hash = hold.filled_tokens, hold.context_hash
             await write(pb.ExportEvent(exported=exported))
             if not found:
                 return

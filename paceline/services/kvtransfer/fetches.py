@@ -110,7 +110,7 @@ class Fetches:
                 call = pb_grpc.KVTransferStub(channel).Export(request)
                 reply, last = await self._bring(hold, call, source)
             self._trim(hold, last.filled_tokens)
-            self._ledger.fill(TRANSFER, hold.key, last.filled_tokens, self._clock(), last.context)
+            self._ledger.fill(TRANSFER, hold.key, last.filled_tokens, self._clock(), last.context_hash)
         except BaseException as error:
             with contextlib.suppress(PacelineError):
                 self._ledger.release(TRANSFER, hold.key, self._clock())

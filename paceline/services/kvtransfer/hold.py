@@ -65,8 +65,8 @@ class Hold:
     deadline: float
     priority: int = 0
     """Of the request; a lower one is more urgent."""
-    context: bytes = b""
-    """What its writer called the tokens that it has filled it with."""
+    context_hash: bytes = b""
+    """Names the tokens whose KV is in it: as the cache did, or as the writer does that has filled it."""
 
     @property
     def in_flight(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -29,20 +31,20 @@ class HostSocket(UnixListener):
         super().__init__(folder, lambda: _Connection(serve))
 
 
+@dataclass(frozen=True, slots=True)
 class Reply:
     """To one request: call it with the message."""
 
-    def __init__(self, connection: Framed, request_id: int) -> None:
-        self._connection = connection
-        self._request_id = request_id
+    connection: Framed
+    request_id: int
 
     def __call__(self, reply: pb.BatchReply) -> None:
         """Does nothing where nobody hears it."""
-        reply.id = self._request_id
-        self._connection.send(reply)
+        reply.id = self.request_id
+        self.connection.send(reply)
 
     def is_heard(self) -> bool:
-        return self._connection.is_open
+        return self.connection.is_open
 
 
 class _Connection(Framed):
@@ -51,6 +53,8 @@ class _Connection(Framed):
     def __init__(self, serve: Callable[[pb.BatchRequest, Reply], None]) -> None:
         super().__init__(self._take)
         self._serve = serve
+        self._loop = asyncio.get_running_loop()
+        self._is_full = False
 
     def _take(self, message: bytes) -> None:
         try:
@@ -62,16 +66,23 @@ class _Connection(Framed):
         except Exception:
             log.exception("unexpected error in a request")
             self.abort()
+        self.waits = True  # other connections have their turn before this one's next request
+        self._loop.call_soon(self._go_on)
 
     # Who does not take replies cannot ask for more of them.
 
     def pause_writing(self) -> None:
-        self.waits = True
+        self._is_full = True
         if self.transport is not None:
             self.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        self.waits = False
+        self._is_full = False
         if self.transport is not None:
             self.transport.resume_reading()
-        self.go_on()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._is_full:
+            self.waits = False
+            self.go_on()

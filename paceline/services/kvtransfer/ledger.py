@@ -98,6 +98,7 @@ class Ledger:
             writer=session,
             token_count=token_count,
             filled_tokens=cached,
+            context_hash=hashes[cached // BASE_TOKENS - 1] if cached else b"",
             tables=tables,
             priority=priority,
             created=now,
@@ -145,8 +146,8 @@ class Ledger:
                 self._pool.seal(slot, group, digest, place)
         return self._renewed(hold, now)
 
-    def fill(self, session: int, key: Key, filled_tokens: int, now: float, context: bytes = b"") -> Hold:
-        """The prefill worker is done: tokens [0, filled_tokens), which it calls `context`, are in the blocks, and it
+    def fill(self, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes = b"") -> Hold:
+        """The prefill worker is done: tokens [0, filled_tokens), named `context_hash`, are in the blocks, and it
         will touch them no more."""
         self._book.drained(session, key, now)
         hold = self._book.find_written(session, key, now)
@@ -157,7 +158,7 @@ class Ledger:
                 f"hold {key}: filled_tokens must be within [{hold.filled_tokens}, {hold.token_count}], "
                 f"not {filled_tokens}"
             )
-        hold.filled_tokens, hold.context = filled_tokens, context
+        hold.filled_tokens, hold.context_hash = filled_tokens, context_hash
         hold.state, hold.writer = State.FILLED, NOBODY
         return self._renewed(hold, now)
 

@@ -43,10 +43,19 @@ def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
         return _renew(ledger, session, operation.renew, now)
     with traced(operation) as span:
         result, hold = _carry_out(ledger, session, operation, now)
-        if span is not None:
-            span.set_attribute("paceline.code", pb.Code.Name(result.code))
-            if hold is not None:
-                span.set_attributes({"paceline.state": hold.state.value, "paceline.blocks": len(hold.slots())})
+        _describe(span, result, hold)
+        return result
+
+
+def adopted(ledger: Ledger, operation: pb.Operation, outcome: Hold | PacelineError, began: int) -> pb.Result:
+    """The result of an adoption that was asked for when it `began`, on time.time_ns()."""
+    with traced(operation, began) as span:
+        if isinstance(outcome, PacelineError):
+            result = refused(outcome)
+            _describe(span, result, None)
+        else:
+            result = pb.Result(adoption=adoption_to_pb(outcome, ledger))
+            _describe(span, result, outcome)
         return result
 
 
@@ -71,6 +80,13 @@ def changed_holds(operations: Iterable[pb.Operation]) -> Iterator[Key]:
     for operation in operations:
         if (name := operation.WhichOneof("op")) in ("seal", "fill", "release"):
             yield key_from_pb(getattr(operation, name).key)
+
+
+def _describe(span: trace.Span | None, result: pb.Result, hold: Hold | None) -> None:
+    if span is not None:
+        span.set_attribute("paceline.code", pb.Code.Name(result.code))
+        if hold is not None:
+            span.set_attributes({"paceline.state": hold.state.value, "paceline.blocks": len(hold.slots())})
 
 
 def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> tuple[pb.Result, Hold | None]:
@@ -107,8 +123,8 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
             return ledger.open(session, key_of(operation.open.key), now)
         case "fill":
             fill = operation.fill
-            check_hashes([fill.context] if fill.context else [])
-            return ledger.fill(session, key_of(fill.key), fill.filled_tokens, now, fill.context)
+            check_hashes([fill.context_hash] if fill.context_hash else [])
+            return ledger.fill(session, key_of(fill.key), fill.filled_tokens, now, fill.context_hash)
         case "extend":
             return ledger.extend(session, key_of(operation.extend.key), operation.extend.token_count, now)
         case "seal":
@@ -154,7 +170,7 @@ def key_of(message: common_pb2.Key) -> Key:
 
 def adoption_to_pb(hold: Hold, ledger: Ledger) -> pb.Adoption:
     """Looks at few blocks, however long the context is: a handoff waits for it."""
-    adoption = pb.Adoption(key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens, context=hold.context)
+    adoption = pb.Adoption(key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens, context_hash=hold.context_hash)
     for table in hold.tables:
         trimmed = bisect_left(table, True, key=lambda slot: slot != NO_SLOT)
         adoption.trimmed_blocks.append(trimmed)
@@ -166,7 +182,9 @@ def hold_to_pb(hold: Hold, names: list[list[bytes]] | None) -> pb.Hold:
     tables = [pb.BlockTable(slots=table) for table in hold.tables]
     for table, hashes in zip(tables, names or ()):
         table.hashes.extend(hashes)
-    return pb.Hold(key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens, tables=tables)
+    return pb.Hold(
+        key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens, tables=tables, context_hash=hold.context_hash
+    )
 
 
 def claim_from_pb(message: pb.Claim, session: int) -> Claim:

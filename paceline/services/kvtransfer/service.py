@@ -28,7 +28,7 @@ from paceline.services.kvtransfer.hold import TRANSFER, Hold
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.host_socket import HostSocket, Reply
 from paceline.services.kvtransfer.keeper import Keeper
-from paceline.services.kvtransfer.operations import adoption_to_pb, apply, changed_holds, key_of, refused, traced
+from paceline.services.kvtransfer.operations import adopted, apply, changed_holds, key_of
 from paceline.services.kvtransfer.owners import describe_holds
 from paceline.services.kvtransfer.sessions import Sessions
 
@@ -178,13 +178,8 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         began = time.time_ns()
 
         def tell(outcome: Hold | PacelineError) -> None:
-            with traced(operation, began):
-                if isinstance(outcome, Hold):
-                    self._keeper.note_change()
-                    result = pb.Result(adoption=adoption_to_pb(outcome, memory.ledger))
-                else:
-                    result = refused(outcome)
-            reply(pb.BatchReply(results=[result]))
+            self._keeper.note_change()
+            reply(pb.BatchReply(results=[adopted(memory.ledger, operation, outcome, began)]))
 
         try:
             key = key_of(operation.adopt.key)

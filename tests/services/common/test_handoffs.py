@@ -116,20 +116,46 @@ async def test_blocks_that_hold_more_than_the_context_are_refused(start_llama: S
         assert (await host.generate(prompt, 8)).tokens == before
 
 
-async def test_blocks_of_another_prompt_are_refused_and_get_no_name(start_llama: StartHost) -> None:
+@pytest.mark.parametrize(
+    ("length", "why"),
+    [(48, "48 tokens, not 60"), (59, "59 tokens"), (60, "another context"), (63, "63 tokens"), (64, "64 tokens")],
+)
+async def test_blocks_of_another_prompt_are_refused_and_get_no_name(
+    start_llama: StartHost, length: int, why: str
+) -> None:
     async with start_llama() as host:
-        ours, theirs = prompts(2, 60, 60)
+        ours = prompts(1, 60, 60)[0]
+        theirs = [*ours, *range(40, 44)][:length] if length != 60 else [*ours[:-1], ours[-1] ^ 1]
         decode, work, other = host.decode_call(), host.work("r", ours), host.work("r", theirs)
         await decode.write(worker_pb2.DecodeCommand(admit=work))
         other.key.CopyFrom((await decode.read()).admitted.key)
         prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=other, host_id="host"), timeout=60)
         filled = [event async for event in prefill][-1].filled.key
         await decode.write(worker_pb2.DecodeCommand(handoff=worker_pb2.Handoff(key=filled, first_token_id=1)))
-        with pytest.raises(grpc.aio.AioRpcError, match="another context") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match=why) as refused:
             await decode.read()
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert await host.all_blocks_back()
         assert (await host.generate(ours, 8)).cached_tokens == 0
+
+
+async def test_a_prompt_is_not_computed_behind_blocks_that_are_cached_of_another(start_llama: StartHost) -> None:
+    async with start_llama(max_batched_tokens=64) as host:
+        ours, theirs = prompts(2, 200, 200)
+        await host.generate(ours[:65], 1)
+        decode, work, other = host.decode_call(), host.work("r", ours), host.work("r", theirs)
+        await decode.write(worker_pb2.DecodeCommand(admit=work))
+        admitted = (await decode.read()).admitted
+        assert admitted.cached_tokens == 64
+        other.key.CopyFrom(admitted.key)
+        prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=other, host_id="host"), timeout=60)
+        assert (await prefill.read()).HasField("opened")
+        with pytest.raises(grpc.aio.AioRpcError, match="another context"):
+            await prefill.read()
+        decode.cancel()
+        assert await host.all_blocks_back()
+        await host.generate(theirs[:65], 1)
+        assert (await host.generate(theirs, 8)).cached_tokens == 64
 
 
 async def test_what_the_last_step_fills_is_sealed_behind_the_handoff(

@@ -63,7 +63,7 @@ async def test_a_worker_knows_what_it_holds(host: UnreliableHost) -> None:
     await host.prefill.fill(opened.key, 64, CONTEXT)
     assert not host.prefill.holds(opened.key)
     adopted = (await host.decode.adopt(KEY)).hold
-    assert adopted == Hold(Key("r", 1, 3), 64, reserved.tables)
+    assert adopted == Hold(Key("r", 1, 3), 64, reserved.tables, CONTEXT)
     assert not host.decode.holds(reserved.key)
     assert host.decode.holds(adopted.key)
     host.decode.release(adopted.key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.kv_layout import GroupShape, make_layout
@@ -43,25 +44,24 @@ class Unreliable(KVTransferService):
             super().serve(request, reply)
         elif self.loses_calls:
             self.loses_calls -= 1
-            asyncio.get_running_loop().call_later(self.pause, reply._connection.abort)
+            asyncio.get_running_loop().call_later(self.pause, reply.connection.abort)
         else:
-            super().serve(request, _UnreliableReply(self, reply))
+            super().serve(request, _UnreliableReply(reply.connection, reply.request_id, self))
 
 
+@dataclass(frozen=True)
 class _UnreliableReply(Reply):
-    def __init__(self, service: Unreliable, reply: Reply) -> None:
-        super().__init__(reply._connection, reply._request_id)
-        self._service = service
+    service: Unreliable
 
     def __call__(self, reply: pb.BatchReply) -> None:
-        asyncio.get_running_loop().call_later(self._service.pause, self._give, reply)
+        asyncio.get_running_loop().call_later(self.service.pause, self._give, reply)
 
     def _give(self, reply: pb.BatchReply) -> None:
-        if self._service.loses_answers:
-            self._service.loses_answers -= 1
-            self._connection.abort()
-        elif self._service.forgets_results:
-            self._service.forgets_results -= 1
+        if self.service.loses_answers:
+            self.service.loses_answers -= 1
+            self.connection.abort()
+        elif self.service.forgets_results:
+            self.service.forgets_results -= 1
             super().__call__(pb.BatchReply(results=reply.results[:-1]))
         else:
             super().__call__(reply)

@@ -7,8 +7,10 @@ from collections.abc import Awaitable
 
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto.common_pb2 import Key
+from paceline.services.kvtransfer.adoptions import Adoptions, Waiter
+from paceline.services.kvtransfer.hold import UnknownHoldError
 from tests.services.kvtransfer.kv_host import Host, Worker, key, layout, release, reserve, seal
-from tests.services.kvtransfer.kv_toolkit import LEASE
+from tests.services.kvtransfer.kv_toolkit import DECODE, LEASE, PREFILL, Desk
 
 
 async def begin(host: Host) -> tuple[Worker, Worker, pb.Hold]:
@@ -62,11 +64,12 @@ async def test_who_gave_up_waiting_has_changed_nothing(host: Host) -> None:
     (waiter,) = memory.adoptions._waiting.values()
     adopting.cancel()
     async with asyncio.timeout(5):
-        while waiter.is_there():
+        while waiter.is_heard():
             await asyncio.sleep(0.001)
     await prefill.do(fill(opened))
     assert await host.counts() == (4, 0, 4, 0)
     assert (await decode.adopt(key())).key.generation == 3
+    assert not memory.adoptions._waiting
 
 
 async def test_the_end_of_a_reservation_is_the_end_of_waiting_for_it(host: Host) -> None:
@@ -110,3 +113,16 @@ async def test_only_who_reserved_may_wait_and_only_once(host: Host) -> None:
     (result,) = await adopting
     assert await codes(decode.batch(adopt(result.adoption.key))) == [pb.CODE_STALE]
     assert await host.counts() == (4, 4, 0, 0)
+
+
+def test_who_waits_for_blocks_that_have_ended_gives_way() -> None:
+    desk, told = Desk(4), []
+    adoptions = Adoptions(desk.ledger, lambda: desk.now)
+    adoptions.wait(Waiter(DECODE, desk.reserve("r", "a").key, told.append, lambda: True))
+    desk.now += LEASE  # nobody has swept
+    filling = desk.ledger.open(PREFILL, desk.reserve("r", "a", generation=2).key, desk.now)
+    adoptions.wait(Waiter(DECODE, filling.key, told.append, lambda: True))
+    assert [type(outcome) for outcome in told] == [UnknownHoldError]
+    desk.ledger.fill(PREFILL, filling.key, 16, desk.now)
+    adoptions.note(filling.key)
+    assert told[1:] == [desk.ledger.find(filling.key, desk.now)]

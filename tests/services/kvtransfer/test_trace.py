@@ -17,9 +17,10 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from paceline.core.errors import StaleError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.kvtransfer.ledger import Ledger
-from paceline.services.kvtransfer.operations import apply, traced
+from paceline.services.kvtransfer.operations import adopted, apply
 from tests.services.kvtransfer.kv_host import key, reserve
 from tests.services.kvtransfer.kv_toolkit import make_layout
 
@@ -30,8 +31,8 @@ ledger = Ledger(make_layout((16, 0)), 4, 10.0)
 for operation in (reserve(key("a"), tokens=48), reserve(key("b"), tokens=32), pb.Operation()):
     operation.traceparent = "00-{TRACE}-{PARENT}-01"
     apply(ledger, 1, operation, 0.0)
-with traced(pb.Operation(adopt=pb.Adopt(key=key("c")), traceparent="00-{TRACE}-{PARENT}-01"), began=1234):
-    pass
+adopt = pb.Operation(adopt=pb.Adopt(key=key("c")), traceparent="00-{TRACE}-{PARENT}-01")
+adopted(ledger, adopt, StaleError("over"), began=1234)
 apply(ledger, 1, reserve(key("untraced"), tokens=16), 0.0)
 made = exporter.get_finished_spans()
 assert [span.start_time for span in made if span.name == "adopt"] in ([], [1234])
@@ -59,7 +60,7 @@ def test_an_operation_is_a_span_of_its_request_s_trace() -> None:
     assert spans(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:4318") == [
         ["reserve", TRACE, PARENT, made],
         ["reserve", TRACE, PARENT, refused],
-        ["adopt", TRACE, PARENT, {"paceline.request_id": "c"}],
+        ["adopt", TRACE, PARENT, {"paceline.request_id": "c", "paceline.code": "CODE_STALE"}],
     ]
 
 
