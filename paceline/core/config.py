@@ -100,7 +100,7 @@ class GatewayConfig(ServiceConfig):
         "cluster",
     )
     local_prefill_tokens: int = option(
-        64,
+        32,
         "prompts of which no more tokens than this are not cached may be computed by decode workers, where that is "
         "sooner; 0 leaves all to prefill workers, where there are any",
         "limits",
