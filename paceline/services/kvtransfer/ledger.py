@@ -147,8 +147,7 @@ class Ledger:
         return self._renewed(hold, now)
 
     def fill(self, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes = b"") -> Hold:
-        """The prefill worker is done: tokens [0, filled_tokens), named `context_hash`, are in the blocks, and it
-        will touch them no more."""
+        """The prefill worker is done with it: tokens [0, filled_tokens), named `context_hash`, are in the blocks."""
         self._book.drained(session, key, now)
         hold = self._book.find_written(session, key, now)
         if hold.state is not State.FILLING:
