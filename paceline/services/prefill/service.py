@@ -6,6 +6,7 @@ import logging
 
 import grpc.aio
 
+from paceline.core.errors import InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.engine.step import Filled, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
@@ -58,6 +59,10 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 only_first_token=True,
                 has_readers=request.host_id != worker.kv.host_id,
             )
+            if computed.capacity < len(work.token_ids):  # it would wait for blocks that nobody adds
+                raise InvalidRequestError(
+                    f"the blocks have room for {computed.capacity} tokens, the context has {len(work.token_ids)}"
+                )
             events, reporter = EventStream(), Reporter()
             worker.submit(computed, events)
             while True:

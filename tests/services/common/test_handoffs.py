@@ -139,6 +139,20 @@ async def test_blocks_of_another_prompt_are_refused_and_get_no_name(
         assert (await host.generate(ours, 8)).cached_tokens == 0
 
 
+async def test_a_prompt_without_room_in_the_blocks_is_refused(start_llama: StartHost) -> None:
+    async with start_llama() as host:
+        decode, work = host.decode_call(), host.work("r", prompts(1, 60, 60)[0])
+        await decode.write(worker_pb2.DecodeCommand(admit=work))
+        longer = host.work("r", prompts(1, 90, 90)[0])
+        longer.key.CopyFrom((await decode.read()).admitted.key)
+        prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=longer, host_id="host"), timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError, match="room for 80 tokens, the context has 90") as refused:
+            [event async for event in prefill]
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        decode.cancel()
+        assert await host.all_blocks_back()
+
+
 async def test_a_prompt_is_not_computed_behind_blocks_that_are_cached_of_another(start_llama: StartHost) -> None:
     async with start_llama(max_batched_tokens=64) as host:
         ours, theirs = prompts(2, 200, 200)
