@@ -47,7 +47,7 @@ def request_span(
 
     Args:
         carrier: headers or gRPC metadata that may hold a W3C `traceparent`; None continues the current trace.
-        began: when it did, on time.time_ns(); now where it is not given.
+        began: when the span began, on time.time_ns(); now where it is not given.
     """
     parent = propagate.extract(carrier) if carrier is not None else None
     token = _request_id.set(request_id)

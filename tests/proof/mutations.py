@@ -112,12 +112,8 @@ def without_idempotent_fill(patch: Patch) -> None:
             return original(ledger, session, key, filled_tokens, now, context_hash)
         if not hold.in_flight:
             ledger._pool.enter_flight(hold.slots())
-        hold.state, hold.writer, hold.filled_tokens, hold.context_hash = (
-            State.FILLED,
-            NOBODY,
-            filled_tokens,
-            context_hash,
-        )
+        hold.state, hold.writer = State.FILLED, NOBODY
+        hold.filled_tokens, hold.context_hash = filled_tokens, context_hash
         return hold
 
     original = Ledger.fill

@@ -100,6 +100,19 @@ async def test_what_takes_its_time_holds_nobody_up_and_is_heard_while_its_connec
     served.slow[1](pb.BatchReply())
 
 
+async def test_who_asks_much_at_once_holds_nobody_up(served: Served) -> None:
+    request, count = pb.BatchRequest(session=9).SerializeToString(), 1000
+    request = len(request).to_bytes(4, "big") + request
+    other = await HostConnection.connect(str(served.path))
+    with raw(served) as connection:
+        connection.sendall(request)  # so that it is known here when the others come
+        await asyncio.get_running_loop().sock_recv(connection, 100)
+        connection.sendall(request * count)
+        await other.call(pb.BatchRequest())
+        assert served.taken < count
+    other.close()
+
+
 async def test_who_takes_no_replies_is_not_served_any_more(served: Served) -> None:
     request, count = pb.BatchRequest(session=BIG).SerializeToString(), 1000
     with raw(served) as connection:
