@@ -25,6 +25,7 @@ import torch  # noqa: E402
 from bench.loop import Run, print_header, print_rows, run, summary  # noqa: E402
 from bench.profiler import idle_share, profiled  # noqa: E402
 from paceline.core.speculative import parse_speculative_config  # noqa: E402
+from paceline.core.types import SamplingParams  # noqa: E402
 from paceline.engine.loading import load  # noqa: E402
 from paceline.kernels import select_kernels  # noqa: E402
 
@@ -51,9 +52,12 @@ def main() -> None:
     parser.add_argument("--text", choices=sorted(TEXTS), action="append")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--profile", action="store_true", help="let py-spy look on, which must be installed")
     options = parser.parse_args()
     device, dtype = torch.device("cpu"), getattr(torch, options.dtype)
+    sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
     kernels = select_kernels(device, "auto")
     ways = {
         name: (steps, load(options.model, dtype, device, kernels, parse_speculative_config(config)))
@@ -68,7 +72,7 @@ def main() -> None:
             for _ in range(options.rounds):
                 for name, (steps, loaded) in ways.items():
                     with profiled() if options.profile else contextlib.nullcontext([]) as looks:
-                        done = run(loaded, steps, prompts, options.tokens, device)
+                        done = run(loaded, steps, prompts, options.tokens, device, sampling=sampling)
                     runs[name].append(replace(done, idle=idle_share(looks)))
             print_rows(text, batch, summary(runs))
 

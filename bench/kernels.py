@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.core.types import SamplingParams
+from paceline.engine.sampler import SamplingRow, as_draw, sample
 from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_pool, view_states
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
@@ -77,7 +79,9 @@ def quantize_q4_1(weight: Tensor) -> QuantizedMatrix:
 QUANTIZE: dict[str, Callable[[Tensor], QuantizedMatrix]] = {"int8": quantize_int8, "q4_1": quantize_q4_1}
 
 
-def linear_case(name: str, rows: int, size_in: int, size_out: int, dtype: torch.dtype, how: str) -> Case:
+def linear_case(
+    name: str, rows: int, size_in: int, size_out: int, dtype: torch.dtype, how: str, is_head: bool = False
+) -> Case:
     weight_bytes = size_in * size_out * dtype.itemsize
     x = torch.randn(rows, size_in).to(dtype)
 
@@ -86,9 +90,25 @@ def linear_case(name: str, rows: int, size_in: int, size_out: int, dtype: torch.
         quantize = QUANTIZE[how] if how in QUANTIZE and isinstance(kernels, NativeKernels) else None
         weights = (torch.randn(size_out, size_in).to(dtype) for _ in range(copies))
         packed = itertools.cycle([kernels.pack(quantize(each) if quantize else each) for each in weights])
-        return lambda: kernels.linear(x, next(packed))
+        multiply = kernels.logits if is_head else kernels.linear
+        return lambda: multiply(x, next(packed))
 
     return Case(f"{name} {size_in}->{size_out}", str(rows), make, weight_bytes, 2.0 * rows * size_in * size_out)
+
+
+def choose_case(name: str, shape: Shape, params: SamplingParams, rows: int) -> Case:
+    """Tokens from logits that were just computed. Without kernels for it each row is the sampler's."""
+    logits = torch.randn(rows, shape.vocab) * 3
+    draw = as_draw(params, 1, 0)
+    assert draw is not None
+
+    def make(kernels: Kernels) -> Callable[[], object]:
+        chooser = kernels.chooser
+        if chooser is None:
+            return lambda: [sample(row.clone(), SamplingRow(params, [0], 0)) for row in logits]
+        return lambda: chooser.choose(logits, range(rows), [draw] * rows)
+
+    return Case(f"{name}, of {shape.vocab}", str(rows), make, logits.nbytes)
 
 
 def attention_case(shape: Shape, count: int, context: int, requests: int, dtype: torch.dtype) -> Case:
@@ -139,7 +159,10 @@ def cases(shape: Shape, dtype: torch.dtype, how: str) -> Iterator[Case]:
         yield linear_case("linear up", rows, shape.hidden, shape.inner, dtype, how)
         yield linear_case("linear down", rows, shape.inner, shape.hidden, dtype, how)
     for rows in (1, 8):
-        yield linear_case("linear head", rows, shape.hidden, shape.vocab, dtype, how)
+        yield linear_case("linear head", rows, shape.hidden, shape.vocab, dtype, how, is_head=True)
+        yield choose_case("draw", shape, SamplingParams(temperature=1.0, seed=1), rows)
+        yield choose_case("draw, top_p 0.95", shape, SamplingParams(temperature=1.0, top_p=0.95, seed=1), rows)
+        yield choose_case("draw, top_k 50", shape, SamplingParams(temperature=1.0, top_k=50, seed=1), rows)
     for requests, count, context in ((1, 1, 1024), (8, 1, 1024), (1, 512, 512), (1, 512, 2048)):
         yield attention_case(shape, count, context, requests, dtype)
     for rows in (1, 512):

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -27,6 +27,7 @@ from paceline.engine.speculation import Speculation
 from paceline.engine.step import Event, Sampled
 
 MAX_LEN = 1024
+GREEDY = SamplingParams()
 
 _PATIENCE = 120
 """Seconds without any event after which the engine is given up; kernels are compiled meanwhile."""
@@ -57,8 +58,9 @@ def run(
     watch: Callable[[Runner], Runner] = lambda runner: runner,
     max_len: int = MAX_LEN,
     adopted: bool = False,
+    sampling: SamplingParams = GREEDY,
 ) -> Run:
-    """Greedy tokens for all prompts side by side, in the dtype whose size the layout has (4 bytes: fp32, 2: bf16).
+    """Tokens for all prompts side by side, in the dtype whose size the layout has (4 bytes: fp32, 2: bf16).
 
     The time is from the moment when every request has its first token to the last token of all.
 
@@ -67,6 +69,7 @@ def run(
         max_len: tokens of the longest context; each request has blocks for as many.
         adopted: the blocks of all prompts are filled already, as a decode worker adopts them; here with random numbers,
             which cost as much as any others, so that only decoding is run. Tokens mean nothing then.
+        sampling: of each, but for its length; seeds count up from its own.
     """
     blocks = [group.blocks_for(max_len) for group in loaded.layout.groups]
     pool = _pool(loaded.layout, len(prompts) * sum(blocks), device, adopted)
@@ -80,7 +83,7 @@ def run(
         steps_in_flight,
     )
     engine.start()
-    for request in _requests(loaded, prompts, blocks, max_tokens, adopted):
+    for request in _requests(loaded, prompts, blocks, replace(sampling, max_tokens=max_tokens), adopted):
         engine.add(request)
     tokens: list[list[int]] = [[] for _ in prompts]
     left, began, cpu_began, bubble_before, counted = len(prompts), 0.0, 0.0, 0.0, 0
@@ -106,13 +109,13 @@ def run(
 
 
 def _requests(
-    loaded: Loaded, prompts: Sequence[list[int]], blocks: Sequence[int], max_tokens: int, adopted: bool
+    loaded: Loaded, prompts: Sequence[list[int]], blocks: Sequence[int], sampling: SamplingParams, adopted: bool
 ) -> Iterator[Request]:
     """Named by their places, each with so many blocks of each group to itself."""
     slots = itertools.count()
     for index, prompt in enumerate(prompts):
         tables = [[next(slots) for _ in range(count)] for count in blocks]
-        params = SamplingParams(max_tokens=max_tokens)
+        params = replace(sampling, seed=sampling.seed + index)
         chain = HashChain(loaded.layout.fingerprint)
         filled = len(prompt) - 1 if adopted else 0
         yield Request(Key(str(index), 1, 1), [*prompt], len(prompt), params, loaded.layout, chain, tables, filled)

@@ -20,6 +20,8 @@ class Request:
     """Figures are reported for each group apart."""
     at: float = 0.0
     """Seconds after the start before which it is not sent."""
+    temperature: float = 0.0
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,12 @@ def _uniform(count: int, concurrency: int, tokens_in: int, tokens_out: int) -> C
     return make
 
 
+def _sampled(name: str, prompt: Prompt) -> Workload:
+    """Eight streams whose tokens are drawn, as those of chats are."""
+    requests = tuple(Request(prompt(128), 128, temperature=0.8, top_p=0.95) for _ in range(16))
+    return Workload(name, requests, concurrency=8)
+
+
 def _interference(name: str, prompt: Prompt) -> Workload:
     """Four steady streams; a long prompt arrives every 2.5 seconds. The gaps of the streams are the point."""
     steady = [Request(prompt(64), 192, "steady") for _ in range(4)]
@@ -96,6 +104,7 @@ def _copy_heavy(name: str, prompt: Prompt) -> Workload:
 WORKLOADS: dict[str, Callable[[str, Prompt], Workload]] = {
     "one": _uniform(count=4, concurrency=1, tokens_in=128, tokens_out=128),
     "eight": _uniform(count=16, concurrency=8, tokens_in=128, tokens_out=128),
+    "sampled": _sampled,
     "prompt-heavy": _uniform(count=16, concurrency=16, tokens_in=512, tokens_out=64),
     "interference": _interference,
     "short-prompts": _short_prompts(long=0),

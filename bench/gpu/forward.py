@@ -95,9 +95,10 @@ def prepare(weights: RandomWeights, kernels: Kernels, own: Pass, device: torch.d
     last = slice(own.count - 1, None, own.count)
 
     def run() -> object:
-        logits = loaded.model.logits(loaded.model.forward(ids, positions, caches, batch)[last])
-        draws = [GREEDY] * own.requests
-        return loaded.chooser.choose(logits, draws) if loaded.chooser is not None else logits.argmax(1)
+        logits = loaded.model.logits(loaded.model.forward(ids, positions, caches, batch)[last]).values
+        if loaded.chooser is None:
+            return logits.argmax(1)
+        return loaded.chooser.choose(logits, range(own.requests), [GREEDY] * own.requests)
 
     return run
 

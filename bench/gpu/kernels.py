@@ -69,7 +69,7 @@ def sampling_cases(shape: Shape, rows: int) -> Iterator[Case]:
         def make(kernels: Kernels, draw: Draw = draw) -> Callable[[], object]:
             chooser = kernels.chooser
             if chooser is not None:
-                return lambda: chooser.choose(logits, [draw] * rows)
+                return lambda: chooser.choose(logits, range(rows), [draw] * rows)
             if draw.temperature == 0:
                 return lambda: logits.argmax(1)
             return lambda: torch.multinomial(torch.softmax(logits / draw.temperature, 1), 1)

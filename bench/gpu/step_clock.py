@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.engine.engine import Runner
 from paceline.engine.step import Step, StepResult
-from paceline.kernels.interface import AnyCache, AttentionBatch
+from paceline.kernels.interface import AnyCache, AttentionBatch, Logits
 from paceline.models.base import Model, Taps
 
 
@@ -124,7 +124,7 @@ class WatchedModel:
         self._clock.mark_forward()
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Logits:
         return self._model.logits(hidden)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import Draft, SamplingRow, propose
 from paceline.engine.step import Chunk
-from paceline.kernels.interface import AnyCache
+from paceline.kernels.interface import AnyCache, TokenChooser
 from paceline.models.base import Model
 
 _CATCH_UP_TOKENS = 128
@@ -59,7 +59,7 @@ class PromptLookup:
     def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
         for row, count in wanted.items():
             rows.draft(row, [Draft(token) for token in self.lookup(rows.context(row), count)])
-        return int(rows.drafts[list(wanted)].sum())
+        return sum(rows.drafts[row] for row in wanted)
 
     def lookup(self, context: np.ndarray, count: int) -> list[int]:
         """Up to `count` token ids that may follow int32 [tokens]; none where there is no idea."""
@@ -86,6 +86,7 @@ class ModelDrafter:
         draws: see `sampler.propose`.
         layers: how many layers run; None is all. The target's own first layers share its KV.
         first_group: index of the model's first group in the layout.
+        chooser: the kernels' own, if they have one.
     """
 
     taps: tuple[int, ...] = ()
@@ -97,12 +98,14 @@ class ModelDrafter:
         draws: bool = False,
         first_group: int = 0,
         layers: int | None = None,
+        chooser: TokenChooser | None = None,
     ) -> None:
         self._model = model
         self._caches = caches
         self._draws = draws
         self._first_group = first_group
         self._layers = layers
+        self._chooser = chooser
         self.fills_kv = layers is None
 
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
@@ -116,23 +119,23 @@ class ModelDrafter:
         late = {}
         if self.fills_kv:
             # Nothing may have been drafted for long. Not all of it in one step: others wait for its end.
-            ends = {row: int(rows.drafter_lengths[row]) + _CATCH_UP_TOKENS for row in wanted}
+            ends = {row: rows.drafter_lengths[row] + _CATCH_UP_TOKENS for row in wanted}
             late = {row: end for row, end in ends.items() if end < rows.lengths[row]}
             self._catch_up(rows, late)
         left = {row: count for row, count in wanted.items() if row not in late}
         # Of the target's own layers all is computed but the newest token.
-        starts = {row: int(rows.drafter_lengths[row] if self.fills_kv else rows.lengths[row] - 1) for row in left}
+        starts = {row: rows.drafter_lengths[row] if self.fills_kv else rows.lengths[row] - 1 for row in left}
         drafts: dict[int, list[Draft]] = {row: [] for row in left}
         while left:
             order = list(left)
-            ends = {row: int(rows.lengths[row]) + len(drafts[row]) for row in order}
-            inputs = rows.span(order, [starts[row] for row in order], [ends[row] for row in order])
+            ends = {row: rows.lengths[row] + len(drafts[row]) for row in order}
+            inputs = rows.span([(row, starts[row], ends[row]) for row in order])
             hidden = self._forward(inputs)
-            logits = self._model.logits(hidden[[end - 1 for end in inputs.batch.query_start[1:]]])
+            logits = self._model.logits(hidden[[end - 1 for end in inputs.batch.query_start[1:]]]).values
             for index, (row, end) in enumerate(ends.items()):
                 fixed = rows.row(row)
                 context = SamplingRow(fixed.sampling, rows.context(row, end), fixed.prompt_len)
-                draft = propose(logits[index], context, self._draws)
+                draft = propose(logits[index], context, self._draws, self._chooser)
                 drafts[row].append(draft)
                 rows.token_ids[row, end] = draft.token
                 starts[row] = end
@@ -146,9 +149,9 @@ class ModelDrafter:
     def _catch_up(self, rows: Rows, ends: Mapping[int, int]) -> None:
         """Computes its own KV of tokens before ends[row]."""
         if ends:
-            order = list(ends)
-            self._forward(rows.span(order, rows.drafter_lengths[order], list(ends.values())))
-            rows.drafter_lengths[order] = list(ends.values())
+            self._forward(rows.span([(row, rows.drafter_lengths[row], end) for row, end in ends.items()]))
+            for row, end in ends.items():
+                rows.drafter_lengths[row] = end
 
     def _forward(self, inputs: Inputs) -> Tensor:
         batch = inputs.batch.from_group(self._first_group)

@@ -33,7 +33,7 @@ class Loaded:
     speculative: SpeculativeConfig | None
     grammars: Grammars
     chooser: TokenChooser | None = None
-    """The kernels' own, where they choose tokens on the device."""
+    """The kernels' own, if they have one."""
 
     @property
     def max_position(self) -> int:
@@ -58,10 +58,11 @@ class Loaded:
         if config.method == "ngram":
             return PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
         caches = layer_caches(self.layout, pool)
+        draws = config.is_probabilistic
         if self.draft_model is None:
-            return ModelDrafter(self.model, caches, config.is_probabilistic, layers=config.num_layers)
-        own = caches[self.model.config.num_layers :]
-        return ModelDrafter(self.draft_model, own, config.is_probabilistic, len(self.model.group_shapes))
+            return ModelDrafter(self.model, caches, draws, layers=config.num_layers, chooser=self.chooser)
+        own, first_group = caches[self.model.config.num_layers :], len(self.model.group_shapes)
+        return ModelDrafter(self.draft_model, own, draws, first_group, chooser=self.chooser)
 
 
 def load(

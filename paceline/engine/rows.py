@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,7 +21,11 @@ from paceline.engine.step import Chunk, Grown, Joined
 from paceline.kernels.interface import AttentionBatch, GroupTables
 from paceline.kernels.transfer import to_device
 
-Indices = Sequence[int] | np.ndarray
+Span = tuple[int, int, int]
+"""A row, and the first and last + 1 of some of its tokens."""
+
+_SIZES = 32
+"""Of steps whose vectors are kept. Making a tensor takes longer than filling it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,12 @@ class Inputs:
 class Rows:
     """The state of up to `count` requests.
 
-    `token_ids` int32 [count, max_len] holds contexts, and behind each its drafts. int64 [count] are: `lengths` and
-    `drafts`, how many tokens of either there are; `limits`, how long a context may grow; `capacities`, how many tokens
-    have room in its blocks; `drafter_lengths`, for how many tokens a draft model has computed KV of its own.
+    `token_ids` int32 [count, max_len] holds contexts, and behind each its drafts. Lists of `count` numbers are:
+    `lengths` and `drafts`, how many tokens of either there are; `limits`, how long a context may grow; `capacities`,
+    how many tokens have room in its blocks; `drafter_lengths`, for how many tokens a draft model has computed KV.
+
+    Between two steps the caches hold weights, and every function that was not called lately is far away. So inputs are
+    formed with few of them: plain numbers in lists, and slices of arrays.
 
     Args:
         max_len: tokens of the longest context.
@@ -63,16 +71,21 @@ class Rows:
 
     def __init__(self, count: int, max_len: int, max_drafts: int, layout: KVLayout, device: torch.device) -> None:
         self.token_ids = np.zeros((count, max_len + max_drafts), dtype=np.int32)
-        self.lengths = np.zeros(count, dtype=np.int64)
-        self.drafts = np.zeros(count, dtype=np.int64)
-        self.limits = np.zeros(count, dtype=np.int64)
-        self.capacities = np.zeros(count, dtype=np.int64)
-        self.drafter_lengths = np.zeros(count, dtype=np.int64)
+        self.lengths = [0] * count
+        self.drafts = [0] * count
+        self.limits = [0] * count
+        self.capacities = [0] * count
+        self.drafter_lengths = [0] * count
         self._rows: list[Row | None] = [None] * count
         self._drafts: list[Sequence[Draft]] = [()] * count
         self._layout = layout
         self._device = device
-        self._tables = [np.zeros((count, group.blocks_for(max_len)), dtype=np.int64) for group in layout.groups]
+        self._on_host = device.type == "cpu"
+        self._tables = [np.zeros((count, group.blocks_for(max_len)), dtype=np.uint32) for group in layout.groups]
+        self._gathered: dict[tuple[object, ...], Tensor] = {}
+        self._positions = np.arange(max_len + max_drafts)
+        self._places = [np.divmod(self._positions, group.block_tokens) for group in layout.groups]
+        self._vectors = lru_cache(_SIZES)(self._make_vectors)
 
     def update(self, updates: Sequence[Joined | Grown]) -> None:
         """Takes in what the host has told."""
@@ -87,43 +100,57 @@ class Rows:
             for table, slots in zip(self._tables, update.tables):
                 table[row, : len(slots)] = slots
             self.capacities[row] = update.capacity
+            self._gathered.clear()
 
     def form(self, chunks: Sequence[Chunk]) -> Inputs:
         """The inputs of a step. A row that has come to its end has no token in it."""
-        rows = np.array([chunk.row for chunk in chunks])
-        lengths = self.lengths[rows]
-        follows = np.array([chunk.follows for chunk in chunks])
-        left = self.limits[rows] - lengths  # 0 where the row has ended
-        counts = np.array([chunk.length for chunk in chunks])
-        counts = np.where(follows, np.minimum(1 + self.drafts[rows], np.minimum(counts, left)), counts)
-        starts = np.where(follows, lengths - 1, np.array([chunk.start for chunk in chunks]))
-        return self.span(rows, starts, starts + counts)
+        spans: list[Span] = []
+        for chunk in chunks:
+            row, start, count = chunk.row, chunk.start, chunk.length
+            if chunk.follows:
+                length = self.lengths[row]
+                start, count = length - 1, min(count, 1 + self.drafts[row], self.limits[row] - length)
+            spans.append((row, start, start + count))
+        return self.span(spans)
 
-    def span(self, rows: Indices, starts: Indices, ends: Indices) -> Inputs:
-        """Tokens [starts[i], ends[i]) of each row."""
-        rows, starts, ends = np.asarray(rows), np.asarray(starts), np.asarray(ends)
-        counts = ends - starts
-        owner = np.repeat(np.arange(len(rows)), counts)
-        query_end = np.cumsum(counts)
-        positions = np.arange(len(owner)) + (ends - query_end)[owner]
-        tokens = self.token_ids[rows[owner], positions].astype(np.int64)
-        longest = int(ends.max(initial=0))
-        groups = tuple(self._group(index, rows, owner, positions, longest) for index in range(len(self._tables)))
-        batch = AttentionBatch((0, *query_end.tolist()), tuple(ends.tolist()), groups)
-        return Inputs(self._to_device(tokens), self._to_device(positions), starts.tolist(), batch)
+    def span(self, spans: Sequence[Span]) -> Inputs:
+        """These tokens, which hold until the next inputs are formed."""
+        arrays, tensors = self._vectors(sum([end - start for _, start, end in spans]))
+        tokens, positions, *placed = arrays
+        begin, query_start = 0, [0]
+        for row, start, end in spans:
+            own = slice(begin, begin := begin + end - start)
+            query_start.append(begin)
+            tokens[own] = self.token_ids[row, start:end]
+            positions[own] = self._positions[start:end]
+            for index, table in enumerate(self._tables):
+                blocks, offsets = self._places[index]
+                placed[2 * index][own] = table[row, blocks[start:end]]
+                placed[2 * index + 1][own] = offsets[start:end]
+        if not self._on_host:
+            tensors = [to_device(tensor, self._device) for tensor in tensors]
+        groups = [
+            GroupTables(
+                group.block_tokens,
+                group.shape.window,
+                tables=self._gather(index, spans),
+                write_slots=tensors[2 + 2 * index],
+                write_offsets=tensors[3 + 2 * index],
+            )
+            for index, group in enumerate(self._layout.groups)
+        ]
+        batch = AttentionBatch(tuple(query_start), tuple([end for _, _, end in spans]), tuple(groups))
+        return Inputs(tensors[0], tensors[1], [start for _, start, _ in spans], batch)
 
-    def _group(
-        self, index: int, rows: np.ndarray, owner: np.ndarray, positions: np.ndarray, longest: int
-    ) -> GroupTables:
-        group = self._layout.groups[index]
-        tables = self._tables[index][rows, : group.blocks_for(longest)]
-        return GroupTables(
-            block_tokens=group.block_tokens,
-            window=group.shape.window,
-            tables=self._to_device(tables.astype(np.int32)),
-            write_slots=self._to_device(tables[owner, positions // group.block_tokens]),
-            write_offsets=self._to_device(positions % group.block_tokens),
-        )
+    def _gather(self, index: int, spans: Sequence[Span]) -> Tensor:
+        """The tables of a group, one a span, as far as they are needed; as before where nothing has changed."""
+        rows = [row for row, _, _ in spans]
+        blocks = self._layout.groups[index].blocks_for(max((end for _, _, end in spans), default=0))
+        key = (index, blocks, *rows)
+        if key not in self._gathered:
+            tables = self._tables[index][rows, :blocks].view(np.int32)  # as the kernels have them: NO_SLOT is -1
+            self._gathered[key] = to_device(torch.from_numpy(tables), self._device)
+        return self._gathered[key]
 
     def row(self, row: int) -> Row:
         fixed = self._rows[row]
@@ -140,11 +167,11 @@ class Rows:
 
     def room_for_drafts(self, row: int) -> int:
         """Tokens that may be drafted for a row: each takes a place in its blocks, and one token more must follow."""
-        return max(0, int(min(self.capacities[row], self.limits[row] - 1) - self.lengths[row]))
+        return max(0, min(self.capacities[row], self.limits[row] - 1) - self.lengths[row])
 
     def append(self, row: int, token_ids: Sequence[int], ended: bool) -> None:
         """Tokens that were sampled for a row; the drafts behind its context are gone. A row that has ended stays so."""
-        length = int(self.lengths[row])
+        length = self.lengths[row]
         self.token_ids[row, length : length + len(token_ids)] = token_ids
         self.lengths[row] = length + len(token_ids)
         self.drafts[row], self._drafts[row] = 0, ()
@@ -154,14 +181,16 @@ class Rows:
             self.limits[row] = self.lengths[row]
 
     def has_ended(self, row: int) -> bool:
-        return bool(self.lengths[row] >= self.limits[row])
+        return self.lengths[row] >= self.limits[row]
 
     def draft(self, row: int, drafts: Sequence[Draft]) -> None:
         """Proposes what may come behind the context of a row."""
-        length = int(self.lengths[row])
+        length = self.lengths[row]
         self.token_ids[row, length : length + len(drafts)] = [draft.token for draft in drafts]
         self.drafts[row] = len(drafts)
         self._drafts[row] = drafts
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return to_device(torch.from_numpy(array), self._device)
+    def _make_vectors(self, tokens: int) -> tuple[list[np.ndarray], list[Tensor]]:
+        """int64 [tokens] for token ids, positions, and slots and offsets of each group; as arrays, and as tensors."""
+        arrays = list(np.empty((2 + 2 * len(self._tables), tokens), dtype=np.int64))
+        return arrays, [torch.from_numpy(array) for array in arrays]

@@ -17,7 +17,7 @@ from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, as_draw, best_of, sample, score
 from paceline.engine.scheduler import Limits
 from paceline.engine.step import Chunk, ChunkResult, Joined, Step, StepResult
-from paceline.kernels.interface import AnyCache, Draw, TokenChooser, view_pool, view_states
+from paceline.kernels.interface import AnyCache, Draw, Logits, TokenChooser, view_pool, view_states
 from paceline.models.base import Model, Taps
 
 _SCORED_ROWS = 256
@@ -33,7 +33,7 @@ class ModelRunner:
         drafter: proposes tokens, where there is one. What it keeps of its own comes behind the model's in the layout.
         probabilistic: accept drafts as often as the distribution allows, by numbers of their own; otherwise just when
             they are what would have been sampled without drafts: the same distribution, and the same tokens.
-        chooser: chooses on the device what depends on logits alone, so that a step waits for the device once.
+        chooser: chooses what depends on logits alone, of all rows in one call.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ModelRunner:
         self._rows = Rows(limits.max_seqs, limits.max_model_len, limits.max_drafts, layout, pool.device)
         self._constraints = Constraints(limits.max_seqs)
         self._caches = layer_caches(layout, pool)
-        self._device = pool.device
+        self._gpu = pool.device if pool.is_cuda else None
         self._model_seconds = self._model_cpu_seconds = 0.0
 
     @torch.inference_mode()
@@ -61,7 +61,7 @@ class ModelRunner:
         """One forward pass, and the drafts for the next. When it returns, the KV is in the pool."""
         began, cpu_began = time.perf_counter(), time.thread_time()
         self._model_seconds = self._model_cpu_seconds = 0.0
-        with _current(self._device):
+        with _current(self._gpu):
             self._update(step)
             inputs = self._rows.form(step.chunks)
             taps = Taps(self._drafter.taps if self._drafter is not None else ())
@@ -74,9 +74,9 @@ class ModelRunner:
                 self._drafter.observe(self._rows, step.chunks, inputs, taps.states)
                 drafted = self._draft(self._drafter, step.chunks, results)
                 if self._drafter.fills_kv:
-                    drafter_lengths = [int(self._rows.drafter_lengths[chunk.row]) for chunk in step.chunks]
+                    drafter_lengths = [self._rows.drafter_lengths[chunk.row] for chunk in step.chunks]
             self._tell_constraints(step.chunks, results)
-            if self._device.type == "cuda":
+            if self._gpu is not None:
                 # A step that samples has waited for the device already; one within a prompt has only launched.
                 torch.cuda.current_stream().synchronize()
         ended, cpu_seconds = time.perf_counter(), time.thread_time() - cpu_began - self._model_cpu_seconds
@@ -121,16 +121,15 @@ class ModelRunner:
         spans = list(zip(inputs.batch.query_start, inputs.batch.query_start[1:]))
         chosen_at = [range(end - 1 if not chunk.follows else begin, end) for chunk, (begin, end) in zip(chunks, spans)]
         wanted = [index for chunk, span in zip(chunks, chosen_at) if chunk.samples for index in span]
-        # Most steps want all, and then nothing has to be copied.
-        count = hidden.shape[0]
-        logits = self._logits(hidden if len(wanted) == count else hidden[wanted]) if wanted else hidden
         lengths = [start + span.start - begin + 1 for start, span, (begin, _) in zip(inputs.starts, chosen_at, spans)]
         chosen: dict[int, list[int]] = {}
-        if self._chooser is not None and wanted:
-            own_inputs = inputs.token_ids if len(wanted) == count else inputs.token_ids[wanted]
-            chosen = self._choose(self._chooser, logits, own_inputs, chunks, lengths, [len(span) for span in chosen_at])
-        elif wanted and logits.device.type == "cpu":
-            chosen = self._choose_best(logits, chunks, [len(span) for span in chosen_at])
+        rows = hidden
+        if wanted:
+            is_all = len(wanted) == len(hidden)  # in most steps; then nothing has to be copied
+            logits = self._logits(hidden if is_all else hidden[wanted])
+            token_ids = inputs.token_ids if is_all else inputs.token_ids[wanted]
+            chosen = self._choose(logits, token_ids, chunks, lengths, [len(span) for span in chosen_at])
+            rows = logits.values
         results, first = [], 0
         for chunk, span, (begin, _), length in zip(chunks, chosen_at, spans, lengths):
             scores = self._score(hidden, chunk, begin)
@@ -140,7 +139,7 @@ class ModelRunner:
             own = range(first, first + len(span))
             first = own.stop
             try:
-                tokens, accepted = self._verify(logits, own, chunk.row, length, chosen.get(chunk.row))
+                tokens, accepted = self._verify(rows, own, chunk.row, length, chosen.get(chunk.row))
             except GrammarError as error:
                 self._rows.append(chunk.row, [], ended=True)
                 results.append(ChunkResult(scores=scores, failure=str(error)))
@@ -148,63 +147,66 @@ class ModelRunner:
             results.append(ChunkResult(tokens, max(len(span) - 1, 0), accepted, scores))
         return results
 
-    def _choose_best(self, logits: Tensor, chunks: Sequence[Chunk], counts: Sequence[int]) -> dict[int, list[int]]:
-        """The best token behind each input, by row, where nothing else has a say: of all rows in one call.
-
-        Args:
-            logits: [rows, vocab], `counts[i]` for each chunk that samples.
-        """
-        if not any(chunk.samples and self._rows.row(chunk.row).takes_best for chunk in chunks):
-            return {}
-        best, chosen, first = best_of(logits), {}, 0
-        for chunk, count in zip(chunks, counts):
-            if chunk.samples:
-                if self._rows.row(chunk.row).takes_best:
-                    chosen[chunk.row] = best[first : first + count]
-                first += count
-        return chosen
-
     def _choose(
         self,
-        chooser: TokenChooser,
-        logits: Tensor,
+        logits: Logits,
         inputs: Tensor,
         chunks: Sequence[Chunk],
         lengths: Sequence[int],
         counts: Sequence[int],
     ) -> dict[int, list[int]]:
-        """Accepted drafts and the token behind them, by row, where logits alone decide. Waits for the device once.
+        """Accepted drafts and the token behind them, by row, where logits alone decide: of all rows in one call.
 
         Args:
-            logits, inputs: [rows, vocab] and int64 [rows], `counts[i]` for each chunk that samples.
+            logits, inputs: of rows, the latter int64 [rows], `counts[i]` for each chunk that samples.
             lengths: of the context behind which the first of them chooses.
         """
+        best = self._best(logits, chunks)
+        chosen: dict[int, list[int]] = {}
         draws: list[Draw] = []
-        rows: list[int] = []
+        drawing: list[int] = []
         places: list[int] = []
-        first_rows, first = [0], 0
+        first_draws, first = [0], 0
         for chunk, length, count in zip(chunks, lengths, counts):
             if not chunk.samples:
                 continue
-            fixed = self._rows.row(chunk.row)
-            own = [as_draw(fixed.sampling, length + index, fixed.prompt_len) for index in range(count)]
-            known = [draw for draw in own if draw is not None]
-            # What was drafted by chance may be accepted by chance.
-            by_chance = self._probabilistic and count > 1 and any(draw.temperature for draw in known)
-            if len(known) == count > 0 and not by_chance:
-                draws += known
-                rows.append(chunk.row)
+            if best is not None and self._rows.row(chunk.row).takes_best:
+                chosen[chunk.row] = best[first : first + count]
+            elif self._chooser is not None and (own := self._draws(chunk.row, length, count)):
+                draws += own
+                drawing.append(chunk.row)
                 places += range(first, first + count)
-                first_rows.append(len(draws))
+                first_draws.append(len(draws))
             first += count
-        if not rows:
-            return {}
-        if len(places) < len(logits):
-            logits, inputs = logits[places], inputs[places]
-        tokens = chooser.accept(chooser.choose(logits, draws), inputs, first_rows)
-        return {row: [token for token in own if token >= 0] for row, own in zip(rows, tokens.tolist())}
+        if self._chooser is not None and draws:
+            tokens = self._chooser.choose(logits.values, places, draws)
+            if len(draws) > len(drawing):
+                drafts = inputs[places] if len(places) < len(inputs) else inputs
+                accepted = self._chooser.accept(tokens, drafts, first_draws).tolist()
+                chosen |= {row: [token for token in own if token >= 0] for row, own in zip(drawing, accepted)}
+            else:
+                chosen |= {row: [token] for row, token in zip(drawing, tokens.tolist())}
+        return chosen
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _best(self, logits: Logits, chunks: Sequence[Chunk]) -> list[int] | None:
+        """The best token of each row, where it is known, or wanted and nobody else will find it."""
+        if logits.best is not None:
+            best: list[int] = logits.best.tolist()
+            return best
+        if self._chooser is None and any(chunk.samples and self._rows.row(chunk.row).takes_best for chunk in chunks):
+            return best_of(logits.values)
+        return None
+
+    def _draws(self, row: int, length: int, count: int) -> list[Draw]:
+        """How a row chooses its next tokens, from behind a context of `length` on; none where more has a say in it."""
+        fixed = self._rows.row(row)
+        draws = [as_draw(fixed.sampling, length + index, fixed.prompt_len) for index in range(count)]
+        known = [draw for draw in draws if draw is not None]
+        # What was drafted by chance may be accepted by chance.
+        by_chance = self._probabilistic and count > 1 and any(draw.temperature for draw in known)
+        return known if len(known) == count and not by_chance else []
+
+    def _logits(self, hidden: Tensor) -> Logits:
         with self._in_model():
             return self._model.logits(hidden)
 
@@ -237,7 +239,7 @@ class ModelRunner:
             else:
                 mask = masks[index] if masks is not None else None
                 how = SamplingRow(fixed.sampling, state.context(row, length + index), fixed.prompt_len, mask)
-                token = sample(logits[own[index]], how, draft if self._probabilistic else None)
+                token = sample(logits[own[index]], how, draft if self._probabilistic else None, self._chooser)
             tokens.append(token)
             is_draft = draft is not None and token.id == draft.token
             ended = fixed.ends(token.id, length + len(tokens))
@@ -250,7 +252,7 @@ class ModelRunner:
         tokens: list[Token] = []
         for first in range(0, len(chunk.scored), _SCORED_ROWS):
             positions = chunk.scored[first : first + _SCORED_ROWS]
-            logits = self._logits(hidden[start + first : start + first + len(positions)])
+            logits = self._logits(hidden[start + first : start + first + len(positions)]).values
             targets = self._rows.token_ids[chunk.row, positions.start : positions.stop].tolist()
             tokens += score(logits, targets, chunk.request.sampling.prompt_logprobs or 0)
         return tokens
@@ -272,6 +274,6 @@ def layer_caches(layout: KVLayout, pool: Tensor) -> list[AnyCache]:
     return [by_layer[layer] for layer in sorted(by_layer)]
 
 
-def _current(device: torch.device) -> AbstractContextManager[None]:
+def _current(gpu: torch.device | None) -> AbstractContextManager[None]:
     """Makes a GPU the calling thread's own: kernels are launched on that one, wherever their tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return nullcontext() if gpu is None else torch.cuda.device(gpu)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.core.types import Logprob, SamplingParams, Token
 from paceline.engine.distribution import Distribution, cut
-from paceline.kernels.interface import Draw
+from paceline.kernels.interface import Draw, TokenChooser
 
 _MASK64 = (1 << 64) - 1
 _COLDEST = 1e-5
@@ -55,28 +55,30 @@ class Draft:
     drawn_from: Distribution | None = None
 
 
-def sample(logits: Tensor, row: SamplingRow, draft: Draft | None = None) -> Token:
+def sample(logits: Tensor, row: SamplingRow, draft: Draft | None = None, chooser: TokenChooser | None = None) -> Token:
     """Chooses a token, and reports on it where that is asked for.
 
     Args:
         logits: fp32 [vocab]; overwritten.
         draft: is chosen as often as the distribution allows. Without one the token depends on nothing but the row.
+        chooser: draws where there is no draft, and gives the same token.
     """
     top = row.params.logprobs
     report = raw_logprobs(logits, top) if top is not None else None
-    token = _choose(logits, row, draft)
+    token = _choose(logits, row, draft, chooser)
     return Token(token, report.of(token) if report else ())
 
 
-def propose(logits: Tensor, row: SamplingRow, draws: bool) -> Draft:
+def propose(logits: Tensor, row: SamplingRow, draws: bool, chooser: TokenChooser | None = None) -> Draft:
     """Drafts a token from fp32 [vocab], which is overwritten.
 
     Args:
         draws: with a number of its own, for `sample` to verify; otherwise with the one that will choose the token, so
             that where two models agree on the distribution they agree on the token.
+        chooser: as of `sample`.
     """
     if not draws or _is_greedy(row.params):
-        return Draft(_choose(logits, row, None))
+        return Draft(_choose(logits, row, None, chooser))
     _shape_logits(logits, row)
     distribution = cut(logits, row.params)
     return Draft(distribution.draw(_uniform_of(row, Purpose.DRAFT)), distribution)
@@ -86,6 +88,10 @@ def as_draw(params: SamplingParams, position: int, prompt_len: int) -> Draw | No
     """How the token at `position` is chosen, where its logits alone decide and nothing is reported of them."""
     if not _logits_decide(params) or params.unwanted_ends(position - prompt_len):
         return None
+    return _draw_at(params, position)
+
+
+def _draw_at(params: SamplingParams, position: int) -> Draw:
     temperature = 0.0 if _is_greedy(params) else params.temperature
     return Draw(temperature, params.top_k, params.min_p, params.top_p, params.seed, position)
 
@@ -109,8 +115,10 @@ def _logits_decide(params: SamplingParams) -> bool:
     return not shaped and params.logprobs is None
 
 
-def _choose(logits: Tensor, row: SamplingRow, draft: Draft | None) -> int:
+def _choose(logits: Tensor, row: SamplingRow, draft: Draft | None, chooser: TokenChooser | None = None) -> int:
     _shape_logits(logits, row)
+    if chooser is not None and draft is None:
+        return int(chooser.choose(logits[None], [0], [_draw_at(row.params, len(row.token_ids))]))
     if _is_greedy(row.params):
         return best_of(logits[None])[0]
     distribution = cut(logits, row.params)
@@ -195,6 +203,5 @@ def _penalise(logits: Tensor, row: SamplingRow) -> None:
     values = logits[seen]
     penalty = params.repetition_penalty
     logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    counts = torch.bincount(context[row.prompt_len :], minlength=logits.numel())
-    output = counts.nonzero().squeeze(-1)
-    logits[output] -= params.presence_penalty + params.frequency_penalty * counts[output]
+    output, counts = torch.unique(context[row.prompt_len :], return_counts=True)
+    logits[output] -= params.presence_penalty + params.frequency_penalty * counts

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.kernels.interface import GroupTables, HeadNorms, Kernels, LayerCache, TokenChooser
+from paceline.kernels.interface import GroupTables, HeadNorms, Kernels, LayerCache, Logits, PackedWeight, TokenChooser
 
 
 class Composed:
     """Gives a backend the fused operations; one that has kernels for them computes the same bits in fewer passes."""
 
-    chooser: TokenChooser | None = None
     compiles_states = False
+
+    @property
+    def chooser(self) -> TokenChooser | None:
+        return None
+
+    def logits(self: Kernels, x: Tensor, weight: PackedWeight) -> Logits:
+        return Logits(self.linear(x, weight).float())
 
     def add_rms_norm(
         self: Kernels, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False

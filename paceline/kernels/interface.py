@@ -98,6 +98,16 @@ class PackedWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class Logits:
+    """How likely each token is behind some others."""
+
+    values: Tensor
+    """fp32 [rows, vocab]"""
+    best: Tensor | None = None
+    """int64 [rows]: the first of the largest of each row, where it was found on the way."""
+
+
+@dataclass(frozen=True, slots=True)
 class HeadNorms:
     """The norms of queries and keys over each head, as `Kernels.rms_norm` takes them; weights [head_dim]."""
 
@@ -122,10 +132,10 @@ class Draw:
 
 
 class TokenChooser(Protocol):
-    """Chooses tokens on the device, behind which the host need not wait. The tokens are those of the host's sampler."""
+    """Chooses tokens where the logits are, of many rows in one call. The tokens are those of the host's sampler."""
 
-    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """fp32 [rows, vocab] -> int64 [rows]; one draw a row."""
+    def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> Tensor:
+        """One token of each of these rows of fp32 [n, vocab] -> int64 [rows]."""
 
     def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> Tensor:
         """Strict verification: a draft is accepted as long as each so far is what was chosen.
@@ -159,8 +169,10 @@ class Kernels(Protocol):
     name: str
     packing: str
     """What the form of packed matrices follows from, as part of a file's name; empty where they stay as they are."""
-    chooser: TokenChooser | None
-    """None where the host chooses tokens."""
+
+    @property
+    def chooser(self) -> TokenChooser | None:
+        """None where the host chooses tokens."""
 
     compiles_states: bool
     """Whether `compile` takes passes with `causal_conv` and `selective_scan`."""
@@ -183,6 +195,9 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """x [tokens, in] @ weight [out, in].T + bias -> [tokens, out]."""
+
+    def logits(self, x: Tensor, weight: PackedWeight) -> Logits:
+        """`linear`, then fp32."""
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
         """Rows of weight [vocab, hidden] -> [tokens, hidden], times the scale rounded to their dtype.

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape, state_groups
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, PackedWeight
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, PackedWeight
 from paceline.models.model_config import ModelConfig
 
 
@@ -71,8 +71,8 @@ class Model(Protocol):
             hidden states behind the final norm, [tokens, hidden] in the model's dtype.
         """
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] -> fp32 [n, vocab]."""
+    def logits(self, hidden: Tensor) -> Logits:
+        """What may come behind each of hidden [n, hidden]."""
 
 
 class CompiledModel:

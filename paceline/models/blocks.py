@@ -17,6 +17,7 @@ from paceline.kernels.interface import (
     Kernels,
     LayerCache,
     LayerState,
+    Logits,
     PackedWeight,
 )
 from paceline.models.base import Weights
@@ -228,9 +229,11 @@ class Vocabulary:
         """int64 [tokens] -> [tokens, hidden]."""
         return self._kernels.embed(token_ids, self._embedding, scale)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> fp32 [n, vocab]."""
-        scores = self._kernels.linear(hidden, self._head).float()
+    def logits(self, hidden: Tensor) -> Logits:
+        """Of [n, hidden]."""
+        logits = self._kernels.logits(hidden, self._head)
         if self._divisor != 1.0:
-            scores = scores / self._divisor
-        return self._softcap * torch.tanh(scores / self._softcap) if self._softcap else scores
+            logits = Logits(logits.values / self._divisor)
+        if self._softcap:
+            logits = Logits(self._softcap * torch.tanh(logits.values / self._softcap))
+        return logits

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits
 from paceline.models.base import Taps, Weights, kv_groups
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm, Rotary, Vocabulary
 from paceline.models.model_config import ModelConfig
@@ -49,7 +49,7 @@ class Gemma3:
         taps.see(self.config.num_layers if layers is None else layers, x)
         return normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Logits:
         return self._vocabulary.logits(hidden)
 
 

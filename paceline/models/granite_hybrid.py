@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits
 from paceline.models.base import Taps, Weights, kv_groups
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, MambaMixer, RMSNorm, Rotary, Vocabulary
 from paceline.models.model_config import LayerType, ModelConfig
@@ -51,7 +51,7 @@ class GraniteHybrid:
         taps.see(self.config.num_layers if layers is None else layers, x)
         return normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Logits:
         return self._vocabulary.logits(hidden)
 
 

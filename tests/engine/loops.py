@@ -63,7 +63,7 @@ class Head:
 
     def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
         for row in wanted:
-            token = int(self._model.logits(self._last[row].unsqueeze(0)).argmax())
+            token = int(self._model.logits(self._last[row].unsqueeze(0)).values.argmax())
             rows.draft(row, [Draft(token)])
         return len(wanted)
 

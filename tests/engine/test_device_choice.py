@@ -35,9 +35,9 @@ class Counting:
         self.accept = chooser.accept
         self.rows: list[int] = []
 
-    def choose(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
         self.rows.append(len(draws))
-        return self._chooser.choose(logits, draws)
+        return self._chooser.choose(logits, rows, draws)
 
 
 def tokens_of(loaded: Loaded, rows: Sequence[SamplingParams]) -> dict[str, list[Token]]:

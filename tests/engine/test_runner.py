@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,11 +32,11 @@ class Bench:
     Blocks behind a window are struck from their table and poisoned again, as when the engine gives them back.
     """
 
-    def __init__(self, model: Model, seed: int, requests: int) -> None:
+    def __init__(self, model: Model, seed: int, requests: int, dtype: torch.dtype = torch.float32) -> None:
         self.rng = random.Random(seed)
-        self.layout = make_layout(model.group_shapes, 4, "test")
+        self.layout = make_layout(model.group_shapes, dtype.itemsize, "test")
         slots = requests * self.layout.slots_for(MAX_TOKENS)
-        self.pool = torch.full((slots * self.layout.slot_bytes // 4,), float("nan"))
+        self.pool = torch.full((slots * self.layout.slot_bytes // dtype.itemsize,), float("nan"), dtype=dtype)
         self._model = model
         self._count = requests
         self._rows: dict[Key, int] = {}
@@ -201,3 +202,14 @@ def test_steps_write_to_no_block_but_their_own(pair: tuple[Model, transformers.P
     own = {slot for table, group in zip(second.tables, bench.layout.groups) for slot in table[: group.blocks_for(50)]}
     assert changed
     assert set(changed) <= own
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_a_row_that_has_ended_gives_nothing_beside_a_prompt(backend: str, save_llama: Any, tmp_path: Path) -> None:
+    save_llama()
+    bench = Bench(load_model(tmp_path, torch.bfloat16, select_kernels(CPU, backend), CPU), 0, 2, torch.bfloat16)
+    ended, other = bench.request("ended", [5, 6, 7], max_tokens=1), bench.request("other", [8, 9, 10], max_tokens=1)
+    bench.step([(ended, 3), (other, 1)])
+    late = Chunk(ended, 0, 3, 1, follows=True, samples=True)
+    results = bench.runner.execute(Step((late, Chunk(other, 1, 1, 1, follows=False, samples=False)), ())).chunks
+    assert [result.tokens for result in results] == [[], []]

@@ -67,7 +67,7 @@ def record_sampling_and_moving(kernels: Kernels) -> None:
     assert chooser is not None
     logits, tokens = torch.empty(3, 128_256), torch.empty(3, dtype=torch.int64)
     for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 40)):
-        chooser.choose(logits, [Draw(temperature, top_k, 0.0, 1.0, 1, 1)] * 3)
+        chooser.choose(logits, range(3), [Draw(temperature, top_k, 0.0, 1.0, 1, 1)] * 3)
     chooser.accept(tokens, tokens, (0, 1, 3))
     pool = torch.empty(9, 32 * 2 * 8 * 16 * 128, dtype=torch.bfloat16)
     unpack_blocks(pack_blocks(pool, tokens), pool, tokens)

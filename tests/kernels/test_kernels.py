@@ -156,6 +156,31 @@ def test_linear(kernels: Kernels, bias: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 63, 64, 500])
+def test_logits_are_linear_in_fp32_and_know_their_best(kernels: Kernels, vocab: int, dtype: torch.dtype) -> None:
+    # Whole numbers, so that many are the same; a row of zeros of both signs, and one of negative numbers.
+    weight = torch.randint(-2, 3, (vocab, 32)).to(dtype)
+    x = torch.randint(-2, 3, (40, 32)).to(dtype)
+    x[3] = 0
+    weight[:, 0], x[:, 0], x[5] = 1, -3, 0
+    x[5, 0] = -7
+    packed = kernels.pack(weight)
+    for rows in (1, 5, 16, 17, 33, 40):
+        logits, linear = kernels.logits(x[:rows], packed), kernels.linear(x[:rows], packed)
+        assert logits.values.dtype == torch.float32
+        assert torch.equal(logits.values, linear.float())
+        if logits.best is not None:
+            assert logits.best.tolist() == linear.float().numpy().argmax(axis=1).tolist()
+
+
+def test_logits_that_are_no_numbers_have_a_best_that_exists(kernels: Kernels) -> None:
+    x = torch.full((3, 32), torch.nan)
+    x[0], x[1, :2] = torch.inf, 0
+    best = kernels.logits(x, kernels.pack(-torch.ones(70, 32))).best
+    assert best is None or all(0 <= token < 70 for token in best.tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated_activations(kernels: Kernels, dtype: torch.dtype) -> None:
     gate, up = torch.randn(7, 63).to(dtype), torch.randn(7, 63).to(dtype)
     g, u = gate.double(), up.double()

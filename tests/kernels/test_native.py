@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache
+from paceline.kernels.interface import AttentionBatch, Draw, GroupTables, LayerCache
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 
+BEST = Draw(0.0, 0, 0.0, 1.0, 0, 0)
 SLOTS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 16, 16, 256
 # 256 rows of results of one piece take 256 * 4 * (256 + 2) bytes; those of five tasks and 50 pieces less than 64 MiB.
 LAST_SHARED = 50 * 128
@@ -181,8 +182,15 @@ def attend_once(kernels: NativeKernels, queries: Tensor, cache: LayerCache, grou
         lambda k, x: attend_once(k, x[None], CACHE, replace(BLOCK, block_tokens=32)),
         lambda k, x: attend_once(k, x[None], CACHE, replace(BLOCK, tables=BLOCK.tables.long())),
         lambda k, x: attend_once(k, x[None], CACHE, replace(BLOCK, write_slots=NO_WRITES.int())),
+        lambda k, x: k.chooser.choose(x.to(HALF), [0], [BEST]),
     ],
 )
 def test_operands_of_another_type_or_shape_are_refused(call: Callable[[NativeKernels, Tensor], object]) -> None:
     with pytest.raises(ValueError, match=r"needed is \[|must be int32|the last must be 1"):
         call(NativeKernels(1), torch.zeros(1, 32))
+
+
+@pytest.mark.parametrize("row", [-1, 3])
+def test_tokens_of_rows_that_are_not_there_are_refused(row: int) -> None:
+    with pytest.raises(IndexError, match="of 3 rows of logits"):
+        NativeKernels(1).chooser.choose(torch.zeros(3, 32), [0, row], [BEST, BEST])

@@ -58,6 +58,10 @@ def test_a_quantized_product_is_that_of_the_matrix(
     expected = native.linear(x, whole, bias)
     for rows in (1, 3, 16, 17, 33, 70):
         assert torch.equal(native.linear(x[:rows], quantized, bias), expected[:rows])
+        logits, scores = native.logits(x[:rows], quantized), native.linear(x[:rows], whole)
+        assert torch.equal(logits.values, scores.float())
+        assert logits.best is not None
+        assert logits.best.tolist() == scores.float().numpy().argmax(axis=1).tolist()
     ids = torch.arange(size_out).flip(0)
     assert torch.equal(native.embed(ids, quantized, 3.7), native.embed(ids, whole, 3.7))
 

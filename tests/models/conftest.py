@@ -47,7 +47,7 @@ class PagedContexts:
         flat = torch.tensor([token for new in tokens.values() for token in new])
         with torch.inference_mode():
             hidden = self._model.forward(flat, torch.cat(positions), self._caches, batch, taps=taps)
-            logits = self._model.logits(hidden)
+            logits = self._model.logits(hidden).values
         self._trim()
         return {request: logits[starts[row] : starts[row + 1]] for row, request in enumerate(tokens)}
 

@@ -186,4 +186,4 @@ def test_groups_of_granite_hybrid(tmp_path: Path, save_granite_hybrid: Any, load
 def test_logits_are_fp32_whatever_the_dtype(tmp_path: Path, save_llama: Any) -> None:
     save_llama(dtype=torch.bfloat16)
     model = load_model(tmp_path, torch.bfloat16, select_kernels(CPU), CPU)
-    assert model.logits(torch.zeros(2, 48, dtype=torch.bfloat16)).dtype == torch.float32
+    assert model.logits(torch.zeros(2, 48, dtype=torch.bfloat16)).values.dtype == torch.float32

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,12 +15,13 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.core.turns import Turns
 from paceline.kernels.composed import Composed
-from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
+from paceline.kernels.interface import AttentionBatch, Draw, Forward, GroupTables, LayerCache, Logits, PackedWeight
 from paceline.kernels.native.library import (
     ERRORS,
     POINTERS,
     TYPES,
     Cache,
+    Choice,
     Kind,
     Op,
     Step,
@@ -75,6 +77,10 @@ class NativeKernels(Composed):
         page = ctypes.addressof(ctypes.c_char.from_buffer(turns.page))
         self._library.paceline_team_take_turns(self._team, page, turns.slot)
 
+    @property
+    def chooser(self) -> NativeChooser:
+        return NativeChooser(self)
+
     def compile(self, forward: Forward) -> Forward:
         return Replay(forward, self)
 
@@ -94,17 +100,27 @@ class NativeKernels(Composed):
         return PackedWeight(data, out, size_in, weight.dtype)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            _need("the bias", bias, x.dtype, weight.size_out)
+        return self._multiply(Kind.LINEAR, x, weight, bias, x.dtype)
+
+    def logits(self, x: Tensor, weight: PackedWeight) -> Logits:
+        best = x.new_empty(len(x), dtype=torch.int64)
+        return Logits(self._multiply(Kind.LOGITS, x, weight, best, torch.float32), best)
+
+    def _multiply(
+        self, kind: Kind, x: Tensor, weight: PackedWeight, other: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """A product of the given dtype, [tokens, out]; `other` is what else the operation takes."""
         if x.dtype != weight.dtype or x.shape[1:] != (weight.size_in,):
             raise ValueError(
                 f"x is {list(x.shape)} {x.dtype}; the weight takes [tokens, {weight.size_in}] {weight.dtype}"
             )
-        if bias is not None:
-            _need("the bias", bias, x.dtype, weight.size_out)
         x = _with_dense_rows(x)
-        out = x.new_empty(x.shape[0], weight.size_out)
-        op = Op(Kind.LINEAR, rows=x.shape[0], n0=weight.size_in, n1=weight.size_out, n2=x.stride(0))
+        out = x.new_empty(len(x), weight.size_out, dtype=dtype)
+        op = Op(kind, rows=len(x), n0=weight.size_in, n1=weight.size_out, n2=x.stride(0))
         op.format = weight.format or 0
-        self._run(op, out, (x, weight.data, bias))
+        self._run(op, out, (x, weight.data, other), dtype=x.dtype)
         return out
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
@@ -229,11 +245,16 @@ class NativeKernels(Composed):
         inputs: Sequence[Tensor | None],
         batch: AttentionBatch | None = None,
         group: GroupTables | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Computes an operation, or notes it: operands are checked when a pass is recorded, not when it is replayed."""
+        """Computes an operation, or notes it: operands are checked when a pass is recorded, not when it is replayed.
+
+        Args:
+            dtype: that it computes in; by default the result's.
+        """
         _check(out)
         operands = (out, *inputs, *(None,) * (len(POINTERS) - 1 - len(inputs)))
-        op.type = TYPES[out.dtype]
+        op.type = TYPES[dtype or out.dtype]
         if self.recorder is not None and out.is_meta:
             self.recorder.add(op, operands, group)
         else:
@@ -256,13 +277,48 @@ class NativeKernels(Composed):
             raise kind(message)
 
 
+class NativeChooser:
+    """See `TokenChooser`."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+
+    def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> Tensor:
+        _need("the logits", logits, torch.float32, len(logits), logits.shape[1])
+        if not all(0 <= row < len(logits) for row in rows):
+            raise IndexError(f"of {len(logits)} rows of logits these were asked for: {list(rows)}")
+        logits = _with_dense_rows(logits)
+        choices = (Choice * len(rows))(
+            *(
+                Choice(row, draw.temperature, draw.top_k, draw.min_p, draw.top_p, draw.seed, draw.position)
+                for row, draw in zip(rows, draws, strict=True)
+            )
+        )
+        tokens = logits.new_empty(len(rows), dtype=torch.int64)
+        op = Op(Kind.CHOOSE, TYPES[logits.dtype], len(rows), n0=logits.shape[1], n1=logits.stride(0))
+        op.out, op.a, op.b = tokens.data_ptr(), logits.data_ptr(), ctypes.addressof(choices)
+        self._kernels.execute(op, 1, Step(tokens=1))
+        return tokens
+
+    def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> Tensor:
+        chosen, proposed = tokens.tolist(), drafts.tolist()
+        accepted = []
+        for first, end in pairwise(first_rows):
+            last = first
+            while last + 1 < end and chosen[last] == proposed[last + 1]:
+                last += 1
+            accepted.append(chosen[first : min(last + 1, end)])
+        width = max((len(own) for own in accepted), default=0) or 1
+        return torch.tensor([own + [-1] * (width - len(own)) for own in accepted]).view(len(accepted), width)
+
+
 def _stop_team(library: ctypes.CDLL, team: int, owner: int) -> None:
     if os.getpid() == owner:  # a fork has none of the threads that this would wait for
         library.paceline_team_stop(team)
 
 
 def _check(tensor: Tensor) -> None:
-    if tensor.dtype not in TYPES or tensor.device.type not in ("cpu", "meta"):
+    if tensor.dtype not in TYPES or not (tensor.is_cpu or tensor.is_meta):
         raise ConfigError(
             f"the native kernels compute bfloat16 and float32 on cpu, not {tensor.dtype} on {tensor.device}; "
             "choose --kernels reference"

@@ -42,6 +42,8 @@ class Kind(IntEnum):
     SCALE = 12
     CAUSAL_CONV = 13
     SELECTIVE_SCAN = 14
+    LOGITS = 15
+    CHOOSE = 16
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -58,6 +60,19 @@ class Cache(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *((name, ctypes.c_int64) for name in ("slots", "kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("slot_stride", "head_stride", "token_stride")),
+    ]
+
+
+class Choice(ctypes.Structure):
+    """`Draw` of the sources."""
+
+    _fields_ = [
+        ("row", ctypes.c_int64),
+        ("temperature", ctypes.c_double),
+        ("top_k", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("min_p", "top_p")),
+        ("seed", ctypes.c_uint64),
+        ("position", ctypes.c_int64),
     ]
 
 

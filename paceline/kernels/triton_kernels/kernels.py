@@ -38,13 +38,16 @@ class TritonKernels(ReferenceKernels):
                 "TRITON_INTERPRET=1 in the environment"
             )
         self.name = "triton-invariant" if batch_invariant else "triton"
-        self.chooser = TritonChooser()
         self._tuner = gpu_tuner(device) if device.type == "cuda" and torch.cuda.is_available() else Untuned()
         self._batch_invariant = batch_invariant
         self._planned: AttentionBatch | None = None
         self._plans: dict[int, Plan] = {}
         """Of the batch seen last, by query heads that share a KV head: all layers of a step share them. Each batch has
         a dict of its own, which a recording can keep."""
+
+    @property
+    def chooser(self) -> TritonChooser:
+        return TritonChooser()
 
     def compile(self, forward: Forward) -> Forward:
         return Graphs(forward, (lambda: CalledAgain) if INTERPRETED else CudaRecorder, lambda: self._plans)

@@ -24,16 +24,16 @@ _TOKEN = 0
 class TritonChooser:
     """See `TokenChooser`."""
 
-    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        rows: dict[Callable[[Tensor, Sequence[Draw]], Tensor], list[int]] = {}
-        for row, own in enumerate(draws):
-            rows.setdefault(_way(own, logits.shape[1]), []).append(row)
-        if len(rows) == 1:
-            return next(iter(rows))(logits, draws)
+    def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> Tensor:
+        ways: dict[Callable[[Tensor, Sequence[Draw]], Tensor], list[int]] = {}
+        for index, own in enumerate(draws):
+            ways.setdefault(_way(own, logits.shape[1]), []).append(index)
+        if len(ways) == 1:
+            return next(iter(ways))(_take(logits, rows), draws)
         out = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
-        for choose, places in rows.items():
-            index = to_device(torch.tensor(places, device="cpu"), logits.device)
-            out[index] = choose(logits[index], [draws[place] for place in places])
+        for choose, own_places in ways.items():
+            own_logits = _take(logits, [rows[place] for place in own_places])
+            out[_on(logits.device, own_places)] = choose(own_logits, [draws[place] for place in own_places])
         return out
 
     def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> Tensor:
@@ -44,6 +44,15 @@ class TritonChooser:
         padded = triton.next_power_of_2(width)
         device.accept[requests,](out, tokens, drafts, starts, WIDTH=width, PADDED=padded, num_warps=1)
         return out
+
+
+def _take(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows; where they are all, they are not copied."""
+    return logits if list(rows) == list(range(len(logits))) else logits[_on(logits.device, rows)]
+
+
+def _on(device: torch.device, places: Sequence[int]) -> Tensor:
+    return to_device(torch.tensor(places, device="cpu"), device)
 
 
 def _way(draw: Draw, vocab_size: int) -> Callable[[Tensor, Sequence[Draw]], Tensor]:

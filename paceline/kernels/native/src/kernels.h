@@ -17,6 +17,8 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "paged.h"
 #include "attention.h"
 #include "recurrent.h"
+#include "logits.h"
+#include "choose.h"
 
 template <class T>
 struct Table {
@@ -24,7 +26,8 @@ struct Table {
     static constexpr Kernel kernels[kKinds] = {
         linear<T>,   embed<T>,     rms_norm<T>,     rotation<T>,          rotate<T>,
         store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>, linear_silu_and_mul<T>,
-        linear_gelu_tanh_and_mul<T>, scale<T>, causal_conv<T>, selective_scan<T>,
+        linear_gelu_tanh_and_mul<T>, scale<T>, causal_conv<T>, selective_scan<T>, logits<T>,
+        choose<T>,
     };
 };
 

@@ -44,6 +44,8 @@ enum Kind : int32_t {
     kScale,          // out[rows, n0] = a * f0
     kCausalConv,     // out[tokens, n0 channels]; a: x; b: weight [n1 taps, channels]; c: bias, or null
     kSelectiveScan,  // out[tokens, heads * head_dim]; a: x; b: time steps; c: rates, fp32 [3, heads]; n0: state size
+    kLogits,  // out: fp32 [rows, n1] = a * b, rounded as kLinear; c: int64 [rows], the first of each row's largest
+    kChoose,  // out: int64 tokens [rows]; a: fp32 logits [..., n0] of row stride n1; b: Draw [rows]
     kKinds,
 };
 
@@ -54,6 +56,16 @@ constexpr int64_t padded_in(int32_t type, int64_t in) { return type == kBf16 ? r
 constexpr int64_t packed_elements(int32_t type, int64_t out, int64_t in) {
     return round_up(out, kLanes) * padded_in(type, in);
 }
+
+// See `Draw` of ../../interface.py.
+struct Draw {
+    int64_t row;
+    double temperature;
+    int64_t top_k;
+    double min_p, top_p;
+    uint64_t seed;
+    int64_t position;
+};
 
 // One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]; strides in elements, of head_dim it is 1.
 // A part of a layer's state has `keys` and `slot_stride` alone, and that of a scan its heads; in fp32.

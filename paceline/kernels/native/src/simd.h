@@ -6,6 +6,10 @@ typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint16_t u16x32 __attribute__((vector_size(64)));
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef double f64x8 __attribute__((vector_size(64)));
+typedef int64_t i64x8 __attribute__((vector_size(64)));
+typedef uint64_t u64x8 __attribute__((vector_size(64)));
 typedef uint16_t bf16;
 
 template <class To, class From>
@@ -74,10 +78,24 @@ static inline void store_some(T* to, f32x16 value, int64_t count) {
 static inline f32x16 round_to(const float*, f32x16 value) { return value; }
 static inline f32x16 round_to(const bf16*, f32x16 value) { return widen(narrow(value)); }
 
+// Integers in the order of fp32, of which -0 is 0, and what is no number is larger than all.
+static inline i32x16 order_of(f32x16 value) {
+    const i32x16 word = bits<i32x16>(value + 0.0f), order = word ^ (word >> 31 & 0x7fffffff);
+    return value == value ? order : 0x7fffffff + i32x16{};
+}
+
 // Fused where the machine can, and always in the same way: the compiler is told not to fuse by itself.
 static inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #ifdef PACELINE_AVX512
     return bits<f32x16>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
+#else
+    return a * b + c;
+#endif
+}
+
+static inline f64x8 fma(f64x8 a, f64x8 b, f64x8 c) {
+#ifdef PACELINE_AVX512
+    return bits<f64x8>(_mm512_fmadd_pd(bits<__m512d>(a), bits<__m512d>(b), bits<__m512d>(c)));
 #else
     return a * b + c;
 #endif
@@ -103,11 +121,14 @@ static inline f32x16 reciprocal(f32x16 x) {
 #endif
 }
 
-static inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+template <class V>
+static inline V max(V a, V b) {
+    return a > b ? a : b;
+}
 
 // Over all lanes, in a fixed order.
-template <class Join>
-static inline float over_lanes(f32x16 v, const Join& join) {
+template <class V, class Join>
+static inline auto over_lanes(V v, const Join& join) {
     v = join(v, __builtin_shuffle(v, i32x16{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
     v = join(v, __builtin_shuffle(v, i32x16{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
     v = join(v, __builtin_shuffle(v, i32x16{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
@@ -117,7 +138,10 @@ static inline float over_lanes(f32x16 v, const Join& join) {
 static inline float sum_lanes(f32x16 v) {
     return over_lanes(v, [](f32x16 a, f32x16 b) { return a + b; });
 }
-static inline float max_lane(f32x16 v) { return over_lanes(v, max); }
+template <class V>
+static inline auto max_lane(V v) {
+    return over_lanes(v, max<V>);
+}
 
 // 2^x within 2 ulp; 0 below -126, which is -inf's case too; 2^127 above 127.
 static inline f32x16 exp2(f32x16 x) {

@@ -1,9 +1,11 @@
-"""Tokens that are chosen on the device are those of the host's sampler."""
+"""Tokens that kernels choose are those of the host's sampler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,26 +16,34 @@ from paceline.core.types import SamplingParams
 from paceline.engine.sampler import SamplingRow, as_draw, sample
 from paceline.kernels import select_kernels
 from paceline.kernels.interface import Draw, TokenChooser
-
-pytest.importorskip("triton", reason="the package triton is not installed")
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.kernels import NativeChooser
+from paceline.kernels.native.library import instruction_sets
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(scope="module")
-def chooser() -> TokenChooser:
+@pytest.fixture(scope="module", params=["triton", *instruction_sets()])
+def chooser(request: pytest.FixtureRequest) -> TokenChooser:
+    if request.param != "triton":
+        return NativeKernels(2, request.param).chooser
+    pytest.importorskip("triton", reason="the package triton is not installed")
     chooser = select_kernels(DEVICE, "triton").chooser
     assert chooser is not None
     return chooser
 
 
-def poisoned(rows: Tensor) -> Tensor:
+def device_of(chooser: TokenChooser) -> torch.device:
+    return torch.device("cpu") if isinstance(chooser, NativeChooser) else DEVICE
+
+
+def poisoned(rows: Tensor, device: torch.device) -> Tensor:
     """The same rows on the device; what lies behind each is larger than all, or no number."""
     wide = torch.full((rows.shape[0] + 1, rows.shape[1] + 9), NAN)
     wide[:, rows.shape[1] :: 2] = INF
     wide[:-1, : rows.shape[1]] = rows
-    return wide.to(DEVICE)[:-1, : rows.shape[1]]
+    return wide.to(device)[:-1, : rows.shape[1]]
 
 
 def on_host(logits: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
@@ -48,7 +58,7 @@ def on_device(chooser: TokenChooser, logits: Tensor, rows: Sequence[tuple[Sampli
     draws = [as_draw(params, position, 0) for params, position in rows]
     known = [draw for draw in draws if draw is not None]
     assert len(known) == len(rows)
-    tokens: list[int] = chooser.choose(poisoned(logits), known).tolist()
+    tokens: list[int] = chooser.choose(poisoned(logits, device_of(chooser)), range(len(rows)), known).tolist()
     return tokens
 
 
@@ -81,6 +91,58 @@ def test_tokens_are_those_of_the_host(
     assert [on_device(chooser, logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))] == expected
 
 
+@pytest.mark.parametrize("spread", [0.02, 3.0])  # with the lower one, hundreds are about as likely as the best
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.95), (7, 1.0), (40, 0.5), (599, 1.0)])
+def test_many_draws_are_those_of_the_host(chooser: TokenChooser, top_k: int, top_p: float, spread: float) -> None:
+    logits = spread * torch.randn(48, 600, generator=torch.Generator().manual_seed(4), device="cpu")
+    rows = [(SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, seed=seed), 3) for seed in range(48)]
+    assert on_device(chooser, logits, rows) == on_host(logits, rows)
+
+
+@settings(max_examples=40)
+@given(
+    params=params,
+    bias=st.dictionaries(st.integers(0, 69), st.sampled_from([-5.0, 2.0]), max_size=3),
+    penalties=st.sampled_from([(0.0, 0.0, 1.0), (0.5, 0.0, 1.0), (0.0, 0.7, 1.0), (0.0, 0.0, 1.3)]),
+    allowed=st.sampled_from([(), (3, 9, 60)]),
+    logprobs=st.sampled_from([None, 2]),
+    mask=st.booleans(),
+)
+def test_logits_that_were_changed_first_are_drawn_from_in_the_same_way(
+    chooser: TokenChooser,
+    params: SamplingParams,
+    bias: dict[int, float],
+    penalties: tuple[float, float, float],
+    allowed: tuple[int, ...],
+    logprobs: int | None,
+    mask: bool,
+) -> None:
+    presence, frequency, repetition = penalties
+    changed = replace(
+        params,
+        logit_bias=bias,
+        allowed_token_ids=allowed,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        logprobs=logprobs,
+    )
+    row = SamplingRow(changed, [3, 7, 9, 3, 9, 9], 2, np.full(9, 0b10110110, dtype=np.uint8) if mask else None)
+    logits = 3 * torch.randn(70, generator=torch.Generator().manual_seed(1), device="cpu")
+    expected = sample(logits.clone(), row)
+    token = sample(logits.to(device_of(chooser), copy=True), row, chooser=chooser)
+    assert token.id == expected.id
+    assert [each.token_id for each in token.logprobs] == [each.token_id for each in expected.logprobs]
+
+
+def test_rows_may_be_taken_in_any_order(chooser: TokenChooser) -> None:
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(2), device="cpu").to(device_of(chooser))
+    draws = [Draw(temperature, 0, 0.0, top_p, 5, 1) for temperature in (0.0, 1.0) for top_p in (1.0, 0.5)]
+    order = [4, 0, 4, 5]
+    expected = [int(chooser.choose(logits, [row], [draw])) for row, draw in zip(order, draws)]
+    assert chooser.choose(logits, order, draws).tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
@@ -102,6 +164,17 @@ def test_greedy_takes_the_first_of_the_largest(chooser: TokenChooser, numbers: l
     assert on_device(chooser, logits, rows) == [expected]
     behind = torch.cat((torch.full((1, 5000), -INF, device="cpu"), logits), dim=1)  # in another block
     assert on_device(chooser, behind, rows) == on_host(behind, rows)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.5), (3, 0.5)])
+@pytest.mark.parametrize("number", [NAN, INF, -INF])
+def test_from_what_is_no_number_a_token_comes_that_exists(
+    chooser: TokenChooser, number: float, top_k: int, top_p: float
+) -> None:
+    logits = torch.full((2, 70), number, device="cpu")
+    logits[1, :66] = 0.0
+    params = SamplingParams(temperature=0.5, top_k=top_k, top_p=top_p)
+    assert all(0 <= token < 70 for token in on_device(chooser, logits, [(params, 1)] * 2))
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
@@ -147,7 +220,8 @@ def test_drafts_are_accepted_up_to_the_first_that_was_not_chosen(
             expected.append([])
         first_rows.append(len(tokens))
     # Behind the last row lies what would be the next draft.
-    held = torch.tensor([*tokens, 105, 105]).to(DEVICE), torch.tensor([*drafts, 100, 101, 102, 103]).to(DEVICE)
+    device = device_of(chooser)
+    held = torch.tensor([*tokens, 105, 105]).to(device), torch.tensor([*drafts, 100, 101, 102, 103]).to(device)
     out = chooser.accept(held[0][: len(tokens)], held[1][: len(tokens)], first_rows)
     assert [[token for token in own if token != -1] for own in out.tolist()] == expected
 

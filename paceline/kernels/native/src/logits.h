@@ -1,0 +1,63 @@
+// The head: logits, and the best token of each row.
+
+// Of a number and its place: higher where the number is larger, or where it is the same and stands further ahead.
+static inline uint64_t rank_of(int32_t order, int64_t place) {
+    return uint64_t{static_cast<uint32_t>(order) ^ 1u << 31} << 32 | ~static_cast<uint32_t>(place);
+}
+static inline int64_t place_of(uint64_t rank) { return static_cast<uint32_t>(~rank); }
+
+// The same as `order_of`; behind the last number there are none.
+static inline i32x16 orders_at(const float* values, int64_t count) {
+    if (count >= kLanes) return order_of(load(values));
+    float lanes[kLanes];
+    store(lanes, splat(-__builtin_inff()));
+    memcpy(lanes, values, count * sizeof(float));
+    return order_of(load(lanes));
+}
+
+// Raises the highest rank of a row where one of the numbers that stand at [first, first + count) has a higher one.
+static inline void raise_rank(uint64_t* rank, const float* values, int64_t first, int64_t count) {
+    i32x16 largest = INT32_MIN + i32x16{};
+    for (int64_t i = 0; i < count; i += kLanes) largest = max(orders_at(values + i, count - i), largest);
+    const int32_t top = max_lane(largest);
+    uint64_t known = __atomic_load_n(rank, __ATOMIC_RELAXED);
+    if (rank_of(top, first) <= known) return;  // as of most
+    int64_t place = 0;
+    while (max_lane(orders_at(values + place, count - place)) != top) place += kLanes;
+    while (orders_at(values + place, 1)[0] != top) ++place;
+    const uint64_t own = rank_of(top, first + place);
+    while (known < own && !__atomic_compare_exchange_n(rank, &known, own, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
+// A linear layer whose results are widened; by the way, the place of the first of each row's largest.
+template <class T, class Matrix>
+static void logits_layer(const Op& op, const Step& step, Team& team) {
+    const int64_t rows = op.rows * step.tokens;
+    if (rows == 0) return;
+    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), Matrix::takes_columns(op));
+    const Matrix matrix = Matrix::of(op.b, op);
+    float* outs = static_cast<float*>(op.out);
+    int64_t* places = static_cast<int64_t*>(const_cast<void*>(op.c));
+    uint64_t* ranks = reinterpret_cast<uint64_t*>(places);
+    for (int64_t row = 0; row < rows; ++row) ranks[row] = 0;
+    const int64_t outputs = op.n1, width = Matrix::kMostOut, blocks = (outputs + width - 1) / width;
+    team.for_each_restartable(input.chunks * blocks, itself, [=](int64_t task, Worker& worker) {
+        const int64_t first = task % blocks * width, count = least(width, outputs - first);
+        Slice<Matrix> slices[kTaskOut / kOutBlock];
+        int64_t slice = 0;
+        for (int64_t i = 0; i < count; i += kOutBlock) slices[slice++] = {&matrix, first + i};
+        Matrix::multiply_slices(input, worker, task / blocks, slices, slice, [&](int64_t row, const float* sums) {
+            float* out = outs + row * outputs + first;
+            for (int64_t i = 0; i < count; i += kLanes)
+                store_some(out + i, round_to(static_cast<const T*>(nullptr), load(sums + i)), count - i);
+            raise_rank(ranks + row, out, first, count);
+        });
+    });
+    for (int64_t row = 0; row < rows; ++row) places[row] = place_of(ranks[row]);
+}
+
+template <class T>
+static void logits(const Op& op, const Step& step, Team& team) {
+    return (op.format ? logits_layer<T, Quantized<T>> : logits_layer<T, Packed<T>>)(op, step, team);
+}

@@ -1,0 +1,37 @@
+"""Inputs are formed from what the rows hold now, whatever was formed before."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.core.kv_layout import GroupShape, make_layout
+from paceline.core.types import SamplingParams
+from paceline.engine.rows import Rows
+from paceline.engine.step import Grown, Joined
+
+
+def test_tables_and_slots_are_those_of_the_newest_updates() -> None:
+    layout = make_layout((GroupShape("all", (0,), 1, 16), GroupShape("near", (1,), 1, 16, 20)), 4, "test")
+    rows = Rows(2, 64, 0, layout, torch.device("cpu"))
+    blocks = [group.blocks_for(64) for group in layout.groups]
+
+    def tables(first: int) -> list[list[int]]:
+        return [list(range(first + 100 * index, first + 100 * index + count)) for index, count in enumerate(blocks)]
+
+    def check(token: int, first: int) -> None:
+        inputs = rows.span([(1, 60, 64)])
+        assert inputs.token_ids.tolist() == [token] * 4
+        assert inputs.positions.tolist() == [60, 61, 62, 63]
+        for group, own in zip(inputs.batch.groups, tables(first)):
+            assert group.tables.tolist() == [own]
+            assert group.write_slots.tolist() == [own[p // group.block_tokens] for p in range(60, 64)]
+            assert group.write_offsets.tolist() == [p % group.block_tokens for p in range(60, 64)]
+
+    rows.update([Joined(1, [7] * 64, 64, 0, SamplingParams(), 64, tables(0), 64)])
+    check(7, 0)
+    rows.span([(0, 0, 4)])  # of the same size, in the same vectors
+    check(7, 0)
+    rows.update([Grown(1, tables(20), 64)])
+    check(7, 20)
+    rows.update([Joined(1, [8] * 64, 64, 0, SamplingParams(), 64, tables(50), 64)])  # another request in the same row
+    check(8, 50)
