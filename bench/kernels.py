@@ -5,8 +5,8 @@
 The floor is the larger of two: the bytes that have to be read over the bandwidth of reading, and the operations over
 the best rate of a matrix product; both are measured first. Native and torch take turns; times are medians, of CPU time
 with one thread, which other work on the machine hardly touches, else of wall time. Weights lie in as many copies as
-fill a model, so that they come from memory, as they do in a step. With --quantization weights are rounded for the
-native kernels: torch and the floor stay what they are without.
+fill a model, so that they come from memory, and linear layers run as a pass over all of them, as they do in a step.
+With --quantization weights are rounded for the native kernels: torch and the floor stay what they are without.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,16 @@ from torch import Tensor
 
 from paceline.core.types import SamplingParams
 from paceline.engine.sampler import SamplingRow, as_draw, sample
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_pool, view_states
+from paceline.kernels.interface import (
+    AnyCache,
+    AttentionBatch,
+    GroupTables,
+    Kernels,
+    LayerState,
+    PackedWeight,
+    view_pool,
+    view_states,
+)
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
@@ -58,13 +67,15 @@ HYBRID = "granite-4-h-350m", Mamba(heads=48, head_dim=32, state_size=128, conv_t
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one shape. `make` prepares a backend's run; what it needs to read and compute follows."""
+    """One kernel at one shape. `make` prepares a backend's run; what each call has to read and compute follows."""
 
     name: str
     rows: str
     make: Callable[[Kernels], Callable[[], object]]
     read_bytes: float
     operations: float = 0.0
+    calls: int = 1
+    """in one run"""
 
 
 def quantize_q4_1(weight: Tensor) -> QuantizedMatrix:
@@ -83,17 +94,39 @@ def linear_case(
     name: str, rows: int, size_in: int, size_out: int, dtype: torch.dtype, how: str, is_head: bool = False
 ) -> Case:
     weight_bytes = size_in * size_out * dtype.itemsize
-    x = torch.randn(rows, size_in).to(dtype)
+    copies = max(1, COPIES_BYTES // weight_bytes)
 
     def make(kernels: Kernels) -> Callable[[], object]:
-        copies = max(1, COPIES_BYTES // weight_bytes)
         quantize = QUANTIZE[how] if how in QUANTIZE and isinstance(kernels, NativeKernels) else None
         weights = (torch.randn(size_out, size_in).to(dtype) for _ in range(copies))
-        packed = itertools.cycle([kernels.pack(quantize(each) if quantize else each) for each in weights])
-        multiply = kernels.logits if is_head else kernels.linear
-        return lambda: multiply(x, next(packed))
+        packed = [kernels.pack(quantize(each) if quantize else each) for each in weights]
+        if is_head:  # is not part of a pass
+            x = torch.randn(rows, size_in).to(dtype)
+            return lambda: [kernels.logits(x, weight) for weight in packed]
+        return layers_pass(kernels, packed, torch.randn(rows, size_in).to(dtype))
 
-    return Case(f"{name} {size_in}->{size_out}", str(rows), make, weight_bytes, 2.0 * rows * size_in * size_out)
+    return Case(f"{name} {size_in}->{size_out}", str(rows), make, weight_bytes, 2.0 * rows * size_in * size_out, copies)
+
+
+def layers_pass(kernels: Kernels, weights: list[PackedWeight], x: Tensor) -> Callable[[], object]:
+    """Multiplies by one weight after the other, each as an operation of its own."""
+    inputs, ids = kernels.pack(x), torch.arange(len(x))
+    nowhere = [LayerState((torch.empty(0),))]
+    batch = AttentionBatch((0, len(x)), (len(x),), ())
+
+    def forward(
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[AnyCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
+    ) -> Tensor:
+        rows = kernels.embed(token_ids, inputs)
+        # Layers of the very same tensor would be joined to one operation.
+        return [kernels.linear(rows[:], weight) for weight in weights][-1]
+
+    compiled = kernels.compile(forward)
+    return lambda: compiled(ids, ids, nowhere, batch)
 
 
 def choose_case(name: str, shape: Shape, params: SamplingParams, rows: int) -> Case:
@@ -256,7 +289,8 @@ def main() -> None:
         for name, case in all_cases(dtype, options.quantization):
             if options.only not in case.name:
                 continue
-            own, torch_time = medians(options.rounds, *(case.make(kernels) for kernels in backends))
+            runs = [case.make(kernels) for kernels in backends]
+            own, torch_time = (seconds / case.calls for seconds in medians(options.rounds, *runs))
             floor = max(case.read_bytes / bandwidth, case.operations / peak)
             print(
                 f"{name:<17}{case.name:<28}{case.rows:>7}{own * 1e6:>11.1f}{torch_time * 1e6:>11.1f}"

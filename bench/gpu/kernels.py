@@ -110,7 +110,9 @@ def main() -> None:
         ):
             if options.only not in case.name:
                 continue
-            own, plain = (median_seconds(case.make(kernels), device, options.rounds) for kernels in backends)
+            own, plain = (
+                median_seconds(case.make(kernels), device, options.rounds) / case.calls for kernels in backends
+            )
             floor = max(case.read_bytes / bandwidth, case.operations / peak)
             results.append(
                 {
