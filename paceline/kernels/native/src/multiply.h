@@ -21,8 +21,8 @@ static inline f32x16 multiply_add(const bf16* x, const bf16* w, f32x16 sum) {
 }
 
 // What else a product does: it can go on from the sums that are in `out`, and fetch memory that will be needed later,
-// so many cache lines for each kDepth of `in`; or, where one row block reads its weights from memory, those that come
-// next. Where vectors compute, memory is fast enough by itself.
+// so many cache lines for each kDepth of `in`, where tiles compute; or, where one row block reads its weights from
+// memory, those that come next.
 struct Extra {
     bool add = false;
     int64_t lines = 0;
@@ -30,16 +30,29 @@ struct Extra {
     bool comes_from_memory = false;
 };
 
+// Vectors and tiles fetch weights so many bytes before they multiply them. Where there are two groups, what comes next
+// behind the end of one lies behind the other.
+constexpr int64_t kAheadOfVectors = 4096, kAheadOfTiles = 2048;
+
 template <int Rows, int Groups, class T>
 static inline void multiply_few(
-    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride, bool add) {
+    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride, bool add,
+    bool prefetches) {
     constexpr int64_t step = sizeof(T) == sizeof(bf16) ? 2 : 1;
+    constexpr int64_t distance = kAheadOfVectors / int64_t(sizeof(T));
+    const T* ahead = w + distance;
+    const int64_t turn = most(0, in - distance / kLanes);
     f32x16 sums[Rows][Groups] = {};
     if (add)
         for (int row = 0; row < Rows; ++row)
             for (int group = 0; group < Groups; ++group)
                 sums[row][group] = load(out + row * out_stride + group * kLanes);
     for (int64_t k = 0; k < in; k += step) {
+        if (prefetches) {
+            if (k == turn) ahead += (Groups - 1) * w_stride;
+            for (int group = 0; group < Groups; ++group)
+                __builtin_prefetch(ahead + group * w_stride + k * kLanes);
+        }
 #pragma GCC unroll 8
         for (int row = 0; row < Rows; ++row)
 #pragma GCC unroll 2
@@ -54,15 +67,17 @@ static inline void multiply_few(
 template <int Groups, class T>
 static inline void multiply_lanes(
     const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, float* out,
-    int64_t out_stride, bool add) {
+    int64_t out_stride, const Extra& extra) {
     int64_t row = 0;
     for (; row + kRegisterRows <= rows; row += kRegisterRows)
         multiply_few<kRegisterRows, Groups>(
-            x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, add);
+            x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, extra.add,
+            extra.comes_from_memory && row == 0);
     x += row * x_stride, out += row * out_stride;
+    const bool prefetches = extra.comes_from_memory && row == 0;
     switch (rows - row) {
 #define PACELINE_ROWS(N) \
-    case N: return multiply_few<N, Groups>(x, x_stride, w, w_stride, in, out, out_stride, add);
+    case N: return multiply_few<N, Groups>(x, x_stride, w, w_stride, in, out, out_stride, extra.add, prefetches);
         PACELINE_ROWS(1)
 #ifdef PACELINE_AVX512
         PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4) PACELINE_ROWS(5) PACELINE_ROWS(6) PACELINE_ROWS(7)
@@ -77,8 +92,8 @@ template <class T>
 static inline void multiply(
     Worker&, const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, int64_t groups,
     float* out, int64_t out_stride, const Extra& extra = {}) {
-    if (groups == 1) return multiply_lanes<1>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra.add);
-    multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra.add);
+    if (groups == 1) return multiply_lanes<1>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra);
+    multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra);
 }
 
 // Whether a tile takes sixteen rows of x for the price of a few.
@@ -121,10 +136,8 @@ static inline void configure_columns(Worker& worker, int columns) {
     _tile_loadconfig(&config);
 }
 
-constexpr int64_t kWeightsAhead = 2048;  // bytes
-
 static inline void prefetch_tile(const bf16* weights) {
-    const char* ahead = reinterpret_cast<const char*>(weights) + kWeightsAhead;
+    const char* ahead = reinterpret_cast<const char*>(weights) + kAheadOfTiles;
     for (int64_t line = 0; line < 16; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
 }
 
