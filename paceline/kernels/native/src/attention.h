@@ -103,7 +103,7 @@ struct Attention {
         if (keys_stay(rows)) {
             for (int64_t first = 0; first < row_count; first += kLanes)
                 paged.pack_rows([&](int64_t i) { return first + i < row_count ? find(first + i) : nullptr; },
-                                space.queries + first * depth);
+                                space.queries + first * depth, [] {});
             return;
         }
         for (int64_t row = 0; row < row_count; ++row) {
@@ -227,7 +227,7 @@ struct Attention {
         for (int64_t i = span.from; i < span.to; i += kDepth) {
             typename Paged<T>::Places places;
             paged.locate(rows, base + i, first_key(rows), end, places);
-            if (!scored) paged.pack_keys(places, space.keys + i * depth);
+            if (!scored) paged.pack_keys(places, space.keys + i * depth, prefetch);
             paged.pack_values(places, space.values + i * kLanes, prefetch);
         }
         for (int64_t row = 0; row < row_count; row += kRowBlock)

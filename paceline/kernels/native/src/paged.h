@@ -2,9 +2,10 @@
 
 constexpr int64_t kPiece = 128;  // keys that are attended to at once; see attention.h
 
-// Cache lines that are prefetched with a tile of keys and a pair of values, for each 128 bytes of a key, and with a
-// product. Together they make a piece; each is about what memory gives in the time that the work takes.
-constexpr int64_t kPrefetchAtTile = 24, kPrefetchAtPair = 4, kPrefetchAtProduct = 32;
+// Cache lines that are prefetched with a tile of keys and a pair of values, for each 128 bytes of a key, with a product,
+// and with sixteen lines of keys that are packed. Together they make a piece; each is about what memory gives in the time
+// that the work takes.
+constexpr int64_t kPrefetchAtTile = 24, kPrefetchAtPair = 4, kPrefetchAtProduct = 32, kPrefetchAtSquare = 20;
 
 template <class T>
 static void store_kv(const Op& op, const Step& step, Team& team) {
@@ -98,16 +99,19 @@ struct Paged {
     };
 
     // Packs kDepth keys, sixteen side by side: [2][depth / pair][16][pair].
-    void pack_keys(const Places& places, T* to) const {
+    void pack_keys(const Places& places, T* to, Prefetch& prefetch) const {
         for (int64_t lane = 0; lane < kDepth; lane += kLanes, to += depth * kLanes)
-            pack_rows([&](int64_t i) { return at(cache.keys, places[lane + i]); }, to);
+            pack_rows([&](int64_t i) { return at(cache.keys, places[lane + i]); }, to,
+                      [&] { prefetch.issue(*this, kPrefetchAtSquare); });
     }
 
     // Packs sixteen rows side by side: [depth / pair][16][pair]. find(i): the `dim` elements of row i; null for zeros.
-    template <class Find>
-    void pack_rows(const Find& find, T* to) const {
+    // Calls begin_square() before each 16 x 16 words.
+    template <class Find, class Begin>
+    void pack_rows(const Find& find, T* to, const Begin& begin_square) const {
         constexpr int64_t per_line = 64 / sizeof(T);
         for (int64_t d = 0; d < depth; d += per_line) {
+            begin_square();
             u32x16 square[kLanes];
             for (int64_t i = 0; i < kLanes; ++i) {
                 const T* row = find(i);
