@@ -10,8 +10,8 @@ import contextlib
 import glob
 import json
 import logging
+import mmap
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,8 @@ Pack = Callable[[str, Tensor], PackedWeight]
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
-_UNUSED_SECONDS = 7 * 86400.0
+_MOST_LIBRARIES = 2
+"""Whose files are kept for a model: enough to go back to the last release, or to run two of them in turns."""
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def packed_weights(folder: Path, model: str, kernels: Kernels, visit: Callable[[
                 if not file.is_file():
                     _remove_unused(folder, model)
                     _write(file, kernels, visit)
-        file.touch()  # it is in use
+        os.utime(file)  # it is in use; one that was just removed must not come back empty
     except OSError as error:
         log.warning("this worker keeps packed weights of its own, because %s cannot be kept: %s", file, error)
         return lambda name, weight: kernels.pack(weight)
@@ -62,10 +63,10 @@ def packed_weights(folder: Path, model: str, kernels: Kernels, visit: Callable[[
 
 
 def _remove_unused(folder: Path, model: str) -> None:
-    """Files of libraries that were replaced since. A worker that still maps one goes on."""
-    for file in folder.glob(f"{glob.escape(model)}-*.packed"):
-        if time.time() - file.stat().st_mtime > _UNUSED_SECONDS:
-            file.unlink(missing_ok=True)
+    """Makes room for one more library's file. A worker that still maps one that is removed goes on."""
+    files = sorted(folder.glob(f"{glob.escape(model)}-*.packed"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files[_MOST_LIBRARIES - 1 :]:
+        file.unlink(missing_ok=True)
 
 
 def _write(file: Path, kernels: Kernels, visit: Callable[[Pack], object]) -> None:
@@ -97,9 +98,22 @@ def _replacing(file: Path) -> Iterator[IO[bytes]]:
             yield output
             output.flush()
             os.fsync(output.fileno())
+            if hasattr(os, "posix_fadvise"):
+                # What was written lies in small pages of memory. Whoever reads it again gets the large ones asked for.
+                os.posix_fadvise(output.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         scratch.rename(file)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _map(file: Path) -> Tensor:
+    """uint8 [size]. Nothing of a private map is ever written, so its pages are those of the file."""
+    with file.open("rb") as source:
+        mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 class _PackedFile:
@@ -109,8 +123,7 @@ class _PackedFile:
         self._file = file
         self._kernels = kernels
         try:
-            # A private map: nothing of it is ever written, so its pages are those of the file.
-            self._bytes = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+            self._bytes = _map(file)
             self._index = self._read_index()
         except (OSError, RuntimeError, ValueError) as error:
             raise self._damaged() from error

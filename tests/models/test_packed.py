@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -135,18 +134,22 @@ def test_a_model_that_does_not_fit_leaves_no_file(tmp_path: Path, save_llama: An
     assert [path.name for path in (tmp_path / "packed").iterdir() if not path.name.endswith(".lock")] == []
 
 
-def test_files_of_libraries_long_gone_are_removed(tmp_path: Path, save_llama: Any) -> None:
+def test_of_files_of_other_libraries_only_the_last_one_in_use_stays(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
     packed = tmp_path / "packed"
-    kernels = [Counting() for _ in range(3)]
-    for number, own in enumerate(kernels):
-        own.packing = f"native-{number}"
-    for own in kernels[:2]:
-        load_model(tmp_path, torch.float32, own, CPU, packed)
-    month = time.time() - 30 * 86400
-    os.utime(packed_files(packed)[0], (month, month))
-    load_model(tmp_path, torch.float32, kernels[2], CPU, packed)
-    assert [file.stem.rpartition("-")[2] for file in packed_files(packed)] == ["1", "2"]
+
+    def start(library: int) -> None:
+        kernels = Counting()
+        kernels.packing = f"native-{library}"
+        load_model(tmp_path, torch.float32, kernels, CPU, packed)
+
+    start(0)
+    start(1)
+    for file in packed_files(packed):
+        os.utime(file, (0, 0))
+    start(0)
+    start(2)
+    assert [file.stem.rpartition("-")[2] for file in packed_files(packed)] == ["0", "2"]
 
 
 def test_kernels_that_do_not_pack_share_the_checkpoint_itself(tmp_path: Path, save_llama: Any) -> None:
