@@ -311,21 +311,29 @@ template <class T>
 static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t pieces, char* partials) {
     Team& team = attention.team;
     const int64_t bytes = attention.partial_bytes();
+    using Prefetch = typename Attention<T>::Prefetch;
     struct Piece {
         Rows rows;
         int64_t number;
         char* partial;
+        Prefetch next;  // of what is most likely this thread's next piece
     };
     const auto find = [&](int64_t index) {
         const Rows rows = attention.tasks.rows_of(index / pieces);
-        return Piece{rows, attention.first_piece(rows) + index % pieces, partials + index * bytes};
+        const int64_t number = attention.first_piece(rows) + index % pieces;
+        Prefetch next = attention.prefetch_of(rows, number + 1);
+        if (next.position >= next.end && index / pieces + 1 < tasks) {
+            const Rows other = attention.tasks.rows_of(index / pieces + 1);
+            next = attention.prefetch_of(other, attention.first_piece(other));
+        }
+        return Piece{rows, number, partials + index * bytes, next};
     };
     team.for_each_restartable(tasks * pieces, find, [=](const Piece& piece, Worker& worker) {
         if (piece.number >= attention.end_piece(piece.rows)) return;
         const auto space = attention.space(worker);
         attention.take_queries(piece.rows, space);
-        typename Attention<T>::Prefetch nothing{piece.rows, 0, 0};
-        attention.attend(piece.rows, piece.number, nothing, space, worker);
+        Prefetch prefetch = piece.next;
+        attention.attend(piece.rows, piece.number, prefetch, space, worker);
         if (worker.may_write()) memcpy(piece.partial, space.piece.values, bytes);
     });
     team.for_each(tasks, [&](int64_t task, Worker& worker) {
