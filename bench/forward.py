@@ -4,7 +4,8 @@
 
 The ways take turns; figures are medians in milliseconds: of CPU time with one thread, which other work on the machine
 hardly touches, else of wall time. The floor is what `torch.sum` takes to read as many bytes as the layers have in bf16.
-With --quantization passes with quantized weights take their turns too.
+Where weights are compressed, "whole" has them as they are. With --quantization passes with quantized weights take their
+turns too.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ PASSES = {
 class CalledOneByOne(NativeKernels):
     def compile(self, forward: Forward) -> Forward:
         return forward
+
+
+class WholeWeights(NativeKernels):
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.compresses = False
 
 
 def make_batch(layout: KVLayout, requests: int, count: int, context: int) -> AttentionBatch:
@@ -88,6 +95,7 @@ def main() -> None:
     ways: dict[str, tuple[Kernels, Quantization]] = {
         "replayed": (replayed, "none"),
         **{name: (replayed, name) for name in options.quantization},
+        **({"whole": (WholeWeights(options.threads), "none")} if replayed.compresses else {}),
         "one by one": (CalledOneByOne(options.threads), "none"),
         "torch": (ReferenceKernels(), "none"),
     }

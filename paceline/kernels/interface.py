@@ -94,7 +94,7 @@ class PackedWeight:
     dtype: torch.dtype
     """That it is computed in."""
     format: int | None = None
-    """The backend's name for the layout of a quantized matrix."""
+    """The backend's name for the layout of a matrix that is quantized or compressed."""
 
 
 @dataclass(frozen=True, slots=True)

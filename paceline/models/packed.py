@@ -27,6 +27,9 @@ from paceline.models.file_lock import file_lock
 Pack = Callable[[str, Tensor], PackedWeight]
 """Packs the tensor of this name."""
 
+_Place = tuple[int, int, int | None]
+"""Where a matrix begins and ends, and its format."""
+
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _MOST_LIBRARIES = 2
@@ -71,7 +74,7 @@ def _remove_unused(folder: Path, model: str) -> None:
 
 def _write(file: Path, kernels: Kernels, visit: Callable[[Pack], object]) -> None:
     with _replacing(file) as output:
-        index: dict[str, tuple[int, int]] = {}
+        index: dict[str, _Place] = {}
 
         def pack(name: str, weight: Tensor) -> PackedWeight:
             packed = kernels.pack(weight)
@@ -80,7 +83,7 @@ def _write(file: Path, kernels: Kernels, visit: Callable[[Pack], object]) -> Non
             output.write(bytes(-output.tell() % _ALIGNMENT))
             start = output.tell()
             output.write(packed.data.view(torch.uint8).numpy().tobytes())
-            index[name] = start, output.tell()
+            index[name] = start, output.tell(), packed.format
             # No more than one matrix at a time is held in memory.
             return replace(packed, data=packed.data.to("meta"))
 
@@ -134,15 +137,16 @@ class _PackedFile:
             return packed
         if name not in self._index:
             raise self._damaged()
-        start, end = self._index[name]
-        return replace(packed, data=self._bytes[start:end].view(weight.dtype))
+        start, end, layout = self._index[name]
+        data = self._bytes[start:end]
+        return replace(packed, data=data if layout else data.view(weight.dtype), format=layout)
 
-    def _read_index(self) -> dict[str, tuple[int, int]]:
+    def _read_index(self) -> dict[str, _Place]:
         end = len(self._bytes) - _LENGTH_BYTES
         length = int.from_bytes(self._bytes[max(end, 0) :].numpy().tobytes(), "little")
         if not 0 < length <= end:
             raise ValueError("the index lies outside of the file")
-        index: dict[str, tuple[int, int]] = json.loads(self._bytes[end - length : end].numpy().tobytes())
+        index: dict[str, _Place] = json.loads(self._bytes[end - length : end].numpy().tobytes())
         return index
 
     def _damaged(self) -> ModelError:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from paceline.core.errors import ModelError
 from paceline.kernels.interface import PackedWeight
 from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
@@ -27,8 +28,8 @@ TOKENS = 9
 class Counting(NativeKernels):
     """Kernels that count the matrices that they had to pack."""
 
-    def __init__(self) -> None:
-        super().__init__(1)
+    def __init__(self, instruction_set: str = "auto") -> None:
+        super().__init__(1, instruction_set)
         self.packed = 0
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
@@ -63,6 +64,20 @@ def test_the_first_packs_and_all_compute_the_same(
     assert torch.equal(private, first)
     assert torch.equal(private, second)
     assert len(packed_files(tmp_path / "packed")) == 1
+
+
+def test_instruction_sets_of_another_form_have_another_file(
+    tmp_path: Path, save_llama: Any, paged_contexts: Any, dtype: torch.dtype
+) -> None:
+    save_llama()
+    packed = tmp_path / "packed"
+    for name in instruction_sets():
+        private, *shared = (
+            logits(load_model(tmp_path, dtype, Counting(name), CPU, folder), paged_contexts, dtype)
+            for folder in (None, packed, packed)
+        )
+        assert all(torch.equal(private, each) for each in shared)
+    assert len(packed_files(packed)) == len({Counting(name).packing for name in instruction_sets()})
 
 
 def test_other_weights_have_another_file(tmp_path: Path, save_llama: Any, paged_contexts: Any) -> None:

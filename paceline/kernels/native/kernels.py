@@ -17,6 +17,7 @@ from paceline.core.turns import Turns
 from paceline.kernels.composed import Composed
 from paceline.kernels.interface import AttentionBatch, Draw, Forward, GroupTables, LayerCache, Logits, PackedWeight
 from paceline.kernels.native.library import (
+    COMPRESSED,
     ERRORS,
     POINTERS,
     TYPES,
@@ -35,6 +36,8 @@ from paceline.kernels.native.replay import Operands, Recorder, Replay
 from paceline.kernels.native.tiles import pack_tiles, tile_format, tiles_bytes
 from paceline.kernels.quantized import QuantizedMatrix
 
+COMPRESSING = ("avx512",)
+"""Instruction sets whose kernels take bf16 in 12 bits. Those of tiles would first write it to memory."""
 _MOST_TAPS = 16
 """`kMostTaps` of src/recurrent.h."""
 
@@ -63,7 +66,8 @@ class NativeKernels(Composed):
             raise ConfigError(f"{instruction_set!r} does not run here; choose one of: {', '.join(['auto', *known])}")
         self._library = load_library()
         self._memory = WeightMemory(self._library)
-        self.packing = f"native-{library_digest()}"
+        self.compresses = self.instruction_set in COMPRESSING
+        self.packing = f"native-{library_digest()}" + ("-compressed" if self.compresses else "")
         self._team = self._library.paceline_team_start(threads, self.instruction_set.encode())
         if self._team is None:
             raise MemoryError("there is no memory for a team of threads")
@@ -94,6 +98,12 @@ class NativeKernels(Composed):
             return PackedWeight(weight, out, size_in, weight.dtype)
         _check(weight)
         kind, weight = TYPES[weight.dtype], weight.contiguous()
+        if self.compresses and weight.dtype == torch.bfloat16:
+            size = self._library.paceline_compressed_bytes(weight.data_ptr(), out, size_in)
+            if size:
+                data = self._memory.take(size)
+                self._library.paceline_compress(weight.data_ptr(), out, size_in, data.data_ptr())
+                return PackedWeight(data, out, size_in, weight.dtype, COMPRESSED)
         packed_bytes = self._library.paceline_packed_bytes(kind, out, size_in)
         data = self._memory.take(packed_bytes).view(weight.dtype)
         self._library.paceline_pack(kind, weight.data_ptr(), out, size_in, data.data_ptr())

@@ -77,6 +77,8 @@ class Choice(ctypes.Structure):
 
 
 POINTERS = ("out", "a", "b", "c")
+COMPRESSED = 64
+"""The `Format` of bf16 in 12 bits; tiles.py has those of quantized matrices."""
 MOST_JOINED = 4
 """Operations that are computed together: `kMostJoined`."""
 
@@ -207,6 +209,10 @@ def _declare(library: ctypes.CDLL) -> None:
     library.paceline_packed_bytes.restype = ctypes.c_int64
     library.paceline_pack.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     library.paceline_pack.restype = None
+    library.paceline_compressed_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    library.paceline_compressed_bytes.restype = ctypes.c_int64
+    library.paceline_compress.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    library.paceline_compress.restype = None
     library.paceline_use_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.paceline_use_large_pages.restype = None
     library.paceline_copy_blocks.argtypes = [

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupTables
-from paceline.kernels.native.library import MOST_JOINED, POINTERS, Kind, Op, Step, make_step
+from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, Kind, Op, Step, make_step
 
 RECORDED_TOKENS = 2
 """So many that a row's stride cannot be overlooked, as it can with one."""
@@ -92,9 +92,14 @@ def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
     return (
         op.kind == Kind.LINEAR
         and operands[1] is x
-        and bool(op.format) == bool(own.format)
+        and _form(op) == _form(own)
         and own.joined + 1 < MOST_JOINED
     )
+
+
+def _form(op: Op) -> tuple[bool, bool]:
+    """Of its weights: one job goes through weights of one form."""
+    return op.format != 0, op.format == COMPRESSED
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]

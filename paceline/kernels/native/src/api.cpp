@@ -3,6 +3,7 @@
 #include <cstring>
 #include <new>
 
+#include "compress.h"
 #include "team.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -131,6 +132,19 @@ void paceline_pack(int32_t type, const void* weight, int64_t out, int64_t in, vo
     } else {
         pack<float>(kFp32, weight, out, in, to);
     }
+}
+
+// Bytes of a bf16 matrix that is compressed; 0 where that does not pay.
+int64_t paceline_compressed_bytes(const void* weight, int64_t out, int64_t in) {
+    using namespace paceline;
+    const Coding coding(static_cast<const uint16_t*>(weight), out * in);
+    return coding.pays ? CompressedLayout(out, in).bytes(coding.exceptions) : 0;
+}
+
+// Compresses weight [out, in], bf16 and contiguous; see program.h.
+void paceline_compress(const void* weight, int64_t out, int64_t in, void* to) {
+    const auto* from = static_cast<const uint16_t*>(weight);
+    paceline::compress(paceline::Coding(from, out * in), from, out, in, to);
 }
 
 // A team of `threads`, or of as many as can be had, that runs programs with one instruction set; null where that is not

@@ -10,5 +10,6 @@
 #define PACELINE_ISA avx512
 #define PACELINE_TABLE avx512_kernels
 #define PACELINE_AVX512
+#define PACELINE_COMPRESSES
 #include "kernels.h"
 #endif

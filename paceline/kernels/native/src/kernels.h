@@ -13,11 +13,15 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "rows.h"
 #include "linear.h"
 #include "quantized.h"
+#ifdef PACELINE_COMPRESSES
+#include "compressed.h"
+#endif
 #include "tasks.h"
 #include "paged.h"
 #include "attention.h"
 #include "recurrent.h"
 #include "logits.h"
+#include "forms.h"
 #include "choose.h"
 
 template <class T>

@@ -24,11 +24,16 @@ struct Panel {
     int64_t groups;    // of kLanes outputs
 };
 
+// How some weights want few rows of bf16: `block` of them together as [in / 2][rows of the block][2], up to `most` in all.
+struct Columns {
+    int64_t block, most;
+};
+
 // Rows of padded length, and how they are cut into tasks.
 template <class T>
 struct Input {
     const T* x;
-    const T* columns;  // the same as [in / 2][rows][2], where somebody takes it: up to kLanes rows of bf16
+    const T* columns;  // the same as `Columns` says, where the weights want it
     int64_t stride, in, rows;
     int64_t chunk = rows_of_chunk(), chunks = (rows + chunk - 1) / chunk;
 
@@ -79,9 +84,9 @@ static void pack_columns(const T* x, int64_t stride, int64_t in, int64_t rows, T
 
 // Rows of op.a in length `in`: where op.n0 is less, copies with zeros behind each.
 template <class T>
-static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in, bool takes_columns) {
+static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in, const Columns& columns) {
     const int64_t rows = op.rows * step.tokens, bytes = rows * in * sizeof(T);
-    const bool pads = in != op.n0, packs = takes_columns && rows > 1 && rows <= kLanes;
+    const bool pads = in != op.n0, packs = rows > 1 && rows <= columns.most;
     T* copies = pads || packs ? static_cast<T*>(team.shared(2 * bytes + 64)) : nullptr;
     Input<T> input{static_cast<const T*>(op.a), nullptr, op.n2, in, rows};
     if (pads) {
@@ -93,9 +98,11 @@ static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in,
         input.x = copies;
         input.stride = in;
     }
-    if (takes_columns && rows == 1) input.columns = input.x;
+    if (columns.most && rows == 1) input.columns = input.x;
     if (packs) {
-        pack_columns(input.x, input.stride, in, rows, copies + rows * in);
+        for (int64_t row = 0; row < rows; row += columns.block)
+            pack_columns(input.x + row * input.stride, input.stride, in, least(columns.block, rows - row),
+                         copies + (rows + row) * in);
         input.columns = copies + rows * in;
     }
     return input;
@@ -120,7 +127,10 @@ struct Packed {
 
     static Packed of(const void* data, const Op& op) { return {static_cast<const T*>(data), op.n1}; }
     static int64_t depth(int64_t in) { return padded<T>(in); }
-    static bool takes_columns(const Op&) { return false; }
+    static Columns columns(const Op&) { return {}; }
+
+    // Packed weights of the sixteen outputs from `first` on.
+    const T* sixteen(int64_t first, int64_t in, Worker&) const { return weights + first * in; }
 
     // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order.
     template <class Finish>
@@ -142,9 +152,10 @@ struct Packed {
 template <class T, class Matrix>
 static void linear_layers(const Op& op, const Step& step, Team& team) {
     if (op.rows * step.tokens == 0) return;
-    bool takes_columns = false;
-    for (int64_t i = 0; i <= op.joined; ++i) takes_columns |= Matrix::takes_columns((&op)[i]);
-    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), takes_columns);
+    Columns columns{};
+    for (int64_t i = 0; i <= op.joined; ++i)
+        if (const Columns own = Matrix::columns((&op)[i]); own.most) columns = own;
+    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), columns);
     struct Layer {
         Matrix matrix;
         const T* bias;
@@ -182,7 +193,7 @@ static void linear_layers(const Op& op, const Step& step, Team& team) {
 template <class T, class Matrix, class Activation>
 static void gated_layers(const Op& op, const Step& step, Team& team, const Activation& activation) {
     if (op.rows * step.tokens == 0) return;
-    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), Matrix::takes_columns(op));
+    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), Matrix::columns(op));
     const Matrix gates = Matrix::of(op.b, op), ups = Matrix::of(op.c, op);
     T* outs = static_cast<T*>(op.out);
     const int64_t outputs = op.n1, blocks = (outputs + kOutBlock - 1) / kOutBlock;
@@ -212,15 +223,17 @@ static void copy_row(const T* packed, int64_t lane, int64_t size, float factor, 
     }
 }
 
-template <class T>
-static void packed_embed(const Op& op, const Step& step, Team& team) {
+// Rows of the matrix; an embedding is one.
+template <class T, class Matrix>
+static void embed_tokens(const Op& op, const Step& step, Team& team) {
     const int64_t* ids = op.a ? static_cast<const int64_t*>(op.a) : step.token_ids;
-    const T* weights = static_cast<const T*>(op.b);
-    const int64_t in = padded<T>(op.n0);
-    team.for_each(op.rows * step.tokens, [&](int64_t token, Worker&) {
+    const Matrix matrix = Matrix::of(op.b, op);
+    T* outs = static_cast<T*>(op.out);
+    team.for_each(op.rows * step.tokens, [&](int64_t token, Worker& worker) {
         const int64_t id = ids[token];
         if (id < 0 || id >= op.n1) return team.fail(kNoSuchToken);
-        copy_row(weights + id / kLanes * kLanes * in, id % kLanes, op.n0, op.f0,
-                 static_cast<T*>(op.out) + token * op.n0);
+        const int64_t lane = id % kLanes;
+        const T* packed = matrix.sixteen(id - lane, Matrix::depth(op.n0), worker);
+        copy_row(packed, lane, op.n0, op.f0, outs + token * op.n0);
     });
 }

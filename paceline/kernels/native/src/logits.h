@@ -35,7 +35,7 @@ template <class T, class Matrix>
 static void logits_layer(const Op& op, const Step& step, Team& team) {
     const int64_t rows = op.rows * step.tokens;
     if (rows == 0) return;
-    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), Matrix::takes_columns(op));
+    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), Matrix::columns(op));
     const Matrix matrix = Matrix::of(op.b, op);
     float* outs = static_cast<float*>(op.out);
     int64_t* places = static_cast<int64_t*>(const_cast<void*>(op.c));
@@ -55,9 +55,4 @@ static void logits_layer(const Op& op, const Step& step, Team& team) {
         });
     });
     for (int64_t row = 0; row < rows; ++row) places[row] = place_of(ranks[row]);
-}
-
-template <class T>
-static void logits(const Op& op, const Step& step, Team& team) {
-    return (op.format ? logits_layer<T, Quantized<T>> : logits_layer<T, Packed<T>>)(op, step, team);
 }

@@ -26,6 +26,32 @@ enum Format : int64_t {
     kFormatTwoScales = 8,
     kFormatBlocks = 16,  // of all that are quantized
     kFormatRows = 32,    // nibbles for tables, with one scale: 16-bit words [out / 4][in] of four outputs each
+    kFormatCompressed = 64,  // no quantized one: see below
+};
+
+// Compressed weights [out, in] are bf16 in 12 bits, without loss: a byte of sign and mantissa, and a code of four bits
+// for the exponent, one of the sixteen that the matrix has most. They lie as [ceil(out / 32)][ceil(in / 32)][4][2]
+// parts, and behind them those of sixteen outputs that remain. A part is sixteen outputs and 8 values along `in`, that
+// is four rows of packed weights: 64 bytes of codes, those of the first two rows in the lower halves, then 64 bytes for
+// the first two rows and 64 for the others; of two rows eight bytes each in turns. Behind all parts come the table of
+// exponents, for every 32 outputs the number of exceptions before, and the exceptions in the order of the parts.
+constexpr int64_t kPartBytes = 192, kTileParts = kDepth / 8, kTileWeights = kLanes * kDepth;
+struct ExponentTable {
+    uint8_t high[16], low[16];  // an exponent's first seven bits and its last one, where the two bytes of bf16 have them
+};
+// A weight whose exponent has no code. The last one of a matrix is none, and has the largest place.
+struct Exception {
+    uint32_t tile;  // in the order [ceil(out / 32)][ceil(in / 32)][2]
+    uint16_t place, weight;  // among the tile's packed weights
+};
+struct CompressedLayout {
+    int64_t table, starts, exceptions;  // where they begin
+
+    CompressedLayout(int64_t out, int64_t in)
+        : table(round_up(out, kLanes) / kLanes * (round_up(in, kDepth) / kDepth) * kTileParts * kPartBytes),
+          starts(table + int64_t{sizeof(ExponentTable)}),
+          exceptions(starts + round_up(out, 2 * kLanes) / (2 * kLanes) * int64_t{sizeof(uint32_t)}) {}
+    int64_t bytes(int64_t count) const { return exceptions + (count + 1) * int64_t{sizeof(Exception)}; }
 };
 
 enum Kind : int32_t {
@@ -85,7 +111,7 @@ struct Op {
     Cache cache;
     int64_t group;
     int64_t format;  // of the matrices
-    // So many kLinear of the same a, all quantized or none, stand behind it and are computed with it.
+    // So many kLinear of the same a, all quantized, compressed or whole, stand behind it and are computed with it.
     int64_t joined;
 };
 constexpr int64_t kMostJoined = 4;  // with the first one

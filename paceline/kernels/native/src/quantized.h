@@ -237,7 +237,9 @@ struct Quantized {
         return {static_cast<const uint8_t*>(data), TileLayout(op.format), op.n1};
     }
     static int64_t depth(int64_t in) { return round_up(in, kDepth); }
-    static bool takes_columns(const Op& op) { return op.format & kFormatRows; }
+    static Columns columns(const Op& op) {
+        return op.format & kFormatRows ? Columns{kLanes, kLanes} : Columns{};
+    }
 
     int64_t groups(int64_t first) const { return outputs - first > kLanes ? 2 : 1; }
 
@@ -247,6 +249,14 @@ struct Quantized {
         const uint8_t* from = tiles + (first / kLanes * (in / kDepth) + k / kDepth * count) * bytes;
         for (int64_t group = 0; group < count; ++group)
             unpack(from + group * bytes, layout, count, depth / kDepth, to + group * stride * kLanes);
+    }
+
+    const T* sixteen(int64_t first, int64_t in, Worker& worker) const {
+        T* packed = static_cast<T*>(worker.scratch.take(kLanes * in * sizeof(T)));
+        const int64_t block = first / kOutBlock * kOutBlock, bytes = layout.tile_bytes();
+        const uint8_t* from = tiles + (block / kLanes * (in / kDepth) + (first - block) / kLanes) * bytes;
+        unpack(from, layout, groups(block), in / kDepth, packed);
+        return packed;
     }
 
     // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order. Few rows: a strip is
@@ -285,46 +295,3 @@ struct Quantized {
         for (int64_t row = 0; row < rows; ++row) finish(row, sums + row * kTaskOut);
     }
 };
-
-template <class T>
-static void quantized_embed(const Op& op, const Step& step, Team& team) {
-    const int64_t* ids = op.a ? static_cast<const int64_t*>(op.a) : step.token_ids;
-    const uint8_t* weights = static_cast<const uint8_t*>(op.b);
-    const TileLayout layout(op.format);
-    const int64_t in = round_up(op.n0, kDepth), group_bytes = in / kDepth * layout.tile_bytes();
-    team.for_each(op.rows * step.tokens, [&](int64_t token, Worker& worker) {
-        const int64_t id = ids[token];
-        if (id < 0 || id >= op.n1) return team.fail(kNoSuchToken);
-        T* panel = static_cast<T*>(worker.scratch.take(kLanes * in * sizeof(T)));
-        const int64_t first_out = id / kOutBlock * kOutBlock, groups = op.n1 - first_out > kLanes ? 2 : 1;
-        unpack(weights + first_out / kLanes * group_bytes + (id - first_out) / kLanes * layout.tile_bytes(), layout,
-               groups, in / kDepth, panel);
-        copy_row(panel, id % kLanes, op.n0, op.f0, static_cast<T*>(op.out) + token * op.n0);
-    });
-}
-
-template <class T>
-static void linear(const Op& op, const Step& step, Team& team) {
-    return (op.format ? linear_layers<T, Quantized<T>> : linear_layers<T, Packed<T>>)(op, step, team);
-}
-
-template <class T>
-static void embed(const Op& op, const Step& step, Team& team) {
-    return (op.format ? quantized_embed<T> : packed_embed<T>)(op, step, team);
-}
-
-template <class T, class Activation>
-static void gated_linear(const Op& op, const Step& step, Team& team, const Activation& activation) {
-    if (op.format) return gated_layers<T, Quantized<T>>(op, step, team, activation);
-    gated_layers<T, Packed<T>>(op, step, team, activation);
-}
-
-template <class T>
-static void linear_silu_and_mul(const Op& op, const Step& step, Team& team) {
-    gated_linear<T>(op, step, team, silu_and_mul_lanes<T>);
-}
-
-template <class T>
-static void linear_gelu_tanh_and_mul(const Op& op, const Step& step, Team& team) {
-    gated_linear<T>(op, step, team, gelu_tanh_and_mul_lanes<T>);
-}

@@ -1,0 +1,137 @@
+"""bf16 weights in 12 bits are the matrix that they stand for, bit for bit, and so is what is computed with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.kernels.interface import PackedWeight
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.kernels import COMPRESSING
+from paceline.kernels.native.library import COMPRESSED, instruction_sets
+
+BF16 = torch.bfloat16
+SETS = [name for name in instruction_sets() if name in COMPRESSING]
+pytestmark = pytest.mark.skipif(not SETS, reason="no instruction set here takes compressed weights")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> NativeKernels:
+    return NativeKernels(2, SETS[0])
+
+
+@pytest.fixture(scope="module")
+def whole() -> NativeKernels:
+    """The same kernels, with weights as they are."""
+    kernels = NativeKernels(2, SETS[0])
+    kernels.compresses = False
+    return kernels
+
+
+def compressed(kernels: NativeKernels, weight: Tensor) -> PackedWeight:
+    packed = kernels.pack(weight)
+    assert packed.format == COMPRESSED
+    return packed
+
+
+def make_weight(size_out: int, size_in: int, exceptions: list[int]) -> Tensor:
+    """Sixteen exponents, and others at these places."""
+    generator = torch.Generator().manual_seed(size_out)
+    codes = torch.randint(0, 16, (size_out * size_in,), generator=generator)
+    rest = torch.randint(0, 256, (size_out * size_in,), generator=generator)
+    exponents = torch.tensor([0, *range(90, 120, 2)])[codes]
+    exponents[exceptions] = torch.tensor([1, 3, 200])[torch.arange(len(exceptions)) % 3]
+    # Of 0 there are both signs; the processor takes subnormal numbers for it, in any form of the weights.
+    bits = (rest >> 7) << 15 | exponents << 7 | torch.where(exponents > 0, rest & 127, 0)
+    return bits.to(torch.int32).to(torch.int16).view(BF16).view(size_out, size_in)
+
+
+# The last ones have one tile with two exceptions, the first and last weight of all, and neighbours in another group.
+SHAPES: list[tuple[int, int, list[int]]] = [
+    (1, 32, []),
+    (16, 45, []),
+    (33, 96, [3167]),
+    (49, 160, [0]),
+    (64, 96, [0, 1, 96 * 17 + 1, 96 * 64 - 1]),
+    (100, 576, [0, 40, 576 * 16, 576 * 16 + 31, 576 * 31 + 32, 576 * 33, 576 * 99 + 575]),
+]
+
+
+@pytest.mark.parametrize(("size_out", "size_in", "exceptions"), SHAPES)
+def test_a_product_is_that_of_the_whole_matrix(
+    kernels: NativeKernels,
+    whole: NativeKernels,
+    monkeypatch: pytest.MonkeyPatch,
+    size_out: int,
+    size_in: int,
+    exceptions: list[int],
+) -> None:
+    copies = -(-1024 * max(len(exceptions), 1) // (size_out * size_in))  # of the rows, so that so many exceptions pay
+    weight = make_weight(size_out, size_in, exceptions)
+    weight = torch.cat((weight, *[make_weight(size_out, size_in, [])] * (copies - 1)))
+    packed, expected_of = compressed(kernels, weight), whole.pack(weight)
+    x, bias = torch.randn(70, size_in).to(BF16), torch.randn(len(weight)).to(BF16)
+    expected = whole.linear(x, expected_of, bias)
+    for rows in (*range(1, 10), 16, 17, 31, 32, 33, 70):
+        assert torch.equal(kernels.linear(x[:rows], packed, bias), expected[:rows])
+    logits, scores = kernels.logits(x, packed), whole.logits(x, expected_of)
+    assert torch.equal(logits.values, scores.values)
+    assert logits.best is not None
+    assert scores.best is not None
+    assert torch.equal(logits.best, scores.best)
+    rows_apart = torch.randn(9, size_in + 7).to(BF16)[:, 3 : 3 + size_in]
+    assert torch.equal(kernels.linear(rows_apart, packed), whole.linear(rows_apart, expected_of))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 100), st.data())
+def test_nothing_is_lost(size_out: int, size_in: int, data: st.DataObject) -> None:
+    kernels, most = NativeKernels(1, SETS[0]), size_out * size_in // 1024
+    exceptions = data.draw(st.lists(st.integers(0, size_out * size_in - 1), max_size=most, unique=True))
+    weight = make_weight(size_out, size_in, exceptions)
+    rows = kernels.embed(torch.arange(size_out), compressed(kernels, weight))
+    assert torch.equal(rows.view(torch.int16), weight.view(torch.int16))
+
+
+def test_it_takes_three_quarters(kernels: NativeKernels, whole: NativeKernels) -> None:
+    weight = torch.randn(1536, 576).to(BF16)
+    ratio = compressed(kernels, weight).data.nbytes / whole.pack(weight).data.nbytes
+    assert 0.75 < ratio < 0.76
+
+
+def test_a_matrix_of_many_exponents_stays_whole(kernels: NativeKernels, whole: NativeKernels) -> None:
+    weight = (torch.randn(64, 64) * 2.0 ** torch.randint(-40, 40, (64, 64))).to(BF16)
+    x = torch.randn(3, 64).to(BF16)
+    packed = kernels.pack(weight)
+    assert packed.format is None
+    assert torch.equal(kernels.linear(x, packed), whole.linear(x, whole.pack(weight)))
+
+
+def test_layers_of_both_forms_are_replayed(kernels: NativeKernels, paged_case: Any) -> None:
+    embedding = kernels.pack(torch.randn(40, 96).to(BF16))
+    matrices = [torch.randn(60, 96) for _ in range(4)]
+    matrices[1] *= 2.0 ** torch.randint(-40, 0, (60, 96))
+    weights = [kernels.pack(matrix.to(BF16)) for matrix in matrices]
+    assert [weight.format for weight in weights] == [COMPRESSED, None, COMPRESSED, COMPRESSED]
+
+    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: int | None = None) -> Tensor:
+        x = kernels.embed(token_ids, embedding)
+        first, *others = [kernels.linear(x, own) for own in weights]
+        for other in others:
+            first = kernels.silu_and_mul(first, other)
+        return first
+
+    case, replay = paged_case(kernels, [(2, 30)]), kernels.compile(forward)
+    for tokens in (1, 7, 40):
+        ids = torch.arange(tokens)
+        inputs = (ids, ids, [case.cache], case.batch)
+        assert torch.equal(replay(*inputs), forward(*inputs))
+
+
+def test_files_of_both_forms_have_names_of_their_own(kernels: NativeKernels) -> None:
+    assert len({kernels.packing, NativeKernels(1, "portable").packing}) == 2
