@@ -89,12 +89,7 @@ def join_layers(operations: Sequence[tuple[Op, Operands]]) -> None:
 
 def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
     own, (_, x, *_) = first
-    return (
-        op.kind == Kind.LINEAR
-        and operands[1] is x
-        and _form(op) == _form(own)
-        and own.joined + 1 < MOST_JOINED
-    )
+    return op.kind == Kind.LINEAR and operands[1] is x and _form(op) == _form(own) and own.joined + 1 < MOST_JOINED
 
 
 def _form(op: Op) -> tuple[bool, bool]:
