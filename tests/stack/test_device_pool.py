@@ -74,10 +74,10 @@ async def test_tokens_are_those_of_workers_without(
     # For two or three contexts in a pool, and for all that are held at a time in the tier.
     options = ("--kv-pool=device", "--kv-memory=12MiB", "--kv-tier-memory=96MiB", f"--speculative-config={DRAFTS}")
     with serve(tmp_path / "log", model, *options) as stack:
-        assert await answers(stack, bodies) == wanted
-        async with asyncio.timeout(10):  # by the next heartbeat
-            while not all(decode_stats(stack)[name] > least for name, least in LEAST.items()):
-                await asyncio.sleep(0.1)
+        async with asyncio.timeout(150):  # how many wait at a time is a matter of luck
+            while not all(decode_stats(stack).get(name, 0) > least for name, least in LEAST.items()):
+                assert await answers(stack, bodies) == wanted
+                await asyncio.sleep(1.5)  # for the next heartbeat
         running = asyncio.create_task(answers(stack, bodies))
         for role in ("kvtransfer", "decode", "prefill"):
             await asyncio.sleep(1)

@@ -45,7 +45,7 @@ async def counted(stack: Stack, counter: str, blocks: int) -> None:
     async with asyncio.timeout(30):
         while True:
             (stats,) = (each["stats"] for each in stack.fleet()["workers"] if each["role"] == "kvtransfer")
-            if stats[counter] >= blocks:
+            if stats.get(counter, 0) >= blocks:  # it has none before its first heartbeat
                 return
             await asyncio.sleep(0.1)
 

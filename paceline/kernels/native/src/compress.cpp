@@ -13,8 +13,10 @@ constexpr int64_t kMostExceptions = 1024;  // one in so many weights: more of th
 }  // namespace
 
 Coding::Coding(const uint16_t* weight, int64_t count) : exceptions(count) {
-    int64_t counts[256] = {};
-    for (int64_t i = 0; i < count; ++i) ++counts[weight[i] >> 7 & 0xff];
+    // Of every fourth weight each: else one count waits for the last one of the same exponent.
+    int64_t parts[4][256] = {}, counts[256];
+    for (int64_t i = 0; i < count; ++i) ++parts[i % 4][weight[i] >> 7 & 0xff];
+    for (int i = 0; i < 256; ++i) counts[i] = parts[0][i] + parts[1][i] + parts[2][i] + parts[3][i];
     std::memset(codes, kNoCode, sizeof(codes));
     for (uint8_t code = 0; code < kCodes; ++code) {
         int best = 0;
@@ -31,7 +33,6 @@ Coding::Coding(const uint16_t* weight, int64_t count) : exceptions(count) {
 void compress(const Coding& coding, const uint16_t* weight, int64_t out, int64_t in, void* to) {
     const CompressedLayout layout(out, in);
     uint8_t* bytes = static_cast<uint8_t*>(to);
-    std::memset(bytes, 0, layout.table);
     ExponentTable* table = reinterpret_cast<ExponentTable*>(bytes + layout.table);
     uint32_t* start = reinterpret_cast<uint32_t*>(bytes + layout.starts);
     Exception* const exceptions = reinterpret_cast<Exception*>(bytes + layout.exceptions);
@@ -42,22 +43,31 @@ void compress(const Coding& coding, const uint16_t* weight, int64_t out, int64_t
     }
     uint32_t tile = 0;
     const auto pack_tile = [&](uint8_t* parts, int64_t stride, int64_t first_out, int64_t first_in) {
-        for (int64_t place = 0; place < kTileWeights; ++place) {
-            const int64_t row = place / kDepth, lane = place % kDepth;  // of packed weights
-            const int64_t output = first_out + lane / 2, i = first_in + 2 * row + lane % 2;
-            if (output >= out || i >= in) continue;
-            const uint16_t value = weight[output * in + i];
-            uint8_t code = coding.codes[value >> 7 & 0xff];
-            if (code == kNoCode) {
-                *exception++ = {tile, static_cast<uint16_t>(place), value};
-                code = 0;
+        uint8_t codes[kTileWeights] = {}, rest[kTileWeights] = {};  // of packed weights
+        const int64_t depth = in - first_in < kDepth ? in - first_in : kDepth;
+        for (int64_t lane = 0; lane < kLanes && first_out + lane < out; ++lane) {
+            const uint16_t* from = weight + (first_out + lane) * in + first_in;
+            for (int64_t i = 0; i < depth; ++i) {
+                const int64_t place = i / 2 * kDepth + lane * 2 + i % 2;
+                codes[place] = coding.codes[from[i] >> 7 & 0xff];
+                rest[place] = static_cast<uint8_t>((from[i] >> 8 & 0x80) | (from[i] & 0x7f));
+                if (codes[place] != kNoCode) continue;
+                *exception++ = {tile, static_cast<uint16_t>(place), from[i]};
+                codes[place] = 0;
             }
-            uint8_t* part = parts + row / 4 * stride;
-            const int64_t half = row / 2 % 2, byte = lane / 8 * 16 + row % 2 * 8 + lane % 8;
-            part[byte] |= static_cast<uint8_t>(code << 4 * half);
-            part[64 + 64 * half + byte] = static_cast<uint8_t>((value >> 8 & 0x80) | (value & 0x7f));
         }
         ++tile;
+        for (int64_t part = 0; part < kTileParts; ++part, parts += stride)
+            for (int64_t eight = 0; eight < 8; ++eight) {
+                const int64_t place = (part * 4 + eight % 2) * kDepth + eight / 2 * 8, below = place + 2 * kDepth;
+                uint64_t upper, lower;
+                std::memcpy(&upper, codes + place, 8);
+                std::memcpy(&lower, codes + below, 8);
+                upper |= lower << 4;
+                std::memcpy(parts + eight * 8, &upper, 8);
+                std::memcpy(parts + 64 + eight * 8, rest + place, 8);
+                std::memcpy(parts + 128 + eight * 8, rest + below, 8);
+            }
     };
     for (int64_t first = 0; first < out; first += 2 * kLanes) {
         *start++ = static_cast<uint32_t>(exception - exceptions);
