@@ -116,6 +116,12 @@ class Cluster(Services):
                     on_token(count)
         return text
 
+    async def decodes(self, request_id: str) -> str:
+        """Which worker decodes a request that is streamed now."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=10) as client:
+            told = (await client.get(f"/trace/{request_id}")).json()
+        return str(told["parts"][0]["attempts"][-1]["admission"]["decode"]["worker"])
+
     async def trace(self, request_id: str) -> list[str]:
         """What the command prints of a request."""
         command = [*PACELINE, "trace", request_id, "--url", self.url]

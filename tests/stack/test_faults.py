@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -36,14 +35,6 @@ async def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> AsyncIte
 async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Cluster) -> None:
     expected = await cluster.stream()
 
-    def kill(role: str, at: int) -> Callable[[int], None]:
-        def on_token(count: int) -> None:
-            if count == at:
-                victim = next(n for n, p in cluster.processes.items() if n.startswith(role) and p.popen.poll() is None)
-                cluster.processes[victim].popen.send_signal(signal.SIGKILL)
-
-        return on_token
-
     # a flush, then the death of Redis, while requests run
     async with asyncio.timeout(120):
         running = [asyncio.create_task(cluster.stream()) for _ in range(3)]
@@ -57,10 +48,15 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
 
     # a decode worker dies under its requests
     async with asyncio.timeout(120):
-        streams = (cluster.stream(kill("decode", 20), request_id="doomed"), cluster.stream(request_id="other"))
-        assert await asyncio.gather(*streams) == [expected] * 2
+        begun = asyncio.Event()
+        doomed = asyncio.create_task(cluster.stream(lambda count: begun.set(), request_id="doomed"))
+        other = asyncio.create_task(cluster.stream(request_id="other"))
+        await begun.wait()
+        victim = await cluster.decodes("doomed")
+        cluster.processes[victim].popen.kill()
+        assert await asyncio.gather(doomed, other) == [expected] * 2
     traces = [await cluster.trace(name) for name in ("doomed", "other")]
-    assert [line for lines in traces for line in lines if "  FAILED " in line and "decode worker decode-" in line]
+    assert [line for line in traces[0] if "  FAILED " in line and f"decode worker {victim}" in line]
     for lines in traces:
         assert f"length; {TOKENS} tokens in " in lines[-1]
         assert any("0 bytes moved, path: shared memory" in line for line in lines)

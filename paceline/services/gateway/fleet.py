@@ -128,6 +128,8 @@ class Fleet:
             self._redis_answers = False
         now = time.monotonic()
         for worker in self.workers():
+            if not (self._redis_answers and worker.listed):
+                worker.look_without_figures()
             in_place = worker.available or worker.refuses_us
             doubtful = not worker.listed if in_place else now >= (worker.aside_until or 0.0)
             if doubtful and worker.probe is None:

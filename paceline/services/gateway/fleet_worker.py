@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import time
 from typing import NamedTuple
@@ -105,6 +106,11 @@ class Worker:
         self.member = member
         self._in_flight_by_look = (self._in_flight_by_look[1], self._tokens_in_flight)
         self._begun_by_look = (self._begun_by_look[1], self._begun)
+
+    def look_without_figures(self) -> None:
+        """Takes this gateway's own calls for all that the member runs, as no new figures come: old ones stay wrong."""
+        stats = {**self.member.stats, "queued_tokens": self._tokens_in_flight}
+        self.look(dataclasses.replace(self.member, running=self.in_flight, waiting=0, stats=stats))
 
     def begin_call(self, tokens: int) -> None:
         self.in_flight += 1

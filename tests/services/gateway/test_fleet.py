@@ -101,6 +101,20 @@ async def test_a_call_is_unreported_until_the_figures_contain_it(cluster: Cluste
     assert (worker.in_flight, worker.unreported) == (0, 0)
 
 
+async def test_without_new_figures_those_of_ended_calls_are_forgotten(cluster: Cluster) -> None:
+    worker = await cluster.add()
+    member = cluster.fleet.worker("d")
+    member.look(dataclasses.replace(member.member, running=5, waiting=2, stats={"queued_tokens": 900}))
+    with cluster.fleet.call(member, 70):
+        await worker.leave_redis()
+        await probed(cluster)
+        (candidate,) = cluster.fleet.snapshot()
+        assert (candidate.load, candidate.queued_tokens) == (1 / candidate.member.max_seqs, 70)
+    await asyncio.sleep(3 * fleet.REFRESH_SECONDS)
+    (candidate,) = cluster.fleet.snapshot()
+    assert (candidate.load, candidate.queued_tokens) == (0, 0)
+
+
 async def test_gateways_are_no_workers(cluster: Cluster) -> None:
     await cluster.add_stranger("g", "gateway")
     await cluster.add()
