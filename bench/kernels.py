@@ -42,6 +42,8 @@ from paceline.models.model_config import Mamba
 
 COPIES_BYTES = 200 << 20
 BLOCK_TOKENS = 16
+SPINNING_SECONDS = 0.02
+"""torch's threads spin for some time behind their work, on cores that whoever comes next needs."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,7 @@ def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
         for run, own in zip(runs, times):
+            time.sleep(SPINNING_SECONDS)
             run()
             began = clock()
             run()
