@@ -81,7 +81,7 @@ struct Compressed {
         const auto tile = [&](int64_t group, int64_t depth) { return to + (group * in + depth * kDepth) * kLanes; };
         for (int64_t depth = 0; depth < in / kDepth; ++depth, own.parts += kTileParts * stride) {
             for (int64_t line = 0; line < kTileParts * stride; line += 64)
-                __builtin_prefetch(own.parts + kAheadOfParts + line);
+                fetch_once(own.parts + kAheadOfParts + line);
             for (int64_t group = 0; group < own.groups; ++group)
                 decode.unpack(own.parts + group * kPartBytes, stride, tile(group, depth));
         }
@@ -120,7 +120,7 @@ struct Compressed {
             for (int64_t i = depth * kTileParts; i < whole * kTileParts; ++i, own.parts += stride, x += 8 * Rows) {
                 if (fetches)
 #pragma GCC unroll 6
-                    for (int64_t line = 0; line < stride; line += 64) __builtin_prefetch(own.parts + kAheadOfParts + line);
+                    for (int64_t line = 0; line < stride; line += 64) fetch_once(own.parts + kAheadOfParts + line);
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) {
                     u32x16 weights[Groups][2];
