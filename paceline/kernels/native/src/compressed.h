@@ -3,6 +3,11 @@
 
 constexpr int64_t kAheadOfParts = 8192;  // that are fetched
 
+// Past the second cache: parts are read once, and what a core needs between two passes stays there.
+static inline void fetch_parts(const uint8_t* parts, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(parts + kAheadOfParts + line, 0, 0);
+}
+
 // Makes rows of packed weights out of parts.
 struct Decoder {
     __m512i high, low;
@@ -80,8 +85,7 @@ struct Compressed {
         const int64_t stride = own.groups * kPartBytes;
         const auto tile = [&](int64_t group, int64_t depth) { return to + (group * in + depth * kDepth) * kLanes; };
         for (int64_t depth = 0; depth < in / kDepth; ++depth, own.parts += kTileParts * stride) {
-            for (int64_t line = 0; line < kTileParts * stride; line += 64)
-                fetch_once(own.parts + kAheadOfParts + line);
+            fetch_parts(own.parts, kTileParts * stride);
             for (int64_t group = 0; group < own.groups; ++group)
                 decode.unpack(own.parts + group * kPartBytes, stride, tile(group, depth));
         }
@@ -118,9 +122,7 @@ struct Compressed {
             // Up to the next exception all stays in registers.
             const int64_t whole = least(end, own.next_tile() / Groups);
             for (int64_t i = depth * kTileParts; i < whole * kTileParts; ++i, own.parts += stride, x += 8 * Rows) {
-                if (fetches)
-#pragma GCC unroll 6
-                    for (int64_t line = 0; line < stride; line += 64) fetch_once(own.parts + kAheadOfParts + line);
+                if (fetches) fetch_parts(own.parts, stride);
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) {
                     u32x16 weights[Groups][2];

@@ -51,7 +51,7 @@ static inline void multiply_few(
         if (prefetches) {
             if (k == turn) ahead += (Groups - 1) * w_stride;
             for (int group = 0; group < Groups; ++group)
-                fetch_once(ahead + group * w_stride + k * kLanes);
+                __builtin_prefetch(ahead + group * w_stride + k * kLanes);
         }
 #pragma GCC unroll 8
         for (int row = 0; row < Rows; ++row)

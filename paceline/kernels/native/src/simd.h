@@ -186,9 +186,6 @@ static inline void transpose(u32x16 (&rows)[kLanes]) {
 #undef PACELINE_SWAP
 }
 
-// Fetches a line that is read once, past the second cache: what the core needs between two passes stays there.
-static inline void fetch_once(const void* line) { __builtin_prefetch(line, 0, 0); }
-
 // Four floats each from four places.
 static inline f32x16 gather_fours(const float* a, const float* b, const float* c, const float* d) {
 #ifdef PACELINE_AVX512
