@@ -151,7 +151,7 @@ class WorkerConfig(ServiceConfig):
     kernels: str = option("auto", "kernel backend: auto, native, reference, triton or triton-invariant", "compute")
     threads: int = option(0, "CPU threads; 0 takes all cores that the worker may use", "compute", at_least=0)
     itl_target_ms: float = option(
-        32.0,
+        28.0,
         "where prefill and decode share all cores of a host: time between two tokens of a request that decode may take "
         "while prompts wait; less favours those who read, more those who wait for their first token",
         "compute",
