@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ from paceline.kernels.native import NativeKernels
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.model_config import Mamba
+from paceline.services.common.huge_pages import map_shared, take_huge_pages
 
 COPIES_BYTES = 200 << 20
 BLOCK_TOKENS = 16
@@ -147,13 +149,25 @@ def choose_case(name: str, shape: Shape, params: SamplingParams, rows: int) -> C
     return Case(f"{name}, of {shape.vocab}", str(rows), make, logits.nbytes)
 
 
+def in_shared_memory(values: Tensor) -> Tensor:
+    """The same values where the arena would have them: pages decide how fast attention reads."""
+    descriptor = os.memfd_create("pool")
+    try:
+        os.truncate(descriptor, values.nbytes)
+        take_huge_pages(descriptor, values.nbytes)
+        shared = torch.frombuffer(map_shared(descriptor, values.nbytes), dtype=values.dtype)
+    finally:
+        os.close(descriptor)
+    return shared.copy_(values)
+
+
 def attention_case(shape: Shape, count: int, context: int, requests: int, dtype: torch.dtype) -> Case:
     """Decoding goes through so many layers that no cache holds them; what a prompt sees was written just before."""
     blocks = -(-context // BLOCK_TOKENS)
     elements = 2 * shape.kv_heads * BLOCK_TOKENS * shape.head_dim
     layer_bytes = requests * blocks * elements * dtype.itemsize
     layers = max(1, COPIES_BYTES // layer_bytes) if count == 1 else 1
-    pool = torch.randn(requests * blocks * elements).to(dtype).repeat(layers)
+    pool = in_shared_memory(torch.randn(requests * blocks * elements).to(dtype).repeat(layers))
     caches = itertools.cycle(view_pool(pool, layers * elements, layers, shape.kv_heads, BLOCK_TOKENS, shape.head_dim))
     tables = torch.randperm(requests * blocks).view(requests, blocks).int()
     nothing = torch.zeros(0, dtype=torch.int64)
