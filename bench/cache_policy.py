@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.cache_traces import SYNTHETIC, Trace, make_trace, read_trace
-from bench.load import table
+from bench.load import new_file, table
 from paceline.core.block_pool import BlockPool
 from paceline.core.cache_policy.base import Block, CachePolicy, Name, Place
 from paceline.core.cache_policy.forecast import Forecast
@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="NAME", help="[%(default)s]")
     parser.add_argument("--take", type=int, metavar="SLOTS", help="size of a pool from which 100 blocks are taken")
     parser.add_argument("--seed", type=int, default=0, help="of synthetic traces [%(default)s]")
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     if min(options.blocks) < 1 or not (options.traces or options.take):
         parser.error("name a trace, or --take, and sizes of at least one block")

@@ -45,12 +45,6 @@ class CalledOneByOne(NativeKernels):
         return forward
 
 
-class WholeWeights(NativeKernels):
-    def __init__(self, threads: int) -> None:
-        super().__init__(threads)
-        self.compresses = False
-
-
 def make_batch(layout: KVLayout, requests: int, count: int, context: int) -> AttentionBatch:
     groups, first = [], 0
     positions = torch.arange(context - count, context)
@@ -95,7 +89,7 @@ def main() -> None:
     ways: dict[str, tuple[Kernels, Quantization]] = {
         "replayed": (replayed, "none"),
         **{name: (replayed, name) for name in options.quantization},
-        **({"whole": (WholeWeights(options.threads), "none")} if replayed.compresses else {}),
+        **({"whole": (NativeKernels(options.threads, compress=False), "none")} if replayed.compresses else {}),
         "one by one": (CalledOneByOne(options.threads), "none"),
         "torch": (ReferenceKernels(), "none"),
     }

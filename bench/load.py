@@ -214,6 +214,16 @@ def _summarize_group(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return figures
 
 
+def new_file(text: str) -> Path:
+    """The type of an option that names a file for figures: what cannot be written is said before they are measured."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return path
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with aligned columns."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
@@ -250,7 +260,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.load", description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server to load")
     parser.add_argument("--model", default="", help="default: the first that the server names")
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     add_options(parser)
     args = parser.parse_args()
 

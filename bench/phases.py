@@ -22,11 +22,10 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.load import Server, add_options, table, wake
+from bench.load import Server, add_options, new_file, table, wake
 from bench.systems import ServerError
 from bench.workloads import WORKLOADS, make_workload
 
@@ -132,7 +131,7 @@ def show(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.phases", description=__doc__.splitlines()[0])
     parser.add_argument("url", metavar="URL", help="a Paceline gateway, with nobody else's requests")
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     add_options(parser)
     args = parser.parse_args()
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import httpx
 
-from bench.load import table
+from bench.load import new_file, table
 from bench.namespaces import ONE_HOST
 from bench.services import Services
 from bench.systems import ending_on_sigterm
@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--kv-memory", default="1GiB", help="of each host")
     parser.add_argument("--disk", type=Path, help="folder of a disk tier, which is measured instead of another host")
     parser.add_argument("--kv-disk-size", default="2GiB")
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     ending_on_sigterm()
     memory = [f"--kv-memory={options.kv_memory}"]

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.load import Outcome, Server, ServerError, table
+from bench.load import Outcome, Server, ServerError, new_file, table
 from bench.services import serving
 from bench.systems import ending_on_sigterm
 from bench.workloads import Request, Workload
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--requests", type=int, default=6, help="in each round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
     options = parser.parse_args()
     ending_on_sigterm()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.load import percentile, table
+from bench.load import new_file, percentile, table
 from bench.namespaces import ONE_HOST
 from bench.prefix import Answer, ask, connect, random_tokens, start_hosts, until_complete
 from bench.services import Services
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=4, help="conversations at a time")
     parser.add_argument("--kv-memory", default="512MiB", help="of each host")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     ending_on_sigterm()
     worker = ("--threads=1",)

@@ -24,7 +24,7 @@ env.share_cores()
 
 import torch  # noqa: E402
 
-from bench.load import table  # noqa: E402
+from bench.load import new_file, table  # noqa: E402
 from bench.loop import Run, machine, run  # noqa: E402
 from bench.picture import curves  # noqa: E402
 from paceline.engine.loading import Loaded, load  # noqa: E402
@@ -88,8 +88,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="decoded by each request [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-gib", type=float, default=7.0, help="most memory for KV [%(default)g]")
-    parser.add_argument("--out", type=Path, help="JSON file for all figures of all rounds")
-    parser.add_argument("--picture", type=Path, help="file for a picture")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures of all rounds")
+    parser.add_argument("--picture", type=new_file, help="file for a picture")
     args = parser.parse_args()
     loaded = load(args.model, getattr(torch, args.dtype), CPU, select_kernels(CPU, "auto"), None)
     contexts, batches = args.context or list(CONTEXTS), args.batch or list(BATCHES)

@@ -16,13 +16,12 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 
-from bench.load import table
+from bench.load import new_file, table
 
 ROUND = 25
 """Schemas of one round."""
@@ -173,7 +172,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500, help="schemas")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of the schemas; default a new one")
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     args = parser.parse_args()
     figures = asyncio.run(measure(args.url, args.model, args.count, args.concurrency, args.seed))
     rows = [

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.load import Server, ServerError, percentile, summarize, table
+from bench.load import Server, ServerError, new_file, percentile, summarize, table
 from bench.services import serving
 from bench.systems import ending_on_sigterm
 from bench.workloads import Request, Workload
@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", default="160MiB", help="a worker's pool with room for what runs")
     parser.add_argument("--large", default="640MiB", help="one with room for all")
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
     options = parser.parse_args()
     ending_on_sigterm()

@@ -13,9 +13,8 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from bench.load import Round, table
+from bench.load import Round, new_file, table
 from bench.systems import READY_SECONDS, ServerError, System, ending_on_sigterm, running
 
 Rounds = Mapping[str, Sequence[Round]]
@@ -100,8 +99,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--ready-seconds", type=float, default=READY_SECONDS, help="for a system to start [%(default)g]"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON file for all figures of all rounds")
-    parser.add_argument("--picture", type=Path, help="file for a picture, such as compare.svg")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures of all rounds")
+    parser.add_argument("--picture", type=new_file, help="file for a picture, such as compare.svg")
 
 
 def systems_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[System]:

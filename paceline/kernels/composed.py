@@ -1,4 +1,5 @@
-"""What a backend of `Kernels` may leave out: fused operations, which are sequences of others, and choosing tokens."""
+"""What a backend of `Kernels` may leave out: fused operations, which are sequences of others, choosing tokens, and a
+form of packed matrices."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ class Composed:
     @property
     def chooser(self) -> TokenChooser | None:
         return None
+
+    def fits(self, weight: PackedWeight) -> bool:
+        return True
 
     def logits(self: Kernels, x: Tensor, weight: PackedWeight) -> Logits:
         return Logits(self.linear(x, weight).float())

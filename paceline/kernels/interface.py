@@ -193,6 +193,9 @@ class Kernels(Protocol):
         backend has no such kernels.
         """
 
+    def fits(self, weight: PackedWeight) -> bool:
+        """Whether data from a file is a packed matrix of this size, so that it is safe to compute with it."""
+
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """x [tokens, in] @ weight [out, in].T + bias -> [tokens, out]."""
 

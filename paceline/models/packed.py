@@ -32,7 +32,7 @@ _Place = tuple[int, int, int | None]
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
-_MOST_LIBRARIES = 2
+_MOST_FORMS = 2
 """Whose files are kept for a model: enough to go back to the last release, or to run two of them in turns."""
 
 log = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ def packed_weights(folder: Path, model: str, kernels: Kernels, visit: Callable[[
 
 
 def _remove_unused(folder: Path, model: str) -> None:
-    """Makes room for one more library's file. A worker that still maps one that is removed goes on."""
+    """Makes room for one more file. A worker that still maps one that is removed goes on."""
     files = sorted(folder.glob(f"{glob.escape(model)}-*.packed"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in files[_MOST_LIBRARIES - 1 :]:
+    for file in files[_MOST_FORMS - 1 :]:
         file.unlink(missing_ok=True)
 
 
@@ -135,11 +135,15 @@ class _PackedFile:
         packed = self._kernels.pack(weight.to("meta"))
         if weight.is_meta:
             return packed
-        if name not in self._index:
+        try:
+            start, end, layout = self._index[name]
+            data = self._bytes[start:end]
+            found = replace(packed, data=data if layout else data.view(weight.dtype), format=layout)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise self._damaged() from error
+        if not self._kernels.fits(found):
             raise self._damaged()
-        start, end, layout = self._index[name]
-        data = self._bytes[start:end]
-        return replace(packed, data=data if layout else data.view(weight.dtype), format=layout)
+        return found
 
     def _read_index(self) -> dict[str, _Place]:
         end = len(self._bytes) - _LENGTH_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -28,9 +29,7 @@ def kernels() -> NativeKernels:
 @pytest.fixture(scope="module")
 def whole() -> NativeKernels:
     """The same kernels, with weights as they are."""
-    kernels = NativeKernels(2, SETS[0])
-    kernels.compresses = False
-    return kernels
+    return NativeKernels(2, SETS[0], compress=False)
 
 
 def compressed(kernels: NativeKernels, weight: Tensor) -> PackedWeight:
@@ -39,13 +38,13 @@ def compressed(kernels: NativeKernels, weight: Tensor) -> PackedWeight:
     return packed
 
 
-def make_weight(size_out: int, size_in: int, exceptions: list[int]) -> Tensor:
+def make_weight(size_out: int, size_in: int, exceptions: list[int], others: tuple[int, ...] = (1, 3, 200)) -> Tensor:
     """Sixteen exponents, and others at these places."""
     generator = torch.Generator().manual_seed(size_out)
     codes = torch.randint(0, 16, (size_out * size_in,), generator=generator)
     rest = torch.randint(0, 256, (size_out * size_in,), generator=generator)
     exponents = torch.tensor([0, *range(90, 120, 2)])[codes]
-    exponents[exceptions] = torch.tensor([1, 3, 200])[torch.arange(len(exceptions)) % 3]
+    exponents[exceptions] = torch.tensor(others)[torch.arange(len(exceptions)) % len(others)]
     # Of 0 there are both signs; the processor takes subnormal numbers for it, in any form of the weights.
     bits = (rest >> 7) << 15 | exponents << 7 | torch.where(exponents > 0, rest & 127, 0)
     return bits.to(torch.int32).to(torch.int16).view(BF16).view(size_out, size_in)
@@ -64,12 +63,7 @@ SHAPES: list[tuple[int, int, list[int]]] = [
 
 @pytest.mark.parametrize(("size_out", "size_in", "exceptions"), SHAPES)
 def test_a_product_is_that_of_the_whole_matrix(
-    kernels: NativeKernels,
-    whole: NativeKernels,
-    monkeypatch: pytest.MonkeyPatch,
-    size_out: int,
-    size_in: int,
-    exceptions: list[int],
+    kernels: NativeKernels, whole: NativeKernels, size_out: int, size_in: int, exceptions: list[int]
 ) -> None:
     copies = -(-1024 * max(len(exceptions), 1) // (size_out * size_in))  # of the rows, so that so many exceptions pay
     weight = make_weight(size_out, size_in, exceptions)
@@ -93,15 +87,44 @@ def test_a_product_is_that_of_the_whole_matrix(
 def test_nothing_is_lost(size_out: int, size_in: int, data: st.DataObject) -> None:
     kernels, most = NativeKernels(1, SETS[0]), size_out * size_in // 1024
     exceptions = data.draw(st.lists(st.integers(0, size_out * size_in - 1), max_size=most, unique=True))
-    weight = make_weight(size_out, size_in, exceptions)
-    rows = kernels.embed(torch.arange(size_out), compressed(kernels, weight))
-    assert torch.equal(rows.view(torch.int16), weight.view(torch.int16))
+    weight = make_weight(size_out, size_in, exceptions, (255, 1, 254))  # infinite, or no number
+    packed, ids = compressed(kernels, weight), torch.arange(size_out)
+    assert kernels.fits(packed)
+    # A number that is none comes out as a quiet one.
+    quiet = torch.where(weight.isnan(), weight.view(torch.int16) | 64, weight.view(torch.int16))
+    assert torch.equal(kernels.embed(ids, packed).view(torch.int16), quiet)
 
 
 def test_it_takes_three_quarters(kernels: NativeKernels, whole: NativeKernels) -> None:
     weight = torch.randn(1536, 576).to(BF16)
     ratio = compressed(kernels, weight).data.nbytes / whole.pack(weight).data.nbytes
     assert 0.75 < ratio < 0.76
+
+
+def test_what_does_not_fit_is_told_and_with_the_rest_one_can_compute(kernels: NativeKernels) -> None:
+    weight = compressed(kernels, make_weight(100, 576, [0, 40, 576 * 33, 576 * 99 + 575]))
+    assert kernels.fits(weight)
+    starts, x = 7 * 18 * 4 * 192 + 32, torch.randn(40, 576).to(BF16)  # behind the parts and the table of exponents
+    exceptions = starts + 4 * 4
+    assert weight.data.nbytes == exceptions + 5 * 8
+    fitting = set()
+    for place in range(starts, weight.data.nbytes):
+        data = weight.data.clone()
+        data[place] ^= 129
+        damaged = dataclasses.replace(weight, data=data)
+        if kernels.fits(damaged):
+            fitting.add(place)
+            for rows in (1, 40):
+                kernels.linear(x[:rows], damaged)
+            kernels.embed(torch.arange(100), damaged)
+    # Another weight, or another place in the same tile: numbers, which cannot be told from right ones.
+    assert fitting == {exceptions + 8 * i + byte for i in range(4) for byte in (4, 6, 7)} | {
+        exceptions + 32 + byte for byte in (4, 5, 6, 7)
+    }
+    for data in (weight.data[:-1], weight.data[:-8], weight.data[:-48], weight.data[:100], weight.data[:0]):
+        assert not kernels.fits(dataclasses.replace(weight, data=data))
+    assert not kernels.fits(dataclasses.replace(weight, size_out=113))
+    assert not kernels.fits(dataclasses.replace(weight, format=3))
 
 
 def test_a_matrix_of_many_exponents_stays_whole(kernels: NativeKernels, whole: NativeKernels) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -127,15 +128,27 @@ def test_a_folder_that_cannot_be_written_leaves_each_its_own(
     assert "packed weights of its own" in caplog.text
 
 
-def test_a_damaged_file_is_named(tmp_path: Path, save_llama: Any) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, save_llama: Any, dtype: torch.dtype) -> None:
     save_llama()
     packed = tmp_path / "packed"
-    load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+    load_model(tmp_path, dtype, Counting(), CPU, packed)
     (file,) = packed_files(packed)
-    for content in (file.read_bytes()[:-100], b"", b"x" * 100, b"{}" + (2).to_bytes(8, "little")):
-        file.write_bytes(content)
+    content = file.read_bytes()
+    length = int.from_bytes(content[-8:], "little")
+    index = json.loads(content[-8 - length : -8])
+
+    def with_index(changed: object) -> bytes:
+        text = json.dumps(changed).encode()
+        return content[: -8 - length] + text + len(text).to_bytes(8, "little")
+
+    assert with_index(index) == content
+    name, (start, end, layout) = next(iter(index.items()))
+    places = [[start, end - 2, layout], [start, end], [start + 1, end, layout], ["a", end, layout], [start, end, 1]]
+    contents = [content[:-100], b"", b"x" * 100, with_index({}), with_index([])]
+    for damaged in contents + [with_index(index | {name: place}) for place in places]:
+        file.write_bytes(damaged)
         with pytest.raises(ModelError, match=f"{file.name} is damaged; remove it"):
-            load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+            load_model(tmp_path, dtype, Counting(), CPU, packed)
 
 
 def test_a_model_that_does_not_fit_leaves_no_file(tmp_path: Path, save_llama: Any) -> None:

@@ -51,6 +51,7 @@ class NativeKernels(Composed):
     Args:
         threads: how many compute together, the calling one included; fewer, where the system gives no more.
         instruction_set: "auto" for the best that runs here, or its name.
+        compress: whether bf16 matrices lie in 12 bits, where the kernels of the instruction set take that.
 
     Raises:
         ConfigError: the library was not compiled, or the instruction set does not run here.
@@ -59,14 +60,14 @@ class NativeKernels(Composed):
     name = "native"
     compiles_states = True
 
-    def __init__(self, threads: int, instruction_set: str = "auto") -> None:
+    def __init__(self, threads: int, instruction_set: str = "auto", compress: bool = True) -> None:
         known = instruction_sets()
         self.instruction_set = known[0] if instruction_set == "auto" else instruction_set
         if self.instruction_set not in known:
             raise ConfigError(f"{instruction_set!r} does not run here; choose one of: {', '.join(['auto', *known])}")
         self._library = load_library()
         self._memory = WeightMemory(self._library)
-        self.compresses = self.instruction_set in COMPRESSING
+        self.compresses = compress and self.instruction_set in COMPRESSING
         self.packing = f"native-{library_digest()}" + ("-compressed" if self.compresses else "")
         self._team = self._library.paceline_team_start(threads, self.instruction_set.encode())
         if self._team is None:
@@ -108,6 +109,13 @@ class NativeKernels(Composed):
         data = self._memory.take(packed_bytes).view(weight.dtype)
         self._library.paceline_pack(kind, weight.data_ptr(), out, size_in, data.data_ptr())
         return PackedWeight(data, out, size_in, weight.dtype)
+
+    def fits(self, weight: PackedWeight) -> bool:
+        data, out, size_in = weight.data, weight.size_out, weight.size_in
+        if weight.format == COMPRESSED:
+            return bool(self._library.paceline_is_compressed(data.data_ptr(), data.nbytes, out, size_in))
+        whole: int = self._library.paceline_packed_bytes(TYPES[weight.dtype], out, size_in)
+        return weight.format is None and data.nbytes == whole
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         if bias is not None:

@@ -144,7 +144,10 @@ def load_library(folder: Path = _FOLDER) -> ctypes.CDLL:
         raise ConfigError(f"the native CPU kernels do not load: {error}; reinstall paceline here") from error
     if _layout(library) != (ctypes.sizeof(Op), ctypes.sizeof(Step), len(Kind)):
         raise ConfigError(HOW_TO_BUILD)
-    _declare(library)
+    try:
+        _declare(library)
+    except AttributeError as error:  # a function that it has not yet
+        raise ConfigError(HOW_TO_BUILD) from error
     return library
 
 
@@ -213,6 +216,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.paceline_compressed_bytes.restype = ctypes.c_int64
     library.paceline_compress.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     library.paceline_compress.restype = None
+    library.paceline_is_compressed.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
     library.paceline_use_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.paceline_use_large_pages.restype = None
     library.paceline_copy_blocks.argtypes = [

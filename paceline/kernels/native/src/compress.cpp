@@ -79,4 +79,30 @@ void compress(const Coding& coding, const uint16_t* weight, int64_t out, int64_t
     *exception = {UINT32_MAX, 0, 0};
 }
 
+bool is_compressed(const void* data, int64_t bytes, int64_t out, int64_t in) {
+    const CompressedLayout layout(out, in);
+    const int64_t size = sizeof(Exception), count = (bytes - layout.exceptions) / size - 1;
+    if (bytes < layout.bytes(0) || bytes != layout.bytes(count)) return false;
+    const char* at = static_cast<const char*>(data);
+    const auto exception = [&](int64_t i) {
+        Exception found;
+        std::memcpy(&found, at + layout.exceptions + i * size, size);
+        return found;
+    };
+    const int64_t depth = round_up(in, kDepth) / kDepth, tiles = round_up(out, kLanes) / kLanes * depth;
+    for (int64_t i = 0; i < count; ++i) {
+        const Exception found = exception(i);
+        if (found.tile >= tiles || found.place >= kTileWeights || found.tile > exception(i + 1).tile) return false;
+    }
+    if (exception(count).tile != UINT32_MAX) return false;
+    int64_t before = 0;
+    for (int64_t tile = 0, block = 0; tile < tiles; tile += 2 * depth, ++block) {
+        while (exception(before).tile < tile) ++before;
+        uint32_t start;
+        std::memcpy(&start, at + layout.starts + block * int64_t{sizeof(start)}, sizeof(start));
+        if (start != before) return false;
+    }
+    return true;
+}
+
 }  // namespace paceline

@@ -17,4 +17,8 @@ struct Coding {
 // Packs weight [out, in] to CompressedLayout(out, in).bytes(coding.exceptions).
 void compress(const Coding& coding, const uint16_t* weight, int64_t out, int64_t in, void* to);
 
+// Whether these bytes are a compressed matrix [out, in], as far as memory is concerned: who multiplies with it reads and
+// writes nothing outside of it, whatever its numbers.
+bool is_compressed(const void* data, int64_t bytes, int64_t out, int64_t in);
+
 }  // namespace paceline
