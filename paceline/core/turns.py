@@ -23,6 +23,7 @@ also leave to prefill what lies between the programs of a step, when Python work
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -42,6 +43,8 @@ _HANDOVER = 8 * _MS
 _NEXT_HANDOVER = 1 * _MS
 """What the same step has finished comes right behind one another."""
 _POLL_SECONDS = 0.0002
+_STEPS = 8
+"""By the longest of so many the next one is judged: often the end of an operation of prefill's is within a step."""
 _LEAST_SHARE = 0.5
 """Seconds that prefill gets for a second of decoding, where steps take as long as the latency that users may see."""
 
@@ -95,6 +98,7 @@ class DecodeTurns:
         self._target = int(itl_target * 1e9)
         self._clock, self._sleep = clock, sleep
         self._began = 0
+        self._steps: deque[int] = deque(maxlen=_STEPS)
 
     def begin(self) -> None:
         self._wait_until(self._words[_PREFILL_UNTIL])
@@ -104,9 +108,10 @@ class DecodeTurns:
     def end(self, hands_over: bool = False) -> bool:
         words, now = self._words, self._clock()
         words[_FIRST_SLOT + self.slot] = 0
+        took = now - self._began
+        self._steps.append(took)
         if words[_PREFILL_UNTIL] <= now < words[_WANTED_UNTIL]:
-            took = now - self._began
-            words[_PREFILL_UNTIL] = now + max(self._target - took, int(took * _LEAST_SHARE))
+            words[_PREFILL_UNTIL] = now + max(self._target - max(self._steps), int(took * _LEAST_SHARE))
         return now < words[_PREFILL_UNTIL]
 
     def wait(self, early: float) -> float:

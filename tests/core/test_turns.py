@@ -97,6 +97,17 @@ def test_decode_that_has_more_to_do_leaves_the_rest_of_its_target(
     assert not prefill._may_compute(clock())
 
 
+def test_the_next_step_may_take_as_long_as_the_longest_of_the_last_ones(
+    clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
+) -> None:
+    leave_turn(clock, decode, prefill, 30)
+    for _ in range(7):
+        leave_turn(clock, decode, prefill, 10)
+        assert clock.waited(decode.begin) == pytest.approx(20, abs=1)
+    leave_turn(clock, decode, prefill, 10)
+    assert clock.waited(decode.begin) == pytest.approx(40, abs=1)
+
+
 def test_decode_is_told_that_it_has_to_wait_and_can_be_woken_early(
     clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
 ) -> None:
