@@ -33,7 +33,7 @@ from bench.loop import machine
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.engine.pool_directory import Move
 from paceline.kernels.block_copies import BlockCopies
-from paceline.services.common.shared_pools import SharedPool, SharedPools
+from paceline.services.worker.shared_pools import SharedPool, SharedPools
 
 DTYPE = torch.bfloat16
 

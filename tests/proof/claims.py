@@ -1,4 +1,4 @@
-"""kvtransfer comes back without its memory, and workers say what they hold: services/common/kv_client.py and claims."""
+"""kvtransfer comes back without its memory, and workers say what they hold: services/worker/kv_client.py and claims."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from paceline.core.errors import PacelineError
 from paceline.engine.step import Computed, Preempted, Sampled, Scored
 from paceline.proto import worker_pb2
-from paceline.services.common.event_stream import EventStream, RequestEvent
-from paceline.services.common.reports import Reporter
 from paceline.services.common.wire import reason_to_pb, scores_to_pb
 from paceline.services.decode.outbox import Outbox
+from paceline.services.worker.event_stream import EventStream, RequestEvent
+from paceline.services.worker.reports import Reporter
 
 
 class AttemptStream(EventStream):

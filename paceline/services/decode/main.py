@@ -8,10 +8,10 @@ import grpc.aio
 
 from paceline.core.config import WorkerConfig
 from paceline.proto import worker_pb2_grpc
-from paceline.services.common.worker import Worker
-from paceline.services.common.worker_process import run_worker
 from paceline.services.decode.event_socket import EventConnection
 from paceline.services.decode.service import DecodeService
+from paceline.services.worker.worker import Worker
+from paceline.services.worker.worker_process import run_worker
 
 
 async def run(config: WorkerConfig) -> None:

@@ -20,15 +20,15 @@ from paceline.engine.constraint import Matcher
 from paceline.engine.scheduler import GROWTH_TOKENS
 from paceline.engine.step import Sampled
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.event_stream import ALIVE_SECONDS
-from paceline.services.common.kv_answers import Adopted, Hold
-from paceline.services.common.reports import SHARED_MEMORY, count_blocks
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb
-from paceline.services.common.worker import Worker
 from paceline.services.decode.attempt_stream import AttemptStream
 from paceline.services.decode.outbox import Outboxes
+from paceline.services.worker.event_stream import ALIVE_SECONDS
+from paceline.services.worker.kv_answers import Adopted, Hold
+from paceline.services.worker.reports import SHARED_MEMORY, count_blocks
+from paceline.services.worker.worker import Worker
 
 FIRST_COMMAND_SECONDS = 10.0
 ADOPT_SECONDS = 5.0

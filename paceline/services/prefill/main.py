@@ -6,9 +6,9 @@ import grpc.aio
 
 from paceline.core.config import WorkerConfig
 from paceline.proto import worker_pb2_grpc
-from paceline.services.common.worker import Worker
-from paceline.services.common.worker_process import run_worker
 from paceline.services.prefill.service import PrefillService
+from paceline.services.worker.worker import Worker
+from paceline.services.worker.worker_process import run_worker
 
 
 async def run(config: WorkerConfig) -> None:

@@ -10,12 +10,12 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.engine.step import Filled, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.event_stream import EventStream, RequestEvent
-from paceline.services.common.kv_answers import Hold
-from paceline.services.common.reports import Reporter
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
-from paceline.services.common.worker import Worker
+from paceline.services.worker.event_stream import EventStream, RequestEvent
+from paceline.services.worker.kv_answers import Hold
+from paceline.services.worker.reports import Reporter
+from paceline.services.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from paceline.core.errors import RefusedError
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.auth import REFUSAL
-from paceline.services.common.kv_client import KVClient
 from paceline.services.common.rpc import RpcServer, is_serving, open_channel
 from paceline.services.common.secret import Secret
+from paceline.services.worker.kv_client import KVClient
 from tests.fuzz.messages import Method, methods
 
 SECRET = Secret("the secret of this cluster")

@@ -16,11 +16,11 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import GroupShape, make_layout, state_groups
 from paceline.core.turns import PAGE_BYTES
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.kv_session import layout_to_pb
 from paceline.services.common.layout import layout_from_pb
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
+from paceline.services.worker.kv_session import layout_to_pb
 from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, key, layout, release, reserve, seal
 from tests.services.kvtransfer.kv_toolkit import LEASE
 

@@ -12,13 +12,13 @@ from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.kv_client import KVClient
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.hold import Hold
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.host_socket import Reply
 from paceline.services.kvtransfer.service import KVTransferService
+from paceline.services.worker.kv_client import KVClient
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
 SLOTS = 8

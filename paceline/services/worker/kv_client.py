@@ -14,12 +14,12 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.telemetry import trace_headers, traceparent
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.kv_answers import Adopted, Fetched, Hold, checked, hold_from_pb
-from paceline.services.common.kv_holds import KVHolds
-from paceline.services.common.kv_session import Arena, KVSession
 from paceline.services.common.rpc import heeding_cancellation, unmapped_error
 from paceline.services.common.secret import Secret
 from paceline.services.common.wire import key_to_pb
+from paceline.services.worker.kv_answers import Adopted, Fetched, Hold, checked, hold_from_pb
+from paceline.services.worker.kv_holds import KVHolds
+from paceline.services.worker.kv_session import Arena, KVSession
 
 T = TypeVar("T")
 

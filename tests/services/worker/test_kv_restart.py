@@ -7,12 +7,12 @@ import os
 
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.kv_answers import Hold
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.hold import State
 from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
-from tests.services.common.unreliable_host import CONTEXT, KEY, Unreliable, UnreliableHost
+from paceline.services.worker.kv_answers import Hold
+from tests.services.worker.unreliable_host import CONTEXT, KEY, Unreliable, UnreliableHost
 
 
 async def restart(host: UnreliableHost) -> None:

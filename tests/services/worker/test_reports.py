@@ -8,9 +8,9 @@ import pytest
 
 from paceline.core.kv_layout import NO_SLOT, GroupShape, make_layout
 from paceline.core.types import Key
-from paceline.services.common.kv_answers import Hold
-from paceline.services.common.reports import count_blocks
-from tests.services.common.conftest import StartHost, prompts
+from paceline.services.worker.kv_answers import Hold
+from paceline.services.worker.reports import count_blocks
+from tests.services.worker.conftest import StartHost, prompts
 
 PROMPT = list(range(1, 101))
 

@@ -13,8 +13,8 @@ import pytest
 
 from paceline.core.errors import ConstraintError
 from paceline.proto import common_pb2 as pb
-from tests.services.common.conftest import Host, StartHost
 from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
+from tests.services.worker.conftest import Host, StartHost
 from tests.tiny_checkpoints import SaveTiny
 
 SCHEMA = {"type": "array", "items": {"enum": ["a", 1, None]}, "minItems": 2, "maxItems": 6}

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError
 from paceline.proto import common_pb2 as pb
-from paceline.services.common.work_check import check_work
+from paceline.services.worker.work_check import check_work
 
 VOCABULARY = 100
 

@@ -12,7 +12,7 @@ from paceline.core.errors import UnavailableError
 from paceline.proto import common_pb2
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common import batch_sender
-from paceline.services.common.batch_sender import MAX_BATCH_BYTES, MAX_OPERATIONS, BatchSender
+from paceline.services.worker.batch_sender import MAX_BATCH_BYTES, MAX_OPERATIONS, BatchSender
 
 
 class Line:

@@ -18,13 +18,13 @@ from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, work
 from paceline.services.common.rpc import RpcServer, open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.common.wire import token_to_pb
-from paceline.services.common.worker_process import WorkerProcess
 from paceline.services.decode.main import add_decode
 from paceline.services.gateway.event_feed import EventFeed, Inbox
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.prefill.main import add_prefill
-from tests.services.common.unreliable_host import UnreliableHost, start_unreliable_host
+from paceline.services.worker.worker_process import WorkerProcess
+from tests.services.worker.unreliable_host import UnreliableHost, start_unreliable_host
 from tests.tiny_checkpoints import SaveTiny
 
 PROMPT_VOCABULARY = 100

@@ -12,7 +12,7 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.proto import common_pb2 as pb
 from paceline.services.common.wire import key_to_pb, sampling_to_pb
-from paceline.services.common.worker import Worker
+from paceline.services.worker.worker import Worker
 
 _PROMPT = [0] * 8
 """With its output shorter than a block: nothing is sealed, so nobody will find it in the cache."""

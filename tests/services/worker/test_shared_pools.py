@@ -17,8 +17,8 @@ from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
 from paceline.engine.pool_directory import Move
 from paceline.kernels.block_copies import BlockCopies, Copy
 from paceline.services.common import shared_pools
-from paceline.services.common.shared_pools import SharedPool, SharedPools
 from paceline.services.kvtransfer.arena import remove_stale_arenas
+from paceline.services.worker.shared_pools import SharedPool, SharedPools
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 16),), 4, "test")
 ELEMENTS = LAYOUT.slot_bytes // 4
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_left_alone(what: str, start: Callable[..., Worker]
 
 OTHER_PROCESS = """
 import sys, pathlib
-from tests.services.common.test_shared_pools import Worker, content, move
+from tests.services.worker.test_shared_pools import Worker, content, move
 worker = Worker(pathlib.Path(sys.argv[1]))
 worker.publish(*(move(slot, slot, slot + 1) for slot in range(6)))
 print("ready", flush=True)

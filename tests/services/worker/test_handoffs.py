@@ -12,7 +12,7 @@ from paceline.core.types import Key
 from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
 from paceline.services.kvtransfer.host_socket import Reply
 from paceline.services.kvtransfer.service import KVTransferService
-from tests.services.common.conftest import StartHost, prompts
+from tests.services.worker.conftest import StartHost, prompts
 
 
 async def test_prefill_without_a_reservation_is_refused(start_llama: StartHost) -> None:

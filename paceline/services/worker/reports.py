@@ -9,8 +9,8 @@ from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.engine.request import Effort
 from paceline.engine.step import Computed, Preempted
 from paceline.proto import worker_pb2
-from paceline.services.common.event_stream import RequestEvent
-from paceline.services.common.kv_answers import Hold
+from paceline.services.worker.event_stream import RequestEvent
+from paceline.services.worker.kv_answers import Hold
 
 EFFORT_SECONDS = 1.0
 """How often totals are told while tokens come. What they come to is told with the end."""

@@ -15,7 +15,7 @@ from paceline.core.machine import available_memory
 from paceline.engine.device_pool import OnDevice
 from paceline.engine.residency import InArena, Residency
 from paceline.kernels.block_copies import BlockCopies
-from paceline.services.common.shared_pools import SharedPool, SharedPools, remove_ended
+from paceline.services.worker.shared_pools import SharedPool, SharedPools, remove_ended
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.engine.device_pool import OnDevice
 from paceline.engine.residency import InArena
-from paceline.services.common.kv_memory import KVMemory, device_memory
+from paceline.services.worker.kv_memory import KVMemory, device_memory
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from paceline.core.types import Key
 from paceline.engine.step import NeedsBlocks
 from paceline.proto import worker_pb2
 from paceline.services.common.wire import key_from_pb
-from tests.services.common.conftest import Host, Outcome, StartHost, prompts
+from tests.services.worker.conftest import Host, Outcome, StartHost, prompts
 
 
 async def lose_leases(host: Host, running: asyncio.Task[Outcome]) -> None:

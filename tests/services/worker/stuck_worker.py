@@ -12,9 +12,9 @@ import grpc.aio
 from paceline.core.config import WorkerConfig
 from paceline.engine.step import Step, StepResult
 from paceline.proto import worker_pb2_grpc
-from paceline.services.common.worker import Worker
-from paceline.services.common.worker_process import run_worker
 from paceline.services.decode.service import DecodeService
+from paceline.services.worker.worker import Worker
+from paceline.services.worker.worker_process import run_worker
 
 
 class StuckRunner:

@@ -9,11 +9,11 @@ import pytest
 from paceline.core.errors import UnavailableError
 from paceline.core.types import Key
 from paceline.services.common import kv_session
-from paceline.services.common.kv_answers import Hold
 from paceline.services.kvtransfer import keeper
 from paceline.services.kvtransfer.hold import State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
-from tests.services.common.unreliable_host import CONTEXT, KEY, LEASE, UnreliableHost
+from paceline.services.worker.kv_answers import Hold
+from tests.services.worker.unreliable_host import CONTEXT, KEY, LEASE, UnreliableHost
 
 
 async def test_a_worker_learns_that_a_lease_ended_and_frees_the_blocks_when_it_is_done(

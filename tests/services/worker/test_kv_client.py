@@ -10,7 +10,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.types import Key
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
-from tests.services.common.unreliable_host import CONTEXT, KEY, SLOTS, UnreliableHost
+from tests.services.worker.unreliable_host import CONTEXT, KEY, SLOTS, UnreliableHost
 
 # ---- answers that never come
 

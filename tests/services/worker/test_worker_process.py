@@ -19,8 +19,8 @@ from paceline.services.common.secret import Secret
 from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
-from tests.services.common import stuck_worker
-from tests.services.common.conftest import DecodeCall, Host, StartHost
+from tests.services.worker import stuck_worker
+from tests.services.worker.conftest import DecodeCall, Host, StartHost
 from tests.tiny_checkpoints import SaveTiny
 
 ROOT = Path(paceline.__file__).parents[1]

@@ -28,8 +28,6 @@ from paceline.kernels.interface import Kernels
 from paceline.models.config import read_config
 from paceline.services.common.arena_map import map_arena
 from paceline.services.common.framed import Framed
-from paceline.services.common.kv_client import KVClient
-from paceline.services.common.kv_memory import KVMemory, device_memory
 from paceline.services.common.lifecycle import (
     announce_ready,
     reachable_address,
@@ -41,8 +39,10 @@ from paceline.services.common.registry import Member, Registrar, Role
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret, read_secret
 from paceline.services.common.unix_listener import UnixListener
-from paceline.services.common.warm_up import warm_up
-from paceline.services.common.worker import Worker, WorkerLimits
+from paceline.services.worker.kv_client import KVClient
+from paceline.services.worker.kv_memory import KVMemory, device_memory
+from paceline.services.worker.warm_up import warm_up
+from paceline.services.worker.worker import Worker, WorkerLimits
 
 log = logging.getLogger(__name__)
 

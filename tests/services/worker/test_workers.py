@@ -13,7 +13,7 @@ import torch
 from paceline.core.types import Key
 from paceline.proto import common_pb2, worker_pb2
 from paceline.services.common import kv_memory
-from tests.services.common.conftest import Host, StartHost, prompts
+from tests.services.worker.conftest import Host, StartHost, prompts
 from tests.tiny_checkpoints import SaveTiny
 
 
@@ -213,7 +213,7 @@ async def test_impossible_work_is_refused(change: dict[str, object], said: str, 
 
 
 async def test_who_waits_its_turn_is_said_to_be_alive(start_llama: StartHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.services.common.event_stream.ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr("paceline.services.worker.event_stream.ALIVE_SECONDS", 0.02)
     async with start_llama(max_batched_tokens=16) as host:
         first = asyncio.create_task(host.generate(prompts(1, 2000, 2100)[0], 1))
         while host.prefill.worker.engine.stats.steps == 0:

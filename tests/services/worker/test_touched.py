@@ -7,7 +7,7 @@ import pytest
 from paceline.core.kv_layout import NO_SLOT, GroupShape, make_layout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.touched import TouchedBlocks
+from paceline.services.worker.touched import TouchedBlocks
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 8, 0), GroupShape("window", (1,), 1, 8, 16)), 4, "test")
 KEY = Key("r", 1, 1)

@@ -43,13 +43,13 @@ from paceline.engine.step import (
 )
 from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
-from paceline.services.common.admission import Admission
-from paceline.services.common.event_stream import ALIVE_SECONDS, EventStream, RequestEvent
-from paceline.services.common.kv_answers import Hold
-from paceline.services.common.kv_client import KVClient
-from paceline.services.common.kv_memory import KVMemory
 from paceline.services.common.wire import sampling_from_pb
-from paceline.services.common.work_check import check_token, check_work
+from paceline.services.worker.admission import Admission
+from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, RequestEvent
+from paceline.services.worker.kv_answers import Hold
+from paceline.services.worker.kv_client import KVClient
+from paceline.services.worker.kv_memory import KVMemory
+from paceline.services.worker.work_check import check_token, check_work
 
 Argument = TypeVar("Argument")
 

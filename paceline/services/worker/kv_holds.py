@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.touched import TouchedBlocks
 from paceline.services.common.wire import key_from_pb
+from paceline.services.worker.touched import TouchedBlocks
 
 
 class KVHolds:
