@@ -10,6 +10,10 @@ READY := $(VENV)/.ready
 # What only tests need, too.
 TEST_READY := $(VENV)/.ready-test
 EXTRAS := gateway,worker,convert,local,otlp,dev
+# Processes that run tests side by side. Each computes with one thread; stacks run one after another.
+WORKERS := 2
+# ARGS may select tests of one of the two runs alone. pytest ends with 5 when it has no tests to run.
+OR_NONE = $(if $(ARGS),|| test $$? -eq 5)
 # The lock is resolved around this release, so that a new one is a decision.
 TORCH := torch==2.13.0
 
@@ -28,10 +32,11 @@ serve: $(READY) ## start a stack on this machine, e.g. make serve ARGS='--port 9
 	@$(BIN)/paceline serve $(ARGS)
 
 test: lint $(TEST_READY) ## everything that runs without docker: lint, unit, real models, real stacks
-	$(BIN)/pytest -m "not compose" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not stack and not compose" $(ARGS) $(OR_NONE)
+	$(BIN)/pytest -m "stack and not compose" $(ARGS) $(OR_NONE)
 
 unit: $(TEST_READY) ## the quick tests only
-	$(BIN)/pytest -m "not model and not stack and not compose" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not model and not stack and not compose" $(ARGS)
 
 lint: $(READY) ## style, types, import contracts, generated files
 	$(BIN)/ruff check .

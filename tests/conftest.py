@@ -30,6 +30,15 @@ hypothesis.settings.load_profile("paceline")
 pytest_plugins = ["tests.tiny_checkpoints"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let each of several test processes compute with one thread, because together they use all cores.
+
+    Tests of what depends on the number of threads choose it themselves.
+    """
+    if hasattr(config, "workerinput"):  # set by pytest-xdist
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[str]:
     """URL of a real Redis-protocol server, without persistence, for the whole run: use keys of your own."""
