@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.engine import Engine, Runner
@@ -116,9 +116,8 @@ def _requests(
     for index, prompt in enumerate(prompts):
         tables = [[next(slots) for _ in range(count)] for count in blocks]
         params = replace(sampling, seed=sampling.seed + index)
-        chain = HashChain(loaded.layout.fingerprint)
         filled = len(prompt) - 1 if adopted else 0
-        yield Request(Key(str(index), 1, 1), [*prompt], len(prompt), params, loaded.layout, chain, tables, filled)
+        yield Request(Key(str(index), 1, 1), Context(prompt), len(prompt), params, loaded.layout, tables, filled)
 
 
 def _pool(layout: KVLayout, slots: int, device: torch.device, random: bool) -> Tensor:

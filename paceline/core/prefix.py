@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from paceline.core.context import full_block_names
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVGroup, KVLayout
 
 Find = Callable[[int, bytes], int | None]
 """(group, hash) to the slot with this content."""
 
 
-def match_prefix(layout: KVLayout, find: Find, hashes: Sequence[bytes], max_tokens: int) -> tuple[int, list[list[int]]]:
+def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_tokens: int) -> tuple[int, list[list[int]]]:
     """The longest prefix that can be reused.
 
     It ends on a block boundary of every group. Groups with full attention have all of its blocks, groups with a window
     those that a query behind it still reads.
 
     Args:
-        hashes: the chain of the context, one hash each BASE_TOKENS tokens.
+        links: those of the context.
         max_tokens: reuse no more than this.
 
     Returns:
         Its length in tokens, and a block table for each group, with NO_SLOT before the window.
     """
     align = layout.alignment
-    length = min(max_tokens, len(hashes) * BASE_TOKENS) // align * align
+    length = min(max_tokens, len(links) * BASE_TOKENS) // align * align
     found: dict[int, list[int | None]] = {}
     # Full attention first: its first missing block bounds the search in all groups.
     for index, group in sorted(enumerate(layout.groups), key=lambda entry: entry[1].shape.window > 0):
         slots = found[index] = []
-        for digest in block_hashes(group, hashes, length):
+        for digest in full_block_names(group, links, length):
             slot = find(index, digest)
             if slot is None and group.shape.window == 0:
                 length = len(slots) * group.block_tokens // align * align
@@ -44,21 +45,11 @@ def match_prefix(layout: KVLayout, find: Find, hashes: Sequence[bytes], max_toke
     return length, [_table(group, found[index], length) for index, group in enumerate(layout.groups)]
 
 
-def lacking_links(layout: KVLayout, find: Find, hashes: Sequence[bytes]) -> Sequence[bytes]:
+def lacking_links(layout: KVLayout, find: Find, links: Sequence[bytes]) -> Sequence[bytes]:
     """The part of a chain that could be in blocks, and is not."""
-    most = len(hashes) * BASE_TOKENS // layout.alignment * layout.alignment
-    length, _ = match_prefix(layout, find, hashes, most)
-    return hashes[length // BASE_TOKENS : most // BASE_TOKENS]
-
-
-def block_hashes(group: KVGroup, hashes: Sequence[bytes], length: int) -> Sequence[bytes]:
-    """The hashes that name the group's full blocks within the first `length` tokens.
-
-    Args:
-        hashes: the chain of the context, one hash each BASE_TOKENS tokens.
-    """
-    stride = group.block_tokens // BASE_TOKENS
-    return hashes[stride - 1 : length // BASE_TOKENS : stride]
+    most = len(links) * BASE_TOKENS // layout.alignment * layout.alignment
+    length, _ = match_prefix(layout, find, links, most)
+    return links[length // BASE_TOKENS : most // BASE_TOKENS]
 
 
 def _table(group: KVGroup, found: Sequence[int | None], length: int) -> list[int]:

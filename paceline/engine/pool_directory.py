@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from paceline.core.hashing import HASH_BYTES
+from paceline.core.context import HASH_BYTES
 
 _GROUP_BYTES = 4
 _NAME = np.dtype(f"V{_GROUP_BYTES + HASH_BYTES}")

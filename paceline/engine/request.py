@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.engine.constraint import Matcher
@@ -43,12 +43,11 @@ class Request:
     """
 
     key: Key
-    token_ids: list[int]
-    """The whole context: prompt, then output."""
+    context: Context
+    """Prompt, then output."""
     prompt_len: int
     sampling: SamplingParams
     layout: KVLayout
-    chain: HashChain
     tables: list[list[int]]
     """One a group; entry i is the slot of tokens [i * block_tokens, (i + 1) * block_tokens), or NO_SLOT."""
     computed_len: int = 0
@@ -92,6 +91,10 @@ class Request:
         self.joined_len = len(self.token_ids)
         self.planned_len = self.drafter_len = self.computed_len
         self.sealed_blocks = [self.computed_len // group.block_tokens for group in self.layout.groups]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.context.token_ids
 
     @property
     def output_len(self) -> int:
@@ -158,8 +161,7 @@ class Request:
 
     def hash_of(self, group_index: int, block: int) -> bytes:
         """The name of a block's content; of one that is not full, of what is in it so far."""
-        end = (block + 1) * self.layout.groups[group_index].block_tokens
-        return self.chain.digest(self.token_ids, min(end, self.filled_len(group_index)))
+        return self.context.block_name(self.layout, group_index, block, self.filled_len(group_index))
 
     def trim_behind_window(self, group_index: int) -> int:
         """Forgets blocks that no later query reads; returns how many entries at the front are empty, 0 if no new."""

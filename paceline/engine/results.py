@@ -69,7 +69,7 @@ class Results:
         events += self._settle_blocks(request, tells=not hands_over or request.has_readers)
         events += sampled
         if hands_over:
-            context_hash = request.chain.digest(request.token_ids, request.joined_len)
+            context_hash = request.context.name(request.layout.fingerprint, request.joined_len)
             filled = Filled(request.key, request.joined_len, context_hash)
             events += self._residency.tell(request, [filled], whole=True)
         if result.failure:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.types import Constraint, ConstraintKind, FinishReason, Key, SamplingParams
 from paceline.engine.constraint import Grammars
 from paceline.engine.request import Request
@@ -98,11 +98,10 @@ class ConstrainedLoop(Loop):
         prompt, constraint = list(ask.prompt.encode()), ask.sampling.constraint
         return Request(
             key=key,
-            token_ids=[*prompt, *ask.output],
+            context=Context([*prompt, *ask.output]),
             prompt_len=len(prompt),
             sampling=ask.sampling,
             layout=self.layout,
-            chain=HashChain(self.layout.fingerprint),
             tables=tables,
             only_first_token=ask.only_first_token,
             matcher=self._grammars.compile(constraint) if constraint is not None else None,

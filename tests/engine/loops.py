@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.device_pool import OnDevice
@@ -147,8 +147,7 @@ class Loop:
             key = Key(str(index), 1, 1)
             own[key] = [[*table] for table in tables]
             outputs[key] = []
-            chain = HashChain(self.layout.fingerprint)
-            self.engine.add(Request(key, [*prompt], len(prompt), sampling, self.layout, chain, tables))
+            self.engine.add(Request(key, Context(prompt), len(prompt), sampling, self.layout, tables))
         left = set(outputs)
         while left:
             event = self._events.get(timeout=30)

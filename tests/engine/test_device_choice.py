@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.gpu.random_model import RandomWeights, llama_config, load_random
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.speculative import SpeculativeConfig
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.loading import Loaded
@@ -49,8 +49,7 @@ def tokens_of(loaded: Loaded, rows: Sequence[SamplingParams]) -> dict[str, list[
     slots = iter(range(len(rows) * sum(blocks)))
     for index, (prompt, params) in enumerate(zip(PROMPTS, rows)):
         tables = [[next(slots) for _ in range(count)] for count in blocks]
-        chain = HashChain(layout.fingerprint)
-        scheduler.add(Request(Key(str(index), 1, 1), [*prompt], len(prompt), params, layout, chain, tables))
+        scheduler.add(Request(Key(str(index), 1, 1), Context(prompt), len(prompt), params, layout, tables))
     outputs: dict[str, list[Token]] = {}
     while (step := scheduler.plan()) is not None:
         scheduler.apply(step, runner.execute(step))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine import runner, sampler
@@ -108,9 +108,8 @@ def counts(
         for seed in range(first, first + AT_A_TIME):
             tables = [[next(slots) for _ in range(count)] for count in blocks]
             sampling = replace(params, seed=seed)
-            chain = HashChain(layout.fingerprint)
             key = Key(str(seed), 1, 1)
-            scheduler.add(Request(key, [*PROMPT], len(PROMPT), sampling, layout, chain, tables))
+            scheduler.add(Request(key, Context(PROMPT), len(PROMPT), sampling, layout, tables))
         outputs: dict[Key, int] = {}
         while (step := scheduler.plan()) is not None:
             scheduler.apply(step, worker.execute(step))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.device_pool import OnDevice
@@ -72,7 +72,7 @@ def filled_request(name: str, computed: int, **sampling: int) -> Request:
     params = SamplingParams(max_tokens=8, **sampling)  # type: ignore[arg-type]
     tables = [[*range(group.blocks_for(computed + 1))] for group in FULL.groups]
     tokens = [hash(name) % 1000] * (computed + 1)
-    return Request(Key(name, 1, 1), tokens, computed + 1, params, FULL, HashChain("x"), tables, computed)
+    return Request(Key(name, 1, 1), Context(tokens), computed + 1, params, FULL, tables, computed)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT, make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.request import Request
@@ -55,9 +55,7 @@ class Bench:
         tables = [[self._slots.pop() for _ in range(group.blocks_for(MAX_TOKENS))] for group in self.layout.groups]
         params = SamplingParams(**sampling)  # type: ignore[arg-type]
         self.tokens[name], self.scores[name] = [], []
-        return Request(
-            Key(name, 1, 1), [*prompt], len(prompt), params, self.layout, HashChain(self.layout.fingerprint), tables
-        )
+        return Request(Key(name, 1, 1), Context(prompt), len(prompt), params, self.layout, tables)
 
     def run(self, requests: Sequence[Request], longest_chunk: int) -> None:
         """Steps of some of the requests, in any order and in chunks of any length, until all have their tokens."""
@@ -85,7 +83,7 @@ class Bench:
             request.computed_len = chunk.end
             self.scores[name] += result.scores
             self.tokens[name] += result.tokens
-            request.token_ids += [token.id for token in result.tokens]
+            request.token_ids.extend(token.id for token in result.tokens)
             self._trim(request)
 
     def _joined(self, request: Request) -> Joined:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.engine.scheduler import Limits, Scheduler
@@ -26,10 +26,8 @@ def test_full_blocks_are_sealed_once_with_the_hashes_of_the_chain() -> None:
     context = list(prompt)
     while len(context) < 69:  # the last sampled token is never computed
         context.append(next_token(context))
-    chain = HashChain("x")
-    chain.extend(context)
     assert [event.first_block for event in sealed] == [0, 1, 2, 3]
-    assert [hash_ for event in sealed for hash_ in event.hashes] == chain.hashes
+    assert [hash_ for event in sealed for hash_ in event.hashes] == Context(context).links(FULL.fingerprint)
 
 
 @pytest.mark.parametrize("has_readers", [False, True])
@@ -38,7 +36,7 @@ def test_what_the_last_step_fills_is_left_to_who_gets_it_or_told_to_readers(has_
     prompt, readers = list(range(1000)), {"has_readers": has_readers}
     scheduler.add(make_request("a", prompt, 20, MIXED, capacity=1024, only_first_token=True, **readers))
     told = [event for event in run(scheduler) if isinstance(event, Sealed | Trimmed | Filled)]
-    assert told[-1] == Filled(Key("a", 1, 1), 1000, HashChain("x").digest(prompt, 1000))
+    assert told[-1] == Filled(Key("a", 1, 1), 1000, Context(prompt).name(MIXED.fingerprint, 1000))
     ends = {event.group: event.first_block + len(event.hashes) for event in told if isinstance(event, Sealed)}
     trims = {event.first_kept_block for event in told if isinstance(event, Trimmed)}
     whole = {group: 1000 // MIXED.groups[group].block_tokens for group in (0, 1)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.request import Request
@@ -140,8 +140,7 @@ def test_prefill_leaves_no_hole_in_a_draft_models_cache(model: Model, length: in
 
 
 def make_request(loop: Loop, prompt: list[int], sampling: SamplingParams, only_first_token: bool = False) -> Request:
-    chain = HashChain(loop.layout.fingerprint)
     key = Key("one", 1, 1)
     return Request(
-        key, [*prompt], len(prompt), sampling, loop.layout, chain, loop.tables(), only_first_token=only_first_token
+        key, Context(prompt), len(prompt), sampling, loop.layout, loop.tables(), only_first_token=only_first_token
     )

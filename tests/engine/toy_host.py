@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.device_pool import OnDevice
@@ -201,8 +201,7 @@ class Host:
                 self.arena.content[place] = kv_of(context, position)
             self._note_sealed(table[first // group.block_tokens : computed // group.block_tokens])
         params = SamplingParams(max_tokens=wish.max_tokens)
-        chain = HashChain("x")
-        return Request(key, list(context), len(wish.prompt), params, self.layout, chain, tables, computed, wish.leaves)
+        return Request(key, Context(context), len(wish.prompt), params, self.layout, tables, computed, wish.leaves)
 
     def _answer(self) -> None:
         if self._asks:

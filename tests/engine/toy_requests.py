@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.request import Request
@@ -27,8 +27,7 @@ def make_request(
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens)
     tables = [list(range(group.blocks_for(capacity))) for group in layout.groups]
-    chain = HashChain("x")
-    return Request(Key(name, 1, 1), prompt, len(prompt), params, layout, chain, tables, **more)  # type: ignore[arg-type]
+    return Request(Key(name, 1, 1), Context(prompt), len(prompt), params, layout, tables, **more)  # type: ignore[arg-type]
 
 
 def compute(step: Step) -> StepResult:

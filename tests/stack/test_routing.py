@@ -14,7 +14,7 @@ import redis.asyncio as redis
 
 from bench.namespaces import ONE_HOST
 from paceline.core.block_pool import BlockEvent
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.registry import read_members
 from tests.stack.cluster import Cluster
@@ -60,10 +60,9 @@ class Hints:
 
     async def tell_of(self, context: Sequence[int]) -> None:
         """Returns when the gateway knows all full blocks of a context."""
-        chain = HashChain(self.layout)
-        chain.extend(context[:-1])  # the newest token is never computed
+        links = Context(context[:-1]).links(self.layout)  # the newest token is never computed
         async with asyncio.timeout(10):
-            while chain.hashes[-1] not in [event.hash for batch in await self.batches() for event in batch.events]:
+            while links[-1] not in [event.hash for batch in await self.batches() for event in batch.events]:
                 await asyncio.sleep(0.05)
         await asyncio.sleep(0.2)  # it reads on as soon as there is something
 
@@ -151,9 +150,9 @@ async def test_a_wrong_hint_costs_a_miss(cluster: Cluster, hints: Hints) -> None
     answer = await ask(cluster, told)
     await hints.tell_of(told + answer.token_ids)
     *_, batch = await hints.batches()
-    prompt, chain = tokens("not there"), HashChain(hints.layout)
-    chain.extend(prompt)
-    lies = tuple(BlockEvent("stored", 0, digest) for digest in chain.hashes)
+    prompt = tokens("not there")
+    links = Context(prompt).links(hints.layout)
+    lies = tuple(BlockEvent("stored", 0, digest) for digest in links)
     lie = BlockBatch(batch.host_id, batch.pool, batch.first + len(batch.events), lies)
     await hints.client.xadd(blocks_stream("default"), lie.to_entry())
     await asyncio.sleep(1)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.core.block_pool import BlockEvent
-from paceline.core.hashing import HASH_BYTES
+from paceline.core.context import HASH_BYTES
 
 _EVENT = struct.Struct(f"<BB{HASH_BYTES}s")
 """Whether it was stored, group, hash."""

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from paceline.core.context import Context, full_block_names
 from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
-from paceline.core.prefix import block_hashes
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.core.types import FinishReason, Key
 from paceline.engine.constraint import Matcher
@@ -36,7 +36,7 @@ ADOPT_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
+CallContext = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
 EventsContext = grpc.aio.ServicerContext[worker_pb2.EventsRequest, worker_pb2.DecodeEvents]
 Commands = AsyncIterator[worker_pb2.DecodeCommand]
 Adopting: TypeAlias = "asyncio.Task[tuple[Adopted, float]]"
@@ -55,7 +55,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
         async with mapped_errors(context):
             await self.outboxes.serve(request.stream, context.write)
 
-    async def Generate(self, commands: Commands, context: Context) -> None:  # type: ignore[override]
+    async def Generate(self, commands: Commands, context: CallContext) -> None:  # type: ignore[override]
         # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
         async with mapped_errors(context):
             try:
@@ -82,11 +82,10 @@ class _Attempt:
         self._work = work
         self._events = events
         self._key = key_from_pb(work.key)
-        self._token_ids = list(work.token_ids)
-        self._chain = worker.hash_chain(work)
+        self._context = Context(work.token_ids, work.cache_salt)
         self._matcher: Matcher | None = None
 
-    async def run(self, commands: Commands, context: Context) -> None:
+    async def run(self, commands: Commands, context: CallContext) -> None:
         prefix_came = await self._fetch_prefix(self._work.prefix_source)
         hold = await self._reserve()
         try:
@@ -115,14 +114,14 @@ class _Attempt:
             self._worker.retire(self._key)
 
     async def _fetch_prefix(self, source: str = "") -> bool:
-        return await self._worker.fetch_prefix(self._work, self._key, self._chain, self._token_ids, source)
+        return await self._worker.fetch_prefix(self._work, self._key, self._context, source)
 
     async def _reserve(self) -> Hold:
         """Blocks for the context and the first tokens to come. Raises BusyError where there are none."""
-        context = len(self._token_ids)
+        context = len(self._context)
         output_left = self._work.sampling.max_tokens - (context - self._work.prompt_tokens)
         token_count = min(context + min(output_left, GROWTH_TOKENS), self._worker.limits.max_model_len)
-        hold = await self._worker.reserve(self._work, self._key, self._chain, self._token_ids, token_count)
+        hold = await self._worker.reserve(self._work, self._key, self._context, token_count)
         self._key = hold.key
         return hold
 
@@ -176,27 +175,27 @@ class _Attempt:
         except TimeoutError:
             raise UnavailableError(f"kvtransfer did not give {self._key} away in {ADOPT_SECONDS:g} s") from None
         layout, hold = self._worker.layout, adopted.hold
-        if hold.filled_tokens != len(self._token_ids):
-            raise UnavailableError(f"{hold.key} has {hold.filled_tokens} tokens, not {len(self._token_ids)}")
-        hold.check_context(self._chain, self._token_ids)
-        names = [block_hashes(group, self._chain.hashes, hold.filled_tokens) for group in layout.groups]
+        if hold.filled_tokens != len(self._context):
+            raise UnavailableError(f"{hold.key} has {hold.filled_tokens} tokens, not {len(self._context)}")
+        hold.check_context(self._context, layout.fingerprint)
+        links = self._context.links(layout.fingerprint)
+        names = [full_block_names(group, links, hold.filled_tokens) for group in layout.groups]
         self._worker.kv.seal_adopted(adopted, names)
-        blocks = count_blocks(layout, hold, len(self._token_ids))
+        blocks = count_blocks(layout, hold, len(self._context))
         self._events.reporter.adopted(blocks, moved, path, max(0.0, came - told))
-        self._token_ids.append(handoff.first_token_id)
+        self._context.token_ids.append(handoff.first_token_id)
         return hold
 
     async def _generate(self, hold: Hold) -> FinishReason:
         """Runs the request in the engine, over preemptions, until it ends."""
         while True:
-            request = self._worker.make_request(self._work, hold, list(self._token_ids), self._matcher)
+            request = self._worker.make_request(self._work, hold, self._context, self._matcher)
             request.effort = self._events.reporter.effort
             self._worker.submit(request, self._events)
             event = await self._events.end()
             if isinstance(event, Sampled):
                 assert event.reason is not None
                 return event.reason
-            self._token_ids = event.request.token_ids
             hold = await self._reserve_again()
 
     async def _reserve_again(self) -> Hold:

@@ -19,8 +19,8 @@ import grpc.aio
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paceline.core.context import HASH_BYTES
 from paceline.core.errors import InvalidRequestError
-from paceline.core.hashing import HASH_BYTES
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.block_stream import BlockBatch, blocks_stream

@@ -7,30 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.core.kv_layout import KVLayout
 from paceline.core.prefix import match_prefix
 from paceline.services.common.block_stream import BlockBatch
 
 _MOST_BLOCKS = 1 << 18
 """Of one host; what comes beyond is not noted."""
-
-
-class Context:
-    """A request's tokens, to which those that are generated may be added, and the names of their blocks."""
-
-    def __init__(self, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        self.token_ids = list(token_ids)
-        self._cache_salt = cache_salt
-        self._chains: dict[str, HashChain] = {}
-
-    def hashes(self, fingerprint: str) -> Sequence[bytes]:
-        """The chain of this context, for blocks of this layout."""
-        if fingerprint not in self._chains:
-            self._chains[fingerprint] = HashChain(fingerprint, self._cache_salt)
-        chain = self._chains[fingerprint]
-        chain.extend(self.token_ids)
-        return chain.hashes
 
 
 class HostBlocks:
@@ -69,8 +52,8 @@ class HostBlocks:
 
     def cached_tokens(self, context: Context, most: int) -> int:
         """Tokens at the front of a context that can be reused, by the rule of the host's own service."""
-        hashes = context.hashes(self._layout.fingerprint)
-        return match_prefix(self._layout, self._find, hashes, most)[0]
+        links = context.links(self._layout.fingerprint)
+        return match_prefix(self._layout, self._find, links, most)[0]
 
     def _find(self, group: int, digest: bytes) -> int | None:
         return 0 if digest in self._names[group] else None

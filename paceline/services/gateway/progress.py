@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from opentelemetry import trace
 
+from paceline.core.context import Context
 from paceline.core.errors import UnavailableError
 from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.gateway.attempt import Event, Generated, HandedOver, PromptScores
-from paceline.services.gateway.prefix_index import Context
 from paceline.services.gateway.record import AttemptRecord
 from paceline.services.gateway.worker_call import WorkerFailedError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.block_pool import BlockPool
+from paceline.core.context import HASH_BYTES
 from paceline.core.errors import BusyError, InvalidRequestError
-from paceline.core.hashing import HASH_BYTES
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.services.kvtransfer.hold import Hold
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.cache_policy.base import Place
+from paceline.core.context import HASH_BYTES
 from paceline.core.errors import InvalidRequestError
-from paceline.core.hashing import HASH_BYTES
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key
 from paceline.services.kvtransfer.hold import Hold, State

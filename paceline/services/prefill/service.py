@@ -6,6 +6,7 @@ import logging
 
 import grpc.aio
 
+from paceline.core.context import Context
 from paceline.core.errors import InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.engine.step import Filled, Sampled, Scored
@@ -19,7 +20,7 @@ from paceline.services.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[worker_pb2.PrefillRequest, worker_pb2.PrefillEvent]
+CallContext = grpc.aio.ServicerContext[worker_pb2.PrefillRequest, worker_pb2.PrefillEvent]
 
 
 class PrefillService(worker_pb2_grpc.PrefillServicer):
@@ -28,7 +29,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    async def Run(self, request: worker_pb2.PrefillRequest, context: Context) -> None:  # type: ignore[override]
+    async def Run(self, request: worker_pb2.PrefillRequest, context: CallContext) -> None:  # type: ignore[override]
         # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
         work = request.work
         carrier = carrier_of(context.invocation_metadata())
@@ -38,7 +39,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                     self._worker.check(work)
                     await self._prefill(request, context)
 
-    async def _prefill(self, request: worker_pb2.PrefillRequest, context: Context) -> None:
+    async def _prefill(self, request: worker_pb2.PrefillRequest, context: CallContext) -> None:
         """Computes the context, reports on the way, and ends with the key under which the blocks can be adopted."""
         worker, work = self._worker, request.work
         matcher = await worker.matcher(work)
@@ -54,7 +55,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             computed = worker.make_request(
                 work,
                 hold,
-                list(work.token_ids),
+                Context(work.token_ids, work.cache_salt),
                 matcher,
                 only_first_token=True,
                 has_readers=request.host_id != worker.kv.host_id,
@@ -94,16 +95,16 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         worker, work, key = self._worker, request.work, key_from_pb(request.work.key)
         if request.host_id == worker.kv.host_id:
             return await worker.kv.open(key), True
-        chain, token_ids = worker.hash_chain(work), list(work.token_ids)
-        prefix_came = await worker.fetch_prefix(work, key, chain, token_ids, work.prefix_source)
-        hold = await worker.reserve(work, key, chain, token_ids, len(token_ids))
+        own = Context(work.token_ids, work.cache_salt)
+        prefix_came = await worker.fetch_prefix(work, key, own, work.prefix_source)
+        hold = await worker.reserve(work, key, own, len(own))
         try:
             return await worker.kv.open(hold.key), prefix_came
         except BaseException:
             worker.kv.release(hold.key)
             raise
 
-    async def _report_scores(self, batch: list[RequestEvent], context: Context) -> None:
+    async def _report_scores(self, batch: list[RequestEvent], context: CallContext) -> None:
         for event in batch:
             if isinstance(event, Scored):
                 scores = scores_to_pb(event.first, event.tokens)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paceline.core.context import Context
 from paceline.core.errors import BusyError, PacelineError, StaleError, UnavailableError
-from paceline.core.hashing import HashChain
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_from_pb
@@ -24,10 +24,14 @@ class Hold:
     context_hash: bytes = b""
     """What the cache, or the prefill worker that has filled the blocks, calls these tokens."""
 
-    def check_context(self, chain: HashChain, token_ids: Sequence[int]) -> None:
-        """Raises UnavailableError where they are not the front of `token_ids`."""
+    def check_context(self, context: Context, layout: str) -> None:
+        """Raise UnavailableError if the blocks do not hold the front of `context`.
+
+        Args:
+            layout: fingerprint of the KV layout.
+        """
         length = self.filled_tokens
-        if length and (length > len(token_ids) or self.context_hash != chain.digest(token_ids, length)):
+        if length and (length > len(context) or self.context_hash != context.name(layout, length)):
             raise UnavailableError(f"{self.key} has blocks of another context")
 
 

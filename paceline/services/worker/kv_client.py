@@ -104,7 +104,7 @@ class KVClient:
         """Ends writing; the one who reserved the blocks gets them. What is returned is done when it does.
 
         Args:
-            context_hash: names these tokens (`HashChain.digest`).
+            context_hash: names these tokens (`Context.name`).
             traceparent: of the request, where it is traced.
         """
         self._holds.let_go(key)  # before: a renewal behind it would be refused and taken for a loss

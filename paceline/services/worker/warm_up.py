@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 
+from paceline.core.context import Context
 from paceline.core.errors import BusyError
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.request import Request
@@ -30,13 +31,14 @@ async def warm_up(worker: Worker) -> bool:
     key = Key(f"warm-up-{uuid.uuid4().hex}", 1, 1)
     prompt, sampling = list(_PROMPT), sampling_to_pb(params)
     work = pb.Work(key=key_to_pb(key), token_ids=prompt, prompt_tokens=len(prompt), sampling=sampling)
+    context = Context(prompt)
     try:
-        hold = await worker.reserve(work, key, worker.hash_chain(work), prompt, len(prompt) + _TOKENS)
+        hold = await worker.reserve(work, key, context, len(prompt) + _TOKENS)
     except BusyError as error:
         log.info("not warmed up: %s", error)
         return False
     worker.kv.use(hold.key)
-    request = worker.make_request(work, hold, prompt, None)
+    request = worker.make_request(work, hold, context, None)
     computing = asyncio.create_task(asyncio.to_thread(_compute, worker, request))
     try:
         await asyncio.shield(computing)

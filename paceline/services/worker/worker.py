@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from paceline.core.context import Context
 from paceline.core.errors import (
     BusyError,
     ConstraintError,
@@ -18,7 +19,6 @@ from paceline.core.errors import (
     TransferError,
     UnavailableError,
 )
-from paceline.core.hashing import HashChain
 from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.turns import Turns
 from paceline.core.types import Key
@@ -153,12 +153,7 @@ class Worker:
         constraint = sampling_from_pb(work.sampling).constraint
         return None if constraint is None else await asyncio.to_thread(self._grammars.compile, constraint)
 
-    def hash_chain(self, work: pb.Work) -> HashChain:
-        return HashChain(self.layout.fingerprint, work.cache_salt)
-
-    async def fetch_prefix(
-        self, work: pb.Work, key: Key, chain: HashChain, token_ids: Sequence[int], source: str
-    ) -> bool:
+    async def fetch_prefix(self, work: pb.Work, key: Key, context: Context, source: str) -> bool:
         """Brings what the disk tier has, and what the gateway believes to be cached elsewhere, before blocks are
         reserved. Where it does not come, more is computed. Returns False where its source could not be read.
 
@@ -167,9 +162,9 @@ class Worker:
         """
         if not (source or self.kv.has_disk) or work.sampling.HasField("prompt_logprobs"):
             return True
-        chain.extend(token_ids)
+        links = context.links(self.layout.fingerprint)
         try:
-            await self.kv.fetch_prefix(key, source, chain.hashes[: (len(token_ids) - 1) // BASE_TOKENS])
+            await self.kv.fetch_prefix(key, source, links[: (len(context) - 1) // BASE_TOKENS])
         except BusyError:
             return True  # without room for it there is none for the request either, which is what counts
         except PacelineError as error:
@@ -177,44 +172,40 @@ class Worker:
             return not isinstance(error, TransferError)
         return True
 
-    async def reserve(
-        self, work: pb.Work, key: Key, chain: HashChain, token_ids: Sequence[int], token_count: int
-    ) -> Hold:
-        """Blocks for token_count tokens, those of the context that are cached among them. Raises BusyError if there
-        are none.
+    async def reserve(self, work: pb.Work, key: Key, context: Context, token_count: int) -> Hold:
+        """Reserve blocks for `token_count` tokens, with the cached blocks of the context among them.
 
-        Args:
-            chain: that of the context; is extended to all of token_ids.
+        Raises BusyError if there are not enough free blocks.
         """
         # The last token is always computed, because its logits are needed; scores need those of the whole prompt.
-        reusable = 0 if work.sampling.HasField("prompt_logprobs") else len(token_ids) - 1
-        chain.extend(token_ids)
-        return await self.kv.reserve(key, chain.hashes, token_count, reusable, work.priority)
+        reusable = 0 if work.sampling.HasField("prompt_logprobs") else len(context) - 1
+        links = context.links(self.layout.fingerprint)
+        return await self.kv.reserve(key, links, token_count, reusable, work.priority)
 
     def make_request(
         self,
         work: pb.Work,
         hold: Hold,
-        token_ids: list[int],
+        context: Context,
         matcher: Matcher | None,
         only_first_token: bool = False,
         has_readers: bool = False,
     ) -> Request:
-        """The engine's view of `work` in the blocks of `hold`; token_ids is the context as it is now.
+        """Return the engine's view of `work` in the blocks of `hold`. The request adds its tokens to `context`.
 
-        Raises InvalidRequestError where the blocks hold more than this context, UnavailableError where another one.
+        Raises InvalidRequestError if the blocks hold more than this context, UnavailableError if they hold another one.
         """
-        if not hold.filled_tokens < len(token_ids):
-            raise InvalidRequestError(f"the blocks hold {hold.filled_tokens} tokens, the context has {len(token_ids)}")
-        chain = self.hash_chain(work)
-        hold.check_context(chain, token_ids)  # or it would go on behind what is cached of another, and publish that
+        if not hold.filled_tokens < len(context):
+            raise InvalidRequestError(f"the blocks hold {hold.filled_tokens} tokens, the context has {len(context)}")
+        hold.check_context(
+            context, self.layout.fingerprint
+        )  # or it would go on behind what is cached of another, and publish that
         return Request(
             key=hold.key,
-            token_ids=token_ids,
+            context=context,
             prompt_len=work.prompt_tokens,
             sampling=sampling_from_pb(work.sampling),
             layout=self.layout,
-            chain=chain,
             tables=hold.tables,
             computed_len=hold.filled_tokens,
             only_first_token=only_first_token,

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import redis.asyncio as redis
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.secret import Secret
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.fleet import Fleet
-from paceline.services.gateway.prefix_index import Context, PrefixIndex
+from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.kvtransfer.events import BlockEventPublisher
 from tests.services.gateway.conftest import eventually
 from tests.services.kvtransfer.kv_host import Host, Worker, key, release
@@ -68,12 +68,11 @@ class LiveHost:
     async def cache(self, tokens: list[int]) -> None:
         """Leaves a context in the cache, and evicts others where there is no room."""
         self._count += 1
-        chain = HashChain("model-a")
-        chain.extend(tokens)
-        of, count = key(f"r{self._count}"), len(chain.hashes)
-        reserve = pb.Reserve(key=of, hashes=chain.hashes, token_count=count * 16, max_cached_tokens=0)
+        links = Context(tokens).links("model-a")
+        of, count = key(f"r{self._count}"), len(links)
+        reserve = pb.Reserve(key=of, hashes=links, token_count=count * 16, max_cached_tokens=0)
         await self.worker.do(pb.Operation(reserve=reserve))
-        await self.worker.do(pb.Operation(seal=pb.Seal(key=of, group=0, first_block=0, hashes=chain.hashes)))
+        await self.worker.do(pb.Operation(seal=pb.Seal(key=of, group=0, first_block=0, hashes=links)))
         await self.worker.do(pb.Operation(release=release(of).release))
 
 

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.block_pool import BlockEvent
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context, full_block_names
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
 from paceline.services.common.block_stream import BlockBatch
-from paceline.services.gateway.prefix_index import Context, HostBlocks, PrefixIndex
+from paceline.services.gateway.prefix_index import HostBlocks, PrefixIndex
 from tests.services.kvtransfer.kv_toolkit import DECODE, Desk, make_layout
 
 FULL = make_layout((16, 0))
@@ -19,10 +19,8 @@ MIXED = make_layout((64, 0), (16, 40))
 
 def names(layout: KVLayout, tokens: list[int], salt: str = "") -> list[list[bytes]]:
     """Of all full blocks of a context."""
-    chain = HashChain(layout.fingerprint, salt)
-    chain.extend(tokens)
-    strides = [group.block_tokens // 16 for group in layout.groups]
-    return [chain.hashes[stride - 1 :: stride] for stride in strides]
+    links = Context(tokens, salt).links(layout.fingerprint)
+    return [list(full_block_names(group, links, len(tokens))) for group in layout.groups]
 
 
 def blocks(layout: KVLayout, tokens: list[int], salt: str = "") -> HostBlocks:
@@ -105,15 +103,12 @@ def test_who_follows_knows_what_the_ledger_would_reuse(steps: list[tuple[int, in
 
     ask()
     for number, (family, length, fate) in enumerate(steps):
-        chain = HashChain(layout.fingerprint)
-        chain.extend(contexts[family][: 16 * min(length, 6)])
-        hold = desk.ledger.reserve(
-            DECODE, Key(f"r{number}", 1, 1), chain.hashes, len(chain.hashes) * 16, 1 << 20, desk.now
-        )
+        links = Context(contexts[family][: 16 * min(length, 6)]).links(layout.fingerprint)
+        hold = desk.ledger.reserve(DECODE, Key(f"r{number}", 1, 1), links, len(links) * 16, 1 << 20, desk.now)
         for group, blocks_of in enumerate(layout.groups):
             stride = blocks_of.block_tokens // 16
             first = hold.filled_tokens // blocks_of.block_tokens
-            digests = chain.hashes[stride - 1 :: stride][first:]
+            digests = links[stride - 1 :: stride][first:]
             desk.ledger.seal(DECODE, hold.key, group, first, digests, desk.now)
         desk.ledger.release(DECODE, hold.key, desk.now)
         events = desk.ledger.take_events()
@@ -128,8 +123,6 @@ def test_who_follows_knows_what_the_ledger_would_reuse(steps: list[tuple[int, in
         assert known is not None
         if known.next_event == desk.ledger.event_count:
             for tokens in contexts:
-                chain = HashChain(layout.fingerprint)
-                chain.extend(tokens)
                 reusable = desk.ledger.reusable()
                 truth = HostBlocks("p", 0, layout, reusable).cached_tokens(Context(tokens), 1000)
                 assert known.cached_tokens(Context(tokens), 1000) == truth

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc.aio
 
-from paceline.core.hashing import HashChain
+from paceline.core.context import Context
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc
 
 
@@ -24,8 +24,7 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
     async def Reusable(  # type: ignore[override]
         self, request: kvtransfer_pb2.ReusableRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        chain = HashChain(self.layout)
-        chain.extend(self.pretends_to_cache)
+        links = Context(self.pretends_to_cache).links(self.layout)
         layout = kvtransfer_pb2.KVLayout(
             fingerprint=self.layout,
             slot_bytes=4096,
@@ -34,7 +33,7 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
         )
         pool = kvtransfer_pb2.Pool(id="toy", next_event=1, layout=layout)
         await context.write(kvtransfer_pb2.ReusableReply(pool=pool))
-        names = kvtransfer_pb2.BlockNames(group=0, hashes=b"".join(chain.hashes))
+        names = kvtransfer_pb2.BlockNames(group=0, hashes=b"".join(links))
         await context.write(kvtransfer_pb2.ReusableReply(names=names))
 
     async def Ledger(  # type: ignore[override]

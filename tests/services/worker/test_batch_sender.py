@@ -11,7 +11,7 @@ import pytest
 from paceline.core.errors import UnavailableError
 from paceline.proto import common_pb2
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common import batch_sender
+from paceline.services.worker import batch_sender
 from paceline.services.worker.batch_sender import MAX_BATCH_BYTES, MAX_OPERATIONS, BatchSender
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from paceline.core.errors import UnavailableError
 from paceline.core.types import Key
-from paceline.services.common import kv_session
 from paceline.services.kvtransfer import keeper
 from paceline.services.kvtransfer.hold import State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
+from paceline.services.worker import kv_session
 from paceline.services.worker.kv_answers import Hold
 from tests.services.worker.unreliable_host import CONTEXT, KEY, LEASE, UnreliableHost
 

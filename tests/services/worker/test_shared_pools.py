@@ -16,8 +16,8 @@ from torch import Tensor
 from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
 from paceline.engine.pool_directory import Move
 from paceline.kernels.block_copies import BlockCopies, Copy
-from paceline.services.common import shared_pools
 from paceline.services.kvtransfer.arena import remove_stale_arenas
+from paceline.services.worker import shared_pools
 from paceline.services.worker.shared_pools import SharedPool, SharedPools
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 16),), 4, "test")

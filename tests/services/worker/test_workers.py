@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.types import Key
 from paceline.proto import common_pb2, worker_pb2
-from paceline.services.common import kv_memory
+from paceline.services.worker import kv_memory
 from tests.services.worker.conftest import Host, StartHost, prompts
 from tests.tiny_checkpoints import SaveTiny
 

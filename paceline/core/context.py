@@ -1,0 +1,106 @@
+"""What the KV of a sequence depends on, and the names of the blocks that hold it. Nothing else names blocks.
+
+A *link* is a hash of the context up to a multiple of `BASE_TOKENS` tokens. Each link hashes the link before it and the
+tokens that come after that one, so two contexts share a link exactly if they are equal up to there. The first link
+hashes the *root*. A block of a group is named by the link at its end.
+
+    root ──▶ link 0 (tokens 0-15) ──▶ link 1 (tokens 16-31) ──▶ …
+
+What all tokens depend on is part of `ContextRoot`: today the KV layout, which includes the model, and the cache salt;
+later an adapter's digest or the version of the weights. What single tokens depend on besides their ids is part of the
+links that these tokens lie in: later the digest of an image and the offset in it, where `Context._grow` makes a link.
+A part that is absent must leave the hash as it is, because cached blocks outlive a release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.kv_layout import BASE_TOKENS, KVGroup, KVLayout
+
+HASH_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRoot:
+    """What every token of a context depends on."""
+
+    layout: str
+    """Fingerprint of the KV layout: model, weights, dtype and shapes."""
+    cache_salt: str = ""
+    """Contexts with different salts share no block."""
+
+    def digest(self) -> bytes:
+        return _hash(repr((self.layout, self.cache_salt)).encode())
+
+
+class Context:
+    """The tokens of one sequence, prompt first, and the names of their blocks.
+
+    Tokens are only added at the end. The names differ from layout to layout; a gateway, which may see hosts with
+    different layouts, asks for each, a worker for its own.
+
+    Args:
+        token_ids: the tokens so far; copied.
+        cache_salt: see `ContextRoot`.
+    """
+
+    def __init__(self, token_ids: Sequence[int], cache_salt: str = "") -> None:
+        self.token_ids = list(token_ids)
+        self._cache_salt = cache_salt
+        self._links: dict[str, list[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def links(self, layout: str) -> Sequence[bytes]:
+        """Return one link for each `BASE_TOKENS` tokens.
+
+        Args:
+            layout: fingerprint of the KV layout.
+        """
+        links = self._links.setdefault(layout, [])
+        if (len(links) + 1) * BASE_TOKENS <= len(self.token_ids):
+            self._grow(layout, links)
+        return links
+
+    def name(self, layout: str, length: int) -> bytes:
+        """Return the name of the first `length` tokens: the link at their end, if there is one."""
+        count, rest = divmod(length, BASE_TOKENS)
+        parent = self.links(layout)[count - 1] if count else self._root(layout)
+        return _link(parent, self.token_ids[length - rest : length]) if rest else parent
+
+    def block_name(self, layout: KVLayout, group: int, block: int, length: int) -> bytes:
+        """Return the name of a block that the first `length` tokens fill, as far as they do."""
+        end = (block + 1) * layout.groups[group].block_tokens
+        return self.name(layout.fingerprint, min(end, length))
+
+    def _root(self, layout: str) -> bytes:
+        return ContextRoot(layout, self._cache_salt).digest()
+
+    def _grow(self, layout: str, links: list[bytes]) -> None:
+        parent = links[-1] if links else self._root(layout)
+        for start in range(len(links) * BASE_TOKENS, len(self.token_ids) - BASE_TOKENS + 1, BASE_TOKENS):
+            parent = _link(parent, self.token_ids[start : start + BASE_TOKENS])
+            links.append(parent)
+
+
+def full_block_names(group: KVGroup, links: Sequence[bytes], length: int) -> Sequence[bytes]:
+    """Return the names of the group's full blocks within the first `length` tokens of a context.
+
+    Args:
+        links: those of the context.
+    """
+    stride = group.block_tokens // BASE_TOKENS
+    return links[stride - 1 : length // BASE_TOKENS : stride]
+
+
+def _link(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    return _hash(parent + struct.pack(f"<{len(token_ids)}I", *token_ids))
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:HASH_BYTES]

@@ -1,0 +1,89 @@
+"""Contexts that are equal up to a link have equal links, and no others have."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.context import HASH_BYTES, Context, full_block_names
+from paceline.core.kv_layout import BASE_TOKENS, GroupShape, make_layout
+
+Tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6 * BASE_TOKENS)
+
+
+def links(tokens: list[int], layout: str = "model", salt: str = "") -> list[bytes]:
+    return list(Context(tokens, salt).links(layout))
+
+
+def test_there_is_one_link_for_each_full_base_block() -> None:
+    counts = [len(links([7] * n)) for n in (0, BASE_TOKENS - 1, BASE_TOKENS, 2 * BASE_TOKENS - 1, 2 * BASE_TOKENS)]
+    assert counts == [0, 0, 1, 1, 2]
+    assert all(len(link) == HASH_BYTES for link in links([7] * 64))
+
+
+def test_equal_tokens_at_different_positions_have_different_links() -> None:
+    assert len(set(links([7] * 4 * BASE_TOKENS))) == 4
+
+
+def test_layout_and_salt_separate_contexts_even_if_their_letters_move_from_one_to_the_other() -> None:
+    tokens = [1] * BASE_TOKENS
+    roots = [("model", ""), ("model", "salt"), ("mode", "lsalt"), ("models", "alt"), ("other", "")]
+    assert len({links(tokens, *root)[0] for root in roots}) == len(roots)
+
+
+def test_names_do_not_change_between_releases() -> None:
+    # Cached blocks outlive a worker's restart. Whoever changes these values has to change KV_FORMAT.
+    assert links(list(range(BASE_TOKENS)))[0].hex() == "ad32d7bf9ff30bbde9e7522640df4437"
+    salted = Context(list(range(40)), "salt")
+    assert salted.links("model")[1].hex() == "4c89be72d1f8afb6317181f600dd7d1f"
+    assert salted.name("model", 37).hex() == "9c3fb2413735f8d7ea80cadc0241009c"
+
+
+@given(Tokens, st.data())
+def test_a_context_that_grows_step_by_step_has_the_links_of_one_that_is_made_at_once(
+    tokens: list[int], data: st.DataObject
+) -> None:
+    grown = Context([])
+    while len(grown) < len(tokens):
+        length = data.draw(st.integers(len(grown) + 1, len(tokens)))
+        grown.token_ids += tokens[len(grown) : length]
+        grown.links("model")
+    assert grown.links("model") == links(tokens)
+
+
+@given(Tokens, Tokens)
+def test_links_of_two_contexts_agree_exactly_as_far_as_their_tokens_do(ours: list[int], theirs: list[int]) -> None:
+    for index, (one, other) in enumerate(zip(links(ours), links(theirs))):
+        end = (index + 1) * BASE_TOKENS
+        assert (one == other) == (ours[:end] == theirs[:end])
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=BASE_TOKENS, max_size=3 * BASE_TOKENS), st.data())
+def test_one_changed_token_changes_its_link_and_all_links_after_it(tokens: list[int], data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, len(tokens) - 1))
+    changed = [*tokens]
+    changed[position] ^= 1
+    before, after = links(tokens), links(changed)
+    assert [one == other for one, other in zip(before, after)] == [
+        index < position // BASE_TOKENS for index in range(len(before))
+    ]
+
+
+def test_every_length_of_a_context_has_a_name_of_its_own() -> None:
+    tokens = list(range(40))
+    names = [Context(tokens).name("model", length) for length in range(len(tokens) + 1)]
+    assert len(set(names)) == len(names)
+    assert Context([*tokens[:21], 7, 8]).name("model", 21) == names[21]
+    assert Context(tokens).name("other", 21) != names[21]
+    assert links(tokens) == [names[16], names[32]]
+
+
+def test_a_block_has_the_name_of_the_context_up_to_its_end() -> None:
+    layout = make_layout((GroupShape("full", (0,), 2, 64), GroupShape("small", (1,), 1, 32)), 2, "m")
+    context = Context(list(range(200)))
+    for index, group in enumerate(layout.groups):
+        full = full_block_names(group, context.links(layout.fingerprint), 150)
+        assert len(full) == 150 // group.block_tokens
+        assert [context.block_name(layout, index, block, 150) for block in range(len(full))] == list(full)
+        # The last, partial block is named by the tokens that are in it.
+        assert context.block_name(layout, index, len(full), 150) == context.name(layout.fingerprint, 150)
