@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from paceline.core.cache_policy.base import NOWHERE, CachePolicy, Name, Place
 from paceline.core.cache_policy.lru import LRU
+from paceline.core.metrics import Family, Sample
 
 _EVENTS_KEPT = 1 << 16
+
+KV_USAGE = Family("kv_cache_usage_perc", "Share of KV blocks that requests use, from 0 to 1", "gauge")
 
 
 class Counts(NamedTuple):
@@ -23,6 +26,13 @@ class Counts(NamedTuple):
     """Referenced by a hold that changes hands, or that a worker may still touch after its end."""
     cached: int
     """Sealed and unreferenced: reused when asked for, evicted when room is needed."""
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the counts as figures, and the share of slots that requests use."""
+        for name, count in self._asdict().items():
+            yield Sample(f"blocks_{name}", count)
+        if self.total:
+            yield Sample("", (self.held + self.in_flight) / self.total, KV_USAGE)
 
 
 class BlockEvent(NamedTuple):

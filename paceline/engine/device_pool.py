@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from paceline.core.block_pool import BlockPool
+from paceline.core.block_pool import BlockPool, Counts
 from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
 from paceline.engine.pool_directory import Move, PoolDirectory
 from paceline.engine.request import Request
@@ -112,8 +112,8 @@ class OnDevice:
             self._take_in(copies.loads)
         return copies.events
 
-    def stats(self) -> dict[str, float]:
-        return {f"blocks_{name}": count for name, count in self._pool.counts()._asdict().items()}
+    def counts(self) -> Counts | None:
+        return self._pool.counts()
 
     def _needed(self, request: Request) -> Iterator[_Block]:
         """The blocks that a request goes on with."""

@@ -15,16 +15,16 @@ It knows neither sockets nor event loops: commands come through a thread-safe qu
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from paceline.core.machine import name_thread
+from paceline.core.metrics import Family, Sample
 from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.copier import Copier
@@ -41,7 +41,11 @@ STEPS_IN_FLIGHT = 2
 PLAN_SECONDS = 0.003
 """So long before its turn a step is planned. Where that takes longer, the others compute on."""
 
-TIMES = ("busy_seconds", "bubble_seconds", "yielded_seconds", "plan_seconds", "output_seconds")
+STEP_SECONDS = Family(
+    "worker_step_seconds",
+    "busy: computing; bubble: idle although there was work; yielded: idle while others had their turn; "
+    "plan and output: of the host thread, beside it",
+)
 
 log = logging.getLogger(__name__)
 
@@ -155,14 +159,12 @@ class Engine:
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats
 
-    def report(self) -> dict[str, float]:
-        """All counters by name, for load reports and metrics."""
-        counts = dataclasses.asdict(self.stats)
-        by_position = counts.pop("accepted_by_position")
-        counts |= {f"accepted_at_{position}": count for position, count in enumerate(by_position)}
-        within = counts.pop("swap_ins_within")
-        counts |= {f"swap_ins_within_{bound}": count for bound, count in within.items()}
-        return counts | {name: getattr(self, name) for name in TIMES}
+    def samples(self) -> Iterator[Sample]:
+        """Yield all figures for metrics. Any thread may call this."""
+        yield from self.stats.samples()
+        for kind in ("busy", "bubble", "yielded", "plan", "output"):
+            figure = f"{kind}_seconds"
+            yield Sample(figure, getattr(self, figure), STEP_SECONDS, {"kind": kind})
 
     # ---- the host thread
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.core.block_pool import Counts
 from paceline.engine.pool_directory import Move
 from paceline.engine.request import Request
 from paceline.engine.step import Event
@@ -73,8 +74,8 @@ class Residency(Protocol):
     def copied(self, copies: Copies, seconds: float) -> list[Event]:
         """These have been made, in so much time. Returns what is true now."""
 
-    def stats(self) -> dict[str, float]:
-        """For load reports: slots of a pool of its own, by what is done with them. Any thread may call this."""
+    def counts(self) -> Counts | None:
+        """Return the slots of the device's own pool by their use; None without one. Any thread may call this."""
 
 
 class InArena:
@@ -105,5 +106,5 @@ class InArena:
     def copied(self, copies: Copies, seconds: float) -> list[Event]:
         return copies.events
 
-    def stats(self) -> dict[str, float]:
-        return {}
+    def counts(self) -> Counts | None:
+        return None

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from paceline.core.metrics import Family, Histogram, Sample, counted, samples_of
 from paceline.engine.step import Step, StepResult
 
-SWAP_IN_MS = (1, 2, 5, 10, 20, 50, 100)
-"""Bounds of a histogram."""
+DRAFTS = Family("spec_decode_num_drafts", "Times that drafts of a request were verified")
+DRAFT_TOKENS = Family("spec_decode_num_draft_tokens", "Draft tokens that were verified")
+ACCEPTED_TOKENS = Family("spec_decode_num_accepted_tokens", "Draft tokens that were accepted")
+ACCEPTED_BY_POSITION = Family("spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position")
+PREEMPTIONS = Family("num_preemptions", "Requests that lost their blocks and had to compute them again")
+PARKINGS = Family("num_parkings", "Requests that left a worker's pool to come back later")
+SWAP_INS = Family("kv_swap_in_seconds", "Seconds until the blocks of a request were in a worker's pool", "histogram")
+REQUEST_SECONDS = Family(
+    "worker_request_step_seconds",
+    "Time of steps, counted for each request in them; model: forward pass and logits; other: the rest",
+)
 
 MEASURED_TOKENS = 128
 """Of prompts, at least, in a step that tells how fast they are computed."""
@@ -20,14 +31,14 @@ class SchedulerStats:
     steps: int = 0
     computed_tokens: int = 0
     sampled_tokens: int = 0
-    drafts: int = 0
+    drafts: int = counted(DRAFTS)
     """Times that drafts of a request were verified."""
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
+    draft_tokens: int = counted(DRAFT_TOKENS)
+    accepted_tokens: int = counted(ACCEPTED_TOKENS)
     accepted_by_position: list[int] = field(default_factory=list)
     """How often the first, second, … draft came true."""
-    preemptions: int = 0
-    parkings: int = 0
+    preemptions: int = counted(PREEMPTIONS)
+    parkings: int = counted(PARKINGS)
     """Times that a request left the device's pool for the arena, to come back later."""
     loaded_blocks: int = 0
     """From the arena into the device's pool."""
@@ -35,20 +46,16 @@ class SchedulerStats:
     """From another worker's pool on the same device."""
     stored_blocks: int = 0
     """The other way."""
-    swap_ins: int = 0
-    """Times that blocks of a request were loaded."""
-    swap_in_seconds: float = 0.0
-    """From when it had its place in the pool until they were there."""
-    swap_ins_within: dict[str, int] = field(default_factory=lambda: {f"{ms}ms": 0 for ms in SWAP_IN_MS})
-    """How many took no longer."""
+    swap_ins: Histogram = field(default_factory=lambda: Histogram("swap_in", SWAP_INS, (1, 2, 5, 10, 20, 50, 100)))
+    """Seconds from when a request had its place in the pool until its blocks were there."""
     prefill_tokens_per_second: float = 0.0
     """At which large chunks of prompts were computed lately; 0 before the first one."""
-    prefill_model_seconds: float = 0.0
+    prefill_model_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="model")
     """Time that requests spent in steps, each step counted once for each of them: here with prompts, in the model."""
-    prefill_other_seconds: float = 0.0
+    prefill_other_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="other")
     """With prompts, in the rest of steps: inputs, sampling, drafts."""
-    decode_model_seconds: float = 0.0
-    decode_other_seconds: float = 0.0
+    decode_model_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="model")
+    decode_other_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="other")
     host_cpu_seconds: float = 0.0
     """CPU time of the computing thread outside of the model."""
 
@@ -90,7 +97,11 @@ class SchedulerStats:
         self.device_blocks += from_device
         self.stored_blocks += stored
         if loaded or from_device:
-            self.swap_ins += 1
-            self.swap_in_seconds += seconds
-            for bound in SWAP_IN_MS:
-                self.swap_ins_within[f"{bound}ms"] += seconds * 1000 <= bound
+            self.swap_ins.observe(seconds)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield all figures for metrics."""
+        yield from samples_of(self)
+        yield from self.swap_ins.samples()
+        for position, count in enumerate(self.accepted_by_position):
+            yield Sample(f"accepted_at_{position}", count, ACCEPTED_BY_POSITION, {"position": str(position)})

@@ -64,8 +64,9 @@ def test_nothing_is_mixed_up_on_a_small_pool(
         for _ in range(1 if wish.leaves else wish.max_tokens):
             context.append(next_token(context))
         assert host.outputs[str(index)] == context[len(wish.prompt) :]
-    stats = host.residency.stats()
-    assert stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
+    counts = host.residency.counts()
+    assert counts is not None
+    assert counts.free + counts.cached == counts.total
 
 
 def filled_request(name: str, computed: int, **sampling: int) -> Request:

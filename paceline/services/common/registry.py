@@ -10,22 +10,24 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Literal, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, cast, get_args
 
 import redis.asyncio as redis
+from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
 from paceline.core.errors import ConfigError
+from paceline.proto import fleet_pb2 as pb
+from paceline.proto.fleet_pb2 import HostReport, LoadReport, MetricFamily
 from paceline.services.common.tasks import end_tasks
 
 HEARTBEAT_SECONDS = 1.0
 TTL_SECONDS = 5.0
 
 Role = Literal["gateway", "prefill", "decode", "kvtransfer"]
-State = Literal["ready", "draining"]
+State = Literal["starting", "ready", "draining"]
 
 log = logging.getLogger(__name__)
 
@@ -49,32 +51,28 @@ class Member:
     """Fingerprint of the KV layout; workers may hand over only where it is equal."""
     max_model_len: int = 0
     max_seqs: int = 0
-    running: int = 0
-    waiting: int = 0
     events: str = ""
-    """Of a decode worker: the Unix socket on which gateways of its host read events."""
-    stats: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Counters and gauges for /metrics and /fleet."""
+    """Path of the Unix socket from which gateways on the same host read events. Decode workers only."""
+    load: LoadReport = dataclasses.field(default_factory=LoadReport)
+    host: HostReport = dataclasses.field(default_factory=HostReport)
+    """Set by kvtransfer services only."""
+    metrics: Sequence[MetricFamily] = ()
 
-    def to_json(self) -> str:
-        # Not `asdict`, which copies all figures one by one.
-        return json.dumps({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+    def to_bytes(self) -> bytes:
+        """Return the value that Redis holds."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return pb.Member(**values).SerializeToString()
 
     @staticmethod
-    def from_json(text: str | bytes) -> Member | None:
-        """None for what a stranger wrote. Fields that this version does not know are left out."""
+    def from_bytes(data: bytes) -> Member | None:
+        """Return the member, or None if a stranger wrote the value. Fields of newer releases are ignored."""
         try:
-            values = json.loads(text)
-            known = {field.name: values[field.name] for field in dataclasses.fields(Member) if field.name in values}
-            member = Member(**known)
-        except (ValueError, TypeError):
+            message = pb.Member.FromString(data)
+        except DecodeError:
             return None
-        numbers = (member.epoch, member.max_model_len, member.max_seqs, member.running, member.waiting)
-        words = (member.worker_id, member.role, member.address, member.host_id, member.state)
-        well_formed = all(type(n) is int for n in numbers)
-        well_formed &= all(type(w) is str for w in (*words, member.model, member.layout, member.events))
-        well_formed &= isinstance(member.stats, dict) and all(type(n) in (int, float) for n in member.stats.values())
-        return member if well_formed else None
+        if not message.worker_id or message.role not in get_args(Role) or message.state not in get_args(State):
+            return None
+        return Member(**{field.name: getattr(message, field.name) for field in dataclasses.fields(Member)})
 
 
 def connect(url: str) -> redis.Redis:
@@ -109,9 +107,9 @@ async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(text: bytes) -> Member | None:
+def _parsed(value: bytes) -> Member | None:
     """Members are looked at more often than they change."""
-    return Member.from_json(text)
+    return Member.from_bytes(value)
 
 
 class Registrar:
@@ -145,7 +143,7 @@ class Registrar:
                 member = self._describe()
                 async with self._client.pipeline(transaction=False) as pipeline:
                     key = _prefix(self._cluster) + member.worker_id
-                    pipeline.set(key, member.to_json(), px=int(TTL_SECONDS * 1000))
+                    pipeline.set(key, member.to_bytes(), px=int(TTL_SECONDS * 1000))
                     pipeline.sadd(_names_key(self._cluster), member.worker_id)
                     await pipeline.execute()
                 if not reachable:

@@ -138,7 +138,7 @@ class BlockFeed:
             self._forget(name)
         now = time.monotonic()
         for name, host in known.items():
-            told = int(host.member.stats.get("block_events", 0))
+            told = host.member.host.next_block_event
             if name in self._following and self._following[name].epoch != host.member.epoch:
                 self._forget(name)
             following = self._following.setdefault(name, _Following(host.member.epoch, told))

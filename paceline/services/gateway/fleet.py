@@ -11,13 +11,14 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paceline.core.errors import RefusedError
+from paceline.proto.fleet_pb2 import HostReport
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
@@ -67,7 +68,7 @@ class Fleet:
 
     def snapshot(self) -> list[Candidate]:
         """What may get new work."""
-        speeds = {host.member.host_id: _fetch_speed(host.member.stats) for host in self.hosts()}
+        speeds = {host.member.host_id: _fetch_speed(host.member.host) for host in self.hosts()}
         return [
             worker.candidate(speeds.get(worker.member.host_id, 0.0))
             for worker in self.workers()
@@ -189,9 +190,9 @@ class Fleet:
             _spawn(worker.close(), self._closing)
 
 
-def _fetch_speed(stats: Mapping[str, float]) -> float:
-    """Tokens a second that a host's kvtransfer has got from others; 0 where it has got too little to tell."""
-    moved, seconds, token = (stats.get(name, 0) for name in ("transfer_bytes", "transfer_read_seconds", "token_bytes"))
+def _fetch_speed(report: HostReport) -> float:
+    """Return the tokens per second that a host fetches from other hosts; 0 if it has fetched too little to measure."""
+    moved, seconds, token = report.fetched_bytes, report.fetch_seconds, report.token_bytes
     return moved / token / seconds if moved >= MEASURED_BYTES and seconds > 0 and token > 0 else 0.0
 
 

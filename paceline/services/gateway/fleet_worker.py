@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import grpc.aio
 
+from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import HEARTBEAT_SECONDS, Member
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.secret import Secret
@@ -92,8 +93,9 @@ class Worker:
         gateway has under way there."""
         now = time.monotonic()
         reports = now - self._listed_at < FIGURES_SECONDS
-        stats = {**self.member.stats, "queued_tokens": self._tokens_in_flight}
-        unreporting = dataclasses.replace(self.member, running=self.in_flight, waiting=0, stats=stats)
+        speed = self.member.load.prefill_tokens_per_second
+        load = LoadReport(running=self.in_flight, queued_tokens=self._tokens_in_flight, prefill_tokens_per_second=speed)
+        unreporting = dataclasses.replace(self.member, load=load)
         return Candidate(
             self.member if reports else unreporting,
             self.in_flight,
@@ -105,7 +107,7 @@ class Worker:
 
     def _unreported_tokens(self) -> float:
         """Of what this gateway has given it, what its figures may not contain; less what it has computed since."""
-        reported = self.member.stats.get("queued_tokens", 0)
+        reported = self.member.load.queued_tokens
         ours = min(reported, max(self._in_flight_by_look))  # the rest came from other gateways
         begun = self._begun.tokens - self._begun_by_look[0].tokens
         return min(self._tokens_in_flight, ours + begun) - ours

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
+from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.secret import read_secret
@@ -111,8 +112,7 @@ class Gateway:
             address=self._address,
             host_id="",
             state="draining" if self.draining else "ready",
-            running=self.runner.active - waiting,
-            waiting=waiting,
+            load=LoadReport(running=self.runner.active - waiting, waiting=waiting),
         )
 
 

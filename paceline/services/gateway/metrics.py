@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paceline.core.types import FinishReason
+from paceline.proto import fleet_pb2
+from paceline.proto.fleet_pb2 import MetricFamily
 from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.record import RequestRecord
@@ -19,12 +20,11 @@ from paceline.services.gateway.request import RequestRunner
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-_REQUEST_TIMES = {
-    f"{phase}_{kind}_seconds": (phase, kind) for phase in ("prefill", "decode") for kind in ("model", "other")
+_KINDS = {
+    fleet_pb2.METRIC_KIND_COUNTER: "counter",
+    fleet_pb2.METRIC_KIND_GAUGE: "gauge",
+    fleet_pb2.METRIC_KIND_HISTOGRAM: "histogram",
 }
-# Of `engine.TIMES`, which a gateway cannot import.
-_STEP_TIMES = ("busy", "bubble", "yielded", "plan", "output")
-_WITHIN = re.compile(r"swap_ins_within_(\d+)ms")
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
@@ -119,8 +119,13 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+def figures(families: Iterable[MetricFamily]) -> dict[str, float]:
+    """Return the figures of a member by their names, for /fleet."""
+    return {sample.figure: sample.value for family in families for sample in family.samples if sample.figure}
+
+
 class _FleetCollector(Collector):
-    """What the workers report of themselves, as of their last heartbeat."""
+    """The metrics that members counted themselves, as of their last heartbeats, with labels for the member."""
 
     def __init__(self, model: str, workers: Callable[[], Iterable[Worker]]) -> None:
         self._model = model
@@ -131,109 +136,29 @@ class _FleetCollector(Collector):
         up = GaugeMetricFamily("paceline:worker_up", "Whether the worker gets new requests", labels=labels)
         running = GaugeMetricFamily("paceline:worker_requests_running", "Requests on the worker", labels=labels)
         waiting = GaugeMetricFamily("paceline:worker_requests_waiting", "Requests waiting in the worker", labels=labels)
-        usage = GaugeMetricFamily("paceline:kv_cache_usage_perc", "KV blocks in use, of 1", labels=labels)
-        preemptions = CounterMetricFamily("paceline:num_preemptions", "Requests that had to start again", labels=labels)
-        speculation = {
-            name: CounterMetricFamily(f"paceline:spec_decode_num_{name}", help, labels=labels)
-            for name, help in (
-                ("drafts", "Times that drafts of a request were verified"),
-                ("draft_tokens", "Draft tokens that were verified"),
-                ("accepted_tokens", "Draft tokens that came true"),
-            )
-        }
-        by_position = CounterMetricFamily(
-            "paceline:spec_decode_num_accepted_tokens_per_pos", "By place in the draft", labels=[*labels, "position"]
-        )
-        stats = GaugeMetricFamily("paceline:worker_stat", "Whatever else a worker reports", labels=[*labels, "name"])
+        stats = GaugeMetricFamily("paceline:worker_stat", "All figures of a worker by name", labels=[*labels, "name"])
+        families: dict[str, Metric] = {}
         for worker in self._workers():
             member = worker.member
             label = [self._model, member.worker_id, member.role]
             up.add_metric(label, float(worker.available and member.state == "ready"))
-            for name, value in member.stats.items():
-                if not name.startswith("swap_in"):  # which is a histogram of its own
-                    stats.add_metric([*label, name], value)
-            if total := member.stats.get("blocks_total", 0):
-                used = member.stats.get("blocks_held", 0) + member.stats.get("blocks_in_flight", 0)
-                usage.add_metric(label, used / total)
-            if member.role == "kvtransfer":
-                continue
-            running.add_metric(label, member.running)
-            waiting.add_metric(label, member.waiting)
-            preemptions.add_metric(label, member.stats.get("preemptions", 0))
-            for name, family in speculation.items():
-                family.add_metric(label, member.stats.get(name, 0))
-            for name, value in member.stats.items():
-                if name.startswith("accepted_at_"):
-                    by_position.add_metric([*label, name.removeprefix("accepted_at_")], value)
-        yield from (up, running, waiting, usage, preemptions, *speculation.values(), by_position, stats)
-        yield from self._step_times(labels)
-        yield from self._transfers()
-        yield from self._swaps(labels)
+            if member.role != "kvtransfer":
+                running.add_metric(label, member.load.running)
+                waiting.add_metric(label, member.load.waiting)
+            for family in member.metrics:
+                if family.kind != fleet_pb2.METRIC_KIND_HISTOGRAM:
+                    for sample in family.samples:
+                        if sample.figure:
+                            stats.add_metric([*label, sample.figure], sample.value)
+                if family.name:
+                    self._add(families, family, dict(zip(labels, label)))
+        yield from (up, running, waiting, stats, *families.values())
 
-    def _swaps(self, labels: list[str]) -> Iterator[Metric]:
-        """Between workers' own pools and the arena."""
-        moved = CounterMetricFamily(
-            "paceline:kv_offload_bytes",
-            "Bytes of KV blocks copied from a worker's pool to the arena (store), back (load), and from the pool of "
-            "another worker on its device (device)",
-            labels=[*labels, "direction"],
-        )
-        parkings = CounterMetricFamily(
-            "paceline:num_parkings", "Requests that left a worker's pool to come back later", labels=labels
-        )
-        loads = HistogramMetricFamily(
-            "paceline:kv_swap_in_seconds", "Until the blocks of a request were in a worker's pool", labels=labels
-        )
-        for member in (worker.member for worker in self._workers() if worker.member.role != "kvtransfer"):
-            label, stats = [self._model, member.worker_id, member.role], member.stats
-            for direction, name in (("load", "loaded_bytes"), ("device", "device_bytes"), ("store", "stored_bytes")):
-                moved.add_metric([*label, direction], stats.get(name, 0))
-            parkings.add_metric(label, stats.get("parkings", 0))
-            within = {int(found[1]): count for name, count in stats.items() if (found := _WITHIN.fullmatch(name))}
-            buckets = [(str(bound / 1000), within[bound]) for bound in sorted(within)]
-            buckets.append(("+Inf", stats.get("swap_ins", 0)))
-            loads.add_metric(label, buckets, stats.get("swap_in_seconds", 0))
-        yield from (moved, parkings, loads)
-
-    def _transfers(self) -> Iterator[Metric]:
-        labels = ["model_name", "worker"]
-        count = CounterMetricFamily(
-            "paceline:kv_transfers", "Prompts whose KV blocks came from another host", labels=[*labels, "path"]
-        )
-        sums = {
-            f"transfer_{name}": CounterMetricFamily(f"paceline:kv_transfer_{name}", help, labels=labels)
-            for name, help in (
-                ("failures", "Transfers between hosts that failed"),
-                ("bytes", "Bytes of KV blocks that came from other hosts"),
-                ("read_seconds", "Time in which blocks were read from other hosts"),
-            )
-        }
-        for member in (worker.member for worker in self._workers() if worker.member.role == "kvtransfer"):
-            for name, value in member.stats.items():
-                label = [self._model, member.worker_id]
-                if name in sums:
-                    sums[name].add_metric(label, value)
-                elif name.startswith("transfers_"):
-                    count.add_metric([*label, name.removeprefix("transfers_")], value)
-        yield from (count, *sums.values())
-
-    def _step_times(self, labels: list[str]) -> Iterator[Metric]:
-        times = CounterMetricFamily(
-            "paceline:worker_step_seconds",
-            "busy: computing; bubble: idle although there was work; yielded: idle while others had their turn; "
-            "plan and output: of the host thread, beside it",
-            labels=[*labels, "kind"],
-        )
-        request_times = CounterMetricFamily(
-            "paceline:worker_request_step_seconds",
-            "Time of steps, counted for each request in them; model: forward pass and logits; other: the rest",
-            labels=[*labels, "phase", "kind"],
-        )
-        for member in (worker.member for worker in self._workers() if worker.member.role != "kvtransfer"):
-            label = [self._model, member.worker_id, member.role]
-            for name, value in member.stats.items():
-                if name in _REQUEST_TIMES:
-                    request_times.add_metric([*label, *_REQUEST_TIMES[name]], value)
-                elif name.removesuffix("_seconds") in _STEP_TIMES:
-                    times.add_metric([*label, name.removesuffix("_seconds")], value)
-        yield from (times, request_times)
+    def _add(self, families: dict[str, Metric], family: MetricFamily, identity: dict[str, str]) -> None:
+        name = f"paceline:{family.name}"
+        if name not in families:
+            families[name] = Metric(name, family.help, _KINDS.get(family.kind, "unknown"))
+        if not family.has_role:
+            del identity["role"]
+        for sample in family.samples:
+            families[name].add_sample(name + sample.suffix, identity | dict(sample.labels), sample.value)

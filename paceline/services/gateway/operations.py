@@ -19,6 +19,7 @@ from paceline.services.common.rpc import is_cancelled
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.metrics import figures
 from paceline.services.gateway.timeline import describe
 from paceline.services.gateway.traces import KEPT
 
@@ -96,10 +97,10 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "model": member.model,
         "max_model_len": member.max_model_len,
         "max_seqs": member.max_seqs,
-        "running": member.running,
-        "waiting": member.waiting,
+        "running": member.load.running,
+        "waiting": member.load.waiting,
         "in_flight": worker.in_flight,
-        "stats": member.stats,
+        "stats": figures(member.metrics),
     }
 
 

@@ -82,7 +82,7 @@ class Candidate:
     def load(self) -> float:
         # The figures are up to a second old; our own calls spread a burst that comes in between.
         member = self.member
-        return (member.running + member.waiting + self.unreported) / max(member.max_seqs, 1)
+        return (member.load.running + member.load.waiting + self.unreported) / max(member.max_seqs, 1)
 
     @property
     def has_room(self) -> bool:
@@ -92,12 +92,12 @@ class Candidate:
     @property
     def queued_tokens(self) -> float:
         """Prompt tokens that it has not computed yet."""
-        return self.member.stats.get("queued_tokens", 0) + self.unreported_tokens
+        return self.member.load.queued_tokens + self.unreported_tokens
 
     @property
     def tokens_per_second(self) -> float:
         """At which it computes prompts; 0 is not known."""
-        return self.member.stats.get("prefill_tokens_per_second", 0)
+        return self.member.load.prefill_tokens_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class _Way:
             lacking = self.cached(need) - need.cached.get(computing.member.host_id, 0)
             fetch = LINK_SECONDS + lacking / _fetch_speed(computing)
         if self.local:
-            compute *= 1 + decode.member.running  # each of those waits as long
+            compute *= 1 + decode.member.load.running  # each of those waits as long
         if self.far:
             lacking = need.prompt_tokens - need.cached.get(decode.member.host_id, 0)
             move = lacking / _fetch_speed(decode)

@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.lru import LRU
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.kv_layout import BASE_TOKENS, KVLayout
+from paceline.core.metrics import Sample
 from paceline.core.prefix import match_prefix
 from paceline.core.types import Key
 from paceline.services.common.tasks import end_tasks
@@ -118,14 +119,12 @@ class DiskTier:
         """How many are in the file."""
         return self._pool.counts().cached
 
-    def stats(self) -> dict[str, float]:
-        """For the report to Redis."""
-        return {
-            "disk_blocks": self.blocks,
-            "disk_written_blocks": self.written_blocks,
-            "disk_read_blocks": self.read_blocks,
-            "disk_damaged_blocks": self.damaged_blocks,
-        }
+    def samples(self) -> Iterator[Sample]:
+        """Yield the counters for metrics."""
+        yield Sample("disk_blocks", self.blocks)
+        yield Sample("disk_written_blocks", self.written_blocks)
+        yield Sample("disk_read_blocks", self.read_blocks)
+        yield Sample("disk_damaged_blocks", self.damaged_blocks)
 
     async def read(self, blocks: Sequence[tuple[int, bytes, int]]) -> list[bool]:
         """Reads blocks into slots of the arena. When it returns or is cancelled nothing touches these any more.

@@ -11,13 +11,14 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
 
 from paceline.core.errors import PacelineError, TransferError, UnavailableError
 from paceline.core.kv_layout import BASE_TOKENS, KVLayout
+from paceline.core.metrics import Family, Sample
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
@@ -30,6 +31,13 @@ from paceline.services.kvtransfer.hold import TRANSFER, Hold, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.paths import Paths
 from paceline.services.kvtransfer.transport import ArenaMemory
+
+TRANSFERS = Family("kv_transfers", "Prompts whose KV blocks came from another host", has_role=False)
+TRANSFER_FAILURES = Family("kv_transfer_failures", "Transfers between hosts that failed", has_role=False)
+TRANSFER_BYTES = Family("kv_transfer_bytes", "Bytes of KV blocks that came from other hosts", has_role=False)
+TRANSFER_SECONDS = Family(
+    "kv_transfer_read_seconds", "Seconds in which blocks were read from other hosts", has_role=False
+)
 
 SILENCE_SECONDS = 5.0
 """The source says something every second."""
@@ -52,14 +60,14 @@ class Totals:
     read_seconds: float = 0.0
     """Spent on reading and verifying; most of it while the prompt was being computed."""
 
-    def stats(self) -> dict[str, float]:
-        """For the report to Redis."""
-        return {
-            "transfer_failures": self.failures,
-            "transfer_bytes": self.bytes,
-            "transfer_read_seconds": self.read_seconds,
-            **{f"transfers_{path or 'empty'}": count for path, count in self.transfers.items()},
-        }
+    def samples(self) -> Iterator[Sample]:
+        """Yield the totals for metrics."""
+        yield Sample("transfer_failures", self.failures, TRANSFER_FAILURES)
+        yield Sample("transfer_bytes", self.bytes, TRANSFER_BYTES)
+        yield Sample("transfer_read_seconds", self.read_seconds, TRANSFER_SECONDS)
+        for path, count in self.transfers.items():
+            name = path or "empty"
+            yield Sample(f"transfers_{name}", count, TRANSFERS, {"path": name})
 
 
 class Fetches:

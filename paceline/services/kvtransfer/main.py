@@ -14,6 +14,7 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_memory, give_back_large_memory
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
+from paceline.services.common.metrics import metrics_to_pb
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer, is_loopback
 from paceline.services.common.secret import read_secret
@@ -106,17 +107,6 @@ def _describe(service: KVTransferService, host_id: str, epoch: int, address: str
         address=address,
         host_id=host_id,
         layout=snapshot.fingerprint,
-        stats={
-            **{f"blocks_{name}": count for name, count in snapshot.counts._asdict().items()},
-            "slot_bytes": snapshot.slot_bytes,
-            "holds": snapshot.holds,
-            "expired_holds": snapshot.expired_holds,
-            "evicted_blocks": snapshot.evicted_blocks,
-            "block_events": snapshot.block_events,
-            "token_bytes": snapshot.token_bytes,
-            "prefix_queries_tokens": snapshot.prefix_queries_tokens,
-            "prefix_hits_tokens": snapshot.prefix_hits_tokens,
-            **snapshot.transfers,
-            **snapshot.disk,
-        },
+        host=snapshot.report(),
+        metrics=metrics_to_pb(snapshot.samples()),
     )

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -17,13 +17,16 @@ from paceline.core.errors import (
     PacelineError,
     UnavailableError,
 )
+from paceline.core.metrics import Sample
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.proto.fleet_pb2 import HostReport
 from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.kvtransfer.adoptions import Waiter
+from paceline.services.kvtransfer.fetches import Totals
 from paceline.services.kvtransfer.hold import TRANSFER, Hold
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.host_socket import HostSocket, Reply
@@ -62,10 +65,33 @@ class Snapshot:
     """That a token of a context takes in all groups."""
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
-    transfers: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Blocks that came from other hosts, see `fetches.Totals`."""
-    disk: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The tier below the arena, where there is one, see `DiskTier.stats`."""
+    transfers: Totals = dataclasses.field(default_factory=Totals)
+    """Blocks that came from other hosts."""
+    disk: Sequence[Sample] = ()
+    """Counters of the disk tier; empty without one."""
+
+    def report(self) -> HostReport:
+        """Return what gateways need to place requests and to follow the cache."""
+        return HostReport(
+            next_block_event=self.block_events,
+            fetched_bytes=self.transfers.bytes,
+            fetch_seconds=self.transfers.read_seconds,
+            token_bytes=self.token_bytes,
+        )
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield all figures for metrics."""
+        yield from self.counts.samples()
+        yield Sample("slot_bytes", self.slot_bytes)
+        yield Sample("holds", self.holds)
+        yield Sample("expired_holds", self.expired_holds)
+        yield Sample("evicted_blocks", self.evicted_blocks)
+        yield Sample("block_events", self.block_events)
+        yield Sample("token_bytes", self.token_bytes)
+        yield Sample("prefix_queries_tokens", self.prefix_queries_tokens)
+        yield Sample("prefix_hits_tokens", self.prefix_hits_tokens)
+        yield from self.transfers.samples()
+        yield from self.disk
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):
@@ -117,8 +143,8 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             token_bytes=memory.layout.token_bytes,
             prefix_queries_tokens=memory.ledger.queried_tokens,
             prefix_hits_tokens=memory.ledger.cached_tokens,
-            transfers=memory.fetches.totals.stats(),
-            disk=memory.disk.stats() if memory.disk is not None else {},
+            transfers=memory.fetches.totals,
+            disk=() if memory.disk is None else tuple(memory.disk.samples()),
         )
 
     def take_events(self) -> BlockBatch | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.kv_layout import BASE_TOKENS
+from paceline.core.metrics import Family, Sample
 from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.constraint import Matcher
@@ -43,6 +44,7 @@ from paceline.engine.step import (
 )
 from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
+from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.wire import sampling_from_pb
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, RequestEvent
@@ -52,6 +54,12 @@ from paceline.services.worker.kv_memory import KVMemory
 from paceline.services.worker.work_check import check_token, check_work
 
 Argument = TypeVar("Argument")
+
+OFFLOAD_BYTES = Family(
+    "kv_offload_bytes",
+    "Bytes of KV blocks copied from a worker's pool to the arena (store), back (load), and from the pool of another "
+    "worker on its device (device)",
+)
 
 log = logging.getLogger(__name__)
 
@@ -125,11 +133,25 @@ class Worker:
         if not self.failed.done():
             self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
 
-    def report(self) -> dict[str, float]:
-        """Counters by name, for load reports and metrics."""
-        stats, slot_bytes = self.engine.report(), self.layout.slot_bytes
-        moved = {f"{name}_bytes": stats[f"{name}_blocks"] * slot_bytes for name in ("loaded", "device", "stored")}
-        return stats | moved | self._residency.stats() | {"queued_tokens": self.queued_tokens}
+    def load(self) -> LoadReport:
+        """Return how much work the worker has, for placing requests."""
+        return LoadReport(
+            running=self.admission.active - self.admission.waiting,
+            waiting=self.admission.waiting,
+            queued_tokens=self.queued_tokens,
+            prefill_tokens_per_second=self.engine.stats.prefill_tokens_per_second,
+        )
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield all figures for metrics."""
+        yield from self.engine.samples()
+        yield Sample("queued_tokens", self.queued_tokens)
+        stats, slot_bytes = self.engine.stats, self.layout.slot_bytes
+        yield Sample("loaded_bytes", stats.loaded_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "load"})
+        yield Sample("device_bytes", stats.device_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "device"})
+        yield Sample("stored_bytes", stats.stored_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "store"})
+        if (counts := self._residency.counts()) is not None:
+            yield from counts.samples()
 
     @property
     def goes_on(self) -> bool:

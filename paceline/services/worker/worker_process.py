@@ -35,6 +35,7 @@ from paceline.services.common.lifecycle import (
     stop_on_signals,
     unique_name,
 )
+from paceline.services.common.metrics import metrics_to_pb
 from paceline.services.common.registry import Member, Registrar, Role
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret, read_secret
@@ -183,10 +184,9 @@ class WorkerProcess:
             layout=worker.layout.fingerprint,
             max_model_len=worker.limits.max_model_len,
             max_seqs=worker.limits.max_seqs,
-            running=worker.admission.active - worker.admission.waiting,
-            waiting=worker.admission.waiting,
             events=self.socket,
-            stats=worker.report(),
+            load=worker.load(),
+            metrics=metrics_to_pb(worker.samples()),
         )
 
 

@@ -1,25 +1,68 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from paceline.core.metrics import Family, Histogram, Sample
+from paceline.proto import fleet_pb2 as pb
+from paceline.services.common.metrics import metrics_to_pb
 from paceline.services.common.registry import Member
 
-MEMBER = Member("d", "decode", 7, "127.0.0.1:1", "host", stats={"steps": 3, "busy_seconds": 0.5})
+STEPS = Sample("steps", 3, Family("steps", "Steps that were computed"), {"kind": "model"})
+MEMBER = Member(
+    "d", "decode", 7, "127.0.0.1:1", "host", "draining", load=pb.LoadReport(running=3), metrics=metrics_to_pb([STEPS])
+)
 
 
-def test_what_a_member_wrote_is_read_by_older_and_newer_versions() -> None:
-    assert Member.from_json(MEMBER.to_json()) == MEMBER
-    assert Member.from_json(json.dumps({**json.loads(MEMBER.to_json()), "news": 1})) == MEMBER
+def test_a_member_reads_back_as_it_was_written() -> None:
+    assert Member.from_bytes(MEMBER.to_bytes()) == MEMBER
+
+
+def test_a_field_of_a_newer_release_is_ignored() -> None:
+    unknown = b"\xfa\x3f\x04news"  # field 1023, four bytes long
+    assert Member.from_bytes(MEMBER.to_bytes() + unknown) == MEMBER
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"epoch": "7"}, {"host_id": None}, {"stats": [1]}, {"stats": {"steps": "many"}}, {"stats": {"steps": None}}],
-    ids=["no number", "no text", "no stats", "text in stats", "nothing in stats"],
+    "value",
+    [
+        b"no message",
+        b'{"worker_id": "d", "role": "decode"}',
+        b"",
+        pb.Member(worker_id="d", role="baker", state="ready").SerializeToString(),
+        pb.Member(worker_id="d", role="decode", state="asleep").SerializeToString(),
+        MEMBER.to_bytes()[:-1],
+    ],
+    ids=["text", "JSON of earlier releases", "nothing", "unknown role", "unknown state", "cut"],
 )
-def test_what_a_stranger_wrote_is_nobody(change: dict[str, object]) -> None:
-    assert Member.from_json(json.dumps({**json.loads(MEMBER.to_json()), **change})) is None
-    assert Member.from_json("no JSON") is None
-    assert Member.from_json("[]") is None
+def test_a_value_that_is_no_member_is_left_out(value: bytes) -> None:
+    assert Member.from_bytes(value) is None
+
+
+def test_samples_of_one_family_travel_together() -> None:
+    family = Family("seconds", "Seconds by kind", has_role=False)
+    samples = [Sample(f"{kind}_seconds", 1.5, family, {"kind": kind}) for kind in ("busy", "idle")]
+    (seconds, loose) = metrics_to_pb([samples[0], Sample("loose", 2), samples[1]])
+    assert (seconds.name, seconds.help, seconds.kind, seconds.has_role) == (
+        "seconds",
+        "Seconds by kind",
+        pb.METRIC_KIND_COUNTER,
+        False,
+    )
+    assert [(each.figure, each.value, dict(each.labels), each.suffix) for each in seconds.samples] == [
+        ("busy_seconds", 1.5, {"kind": "busy"}, "_total"),
+        ("idle_seconds", 1.5, {"kind": "idle"}, "_total"),
+    ]
+    assert (loose.name, [(each.figure, each.value) for each in loose.samples]) == ("", [("loose", 2)])
+
+
+def test_a_histogram_counts_up_to_each_bound_and_in_all() -> None:
+    histogram = Histogram("swap_in", Family("swap_seconds", "Seconds", "histogram"), (10, 100))
+    for seconds in (0.01, 0.0625, 0.25):
+        histogram.observe(seconds)
+    assert [(each.suffix, each.labels.get("le"), each.value) for each in histogram.samples()] == [
+        ("_bucket", "0.01", 1),
+        ("_bucket", "0.1", 2),
+        ("_bucket", "+Inf", 3),
+        ("_count", None, 3),
+        ("_sum", None, 0.3225),
+    ]

@@ -61,9 +61,9 @@ class LiveHost:
         return None if self.loses else taken
 
     def _member(self) -> Member:
-        stats = {"block_events": self.host.service.snapshot().block_events}
+        report = self.host.service.snapshot().report()
         name = self.host.service._options.host_id
-        return Member(name, "kvtransfer", self._epoch, self.host.address, name, stats=stats)
+        return Member(name, "kvtransfer", self._epoch, self.host.address, name, host=report)
 
     async def cache(self, tokens: list[int]) -> None:
         """Leaves a context in the cache, and evicts others where there is no room."""

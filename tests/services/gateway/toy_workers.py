@@ -16,15 +16,22 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from paceline.core.block_pool import Counts
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError
+from paceline.core.metrics import Sample
 from paceline.core.telemetry import carrier_of
+from paceline.engine.engine import STEP_SECONDS
+from paceline.engine.stats import SchedulerStats
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.proto.fleet_pb2 import HostReport, LoadReport
+from paceline.services.common.metrics import metrics_to_pb
 from paceline.services.common.registry import Member, Registrar, Role, State
 from paceline.services.common.rpc import RpcServer, mapped_errors
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import token_from_pb
 from paceline.services.decode.outbox import Outbox, Outboxes
+from paceline.services.worker.worker import OFFLOAD_BYTES
 from tests.services.gateway.toy_kvtransfer import ToyKVTransfer
 
 TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back again. "
@@ -34,23 +41,23 @@ ADMISSION = -1
 
 _NO_SECRET = Secret()
 
-_WORKER_STATS = {
-    "preemptions": 2.0,
-    "drafts": 4.0,
-    "draft_tokens": 9.0,
-    "accepted_tokens": 5.0,
-    "accepted_at_0": 3.0,
-    "accepted_at_1": 2.0,
-    "bubble_seconds": 0.5,
-    "loaded_bytes": 4096,
-    "swap_ins": 3,
-    "swap_in_seconds": 0.03,
-    "swap_ins_within_10ms": 2,
-    "decode_model_seconds": 0.25,
-    "blocks_total": 4.0,
-    "blocks_held": 1.0,
-}
-_HOST_STATS = {"blocks_total": 10.0, "blocks_held": 2.0, "blocks_in_flight": 3.0}
+
+def _worker_samples() -> list[Sample]:
+    stats = SchedulerStats(preemptions=2, drafts=4, draft_tokens=9, accepted_tokens=5, accepted_by_position=[3, 2])
+    stats.decode_model_seconds = 0.25
+    for seconds in (0.005, 0.009, 0.016):
+        stats.swap_ins.observe(seconds)
+    return [
+        *stats.samples(),
+        Sample("bubble_seconds", 0.5, STEP_SECONDS, {"kind": "bubble"}),
+        Sample("loaded_bytes", 4096, OFFLOAD_BYTES, {"direction": "load"}),
+        *Counts(total=4, free=3, held=1, in_flight=0, cached=0).samples(),
+    ]
+
+
+def _host_samples() -> list[Sample]:
+    return list(Counts(total=10, free=5, held=2, in_flight=3, cached=0).samples())
+
 
 _epochs = itertools.count(1)
 
@@ -113,7 +120,8 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         """Position of the output at which the end token comes."""
         self.pretends_to_cache = []  # workers find 16 tokens of any context, whatever they are told
         self.calls: list[Call] = []
-        self.stats = dict(_WORKER_STATS if role != "kvtransfer" else _HOST_STATS)
+        self.samples = _worker_samples() if role != "kvtransfer" else _host_samples()
+        self.host_report = HostReport()
         self.active = 0
         self.token_delay = 0.0
         self.outboxes = Outboxes()
@@ -166,9 +174,15 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
             layout=self.layout,
             max_model_len=self.max_model_len,
             max_seqs=self.max_seqs,
-            running=self.active,
-            stats=self.stats | {"block_events": float(bool(self.pretends_to_cache))},
+            load=LoadReport(running=self.active),
+            host=self._host_report(),
+            metrics=metrics_to_pb(self.samples),
         )
+
+    def _host_report(self) -> HostReport:
+        report = HostReport(next_block_event=bool(self.pretends_to_cache))
+        report.MergeFrom(self.host_report)
+        return report
 
     def outcomes(self) -> list[str]:
         return [call.outcome for call in self.calls]

@@ -133,7 +133,7 @@ async def test_a_source_that_cannot_be_read_leaves_nothing_behind(tmp_path: Path
             assert error.code() is grpc.StatusCode.DATA_LOSS
         assert (await found(two)).filled_tokens == 0
         await two.end()
-        assert two.destination.service.snapshot().transfers["transfer_failures"] == 2
+        assert two.destination.service.snapshot().transfers.failures == 2
 
 
 async def test_blocks_of_another_context_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

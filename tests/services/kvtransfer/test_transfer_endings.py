@@ -23,7 +23,7 @@ async def test_a_cancelled_transfer_gives_everything_back(tmp_path: Path) -> Non
         await two.destination.until(lambda reply: any(hold.writer == "kvtransfer" for hold in reply.holds))
         call.cancel()
         await two.end(reserved.key, opened.key)
-        assert two.destination.service.snapshot().transfers["transfer_failures"] == 0
+        assert two.destination.service.snapshot().transfers.failures == 0
 
 
 async def test_blocks_of_a_dead_decode_worker_stay_until_nothing_writes_to_them(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_the_death_of_the_prefill_worker_ends_the_transfer(tmp_path: Path)
         error = await failure(call)
         assert error.code() is grpc.StatusCode.DATA_LOSS
         assert two.source.address in str(error.details())
-        assert two.destination.service.snapshot().transfers["transfer_failures"] == 1
+        assert two.destination.service.snapshot().transfers.failures == 1
         two.source.now += 10
         await two.end(reserved.key)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.core.block_pool import Counts
 from paceline.core.config import KV_TOKENS
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import GroupShape, make_layout
@@ -26,7 +27,7 @@ def test_one_memory_needs_no_copies() -> None:
     assert memory.slots == 3
     assert memory.copies is None
     assert isinstance(memory.residency(), InArena)
-    assert memory.residency().stats() == {}
+    assert memory.residency().counts() is None
 
 
 def test_a_pool_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
@@ -34,8 +35,7 @@ def test_a_pool_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
     assert memory.slots == 5
     assert memory.pool.dtype is torch.float32
     assert isinstance(memory.residency(), OnDevice)
-    stats = memory.residency().stats()
-    assert (stats["blocks_total"], stats["blocks_free"], stats["blocks_held"]) == (5, 5, 0)
+    assert memory.residency().counts() == Counts(total=5, free=5, held=0, in_flight=0, cached=0)
 
 
 @pytest.mark.parametrize("context_tokens", [64, 2 * KV_TOKENS])
