@@ -175,7 +175,7 @@ def test_a_prefix_is_brought_from_a_host_without_workers() -> None:
 
 def test_a_full_decode_worker_is_spared_unless_moving_takes_longer() -> None:
     d1, p1, d2, p2 = two_hosts()
-    full = dataclasses.replace(d1, running=8)
+    full = dataclasses.replace(d1, load=LoadReport(running=8))
     assert placed(prompt(2000, h1=1600), full, p1, d2, p2) == ("d2", "p1")
     assert placed(prompt(2000, h1=1600), full, p1, slow(d2), slow(p2)) == ("d1", "p1")
     assert placed(prompt(2000, h1=512), full, p1, slow(d2), slow(p2)) == ("d2", "p2")

@@ -180,7 +180,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         )
 
     def _host_report(self) -> HostReport:
-        report = HostReport(next_block_event=bool(self.pretends_to_cache))
+        report = HostReport(next_block_event=int(bool(self.pretends_to_cache)))
         report.MergeFrom(self.host_report)
         return report
 
