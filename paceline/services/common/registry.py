@@ -126,8 +126,11 @@ class Registrar:
         self._task = asyncio.create_task(self._beat(), name="registrar")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            await end_tasks(self._task)
+        """Remove the member from Redis. Stopping twice is no error."""
+        if self._task is None:
+            return
+        await end_tasks(self._task)
+        self._task = None
         with contextlib.suppress(RedisError, OSError):
             await self._client.delete(_prefix(self._cluster) + self._describe().worker_id)
         await self._client.aclose()

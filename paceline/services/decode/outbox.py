@@ -78,6 +78,11 @@ class Outbox:
             event = self.event(attempt)
         fill_token(event.tokens.tokens.add(), token)
 
+    def tell_draining(self) -> None:
+        """Tell the gateway that the worker takes no new attempts."""
+        if not self._closed:
+            self._message().draining = True
+
     def end_message(self) -> None:
         """What comes from now on travels in another message."""
         self._tokens = MAX_TOKENS
@@ -104,10 +109,10 @@ class Outbox:
             self._flushing.append((self._messages[-1], written))
             await written
 
-    async def write(self, write: Write) -> None:
-        """Writes all that comes, until it is cancelled or fails."""
+    async def write(self, write: Write, is_draining: bool = False) -> None:
+        """Write all that comes, until this is cancelled or fails."""
         try:
-            await write(worker_pb2.DecodeEvents())
+            await write(worker_pb2.DecodeEvents(draining=is_draining))
             while True:
                 await self._came.wait()
                 self._came.clear()
@@ -135,6 +140,13 @@ class Outboxes:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Outbox] = {}
+        self._draining = False
+
+    def tell_draining(self) -> None:
+        """Tell all gateways, also those that come later, that the worker takes no new attempts."""
+        self._draining = True
+        for outbox in self._by_name.values():
+            outbox.tell_draining()
 
     async def serve(self, name: str, write: Write) -> None:
         """Until it is cancelled. Raises InvalidRequestError for a name that is none, or taken."""
@@ -142,7 +154,7 @@ class Outboxes:
             raise InvalidRequestError("a stream of events needs a name of its own")
         outbox = self._by_name[name] = Outbox()
         try:
-            await outbox.write(write)
+            await outbox.write(write, self._draining)
         finally:
             del self._by_name[name]
 

@@ -48,6 +48,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.outboxes = Outboxes()
+        worker.admission.on_draining = self.outboxes.tell_draining
 
     async def Events(  # type: ignore[override]
         self, request: worker_pb2.EventsRequest, context: EventsContext
@@ -66,12 +67,11 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             work, number, outbox = command.admit, command.recipient.attempt, self.outboxes.of(command.recipient)
             carrier = carrier_of(context.invocation_metadata())
             with request_span("decode", work.key.request_id, carrier):
-                async with mapped_errors(context):
-                    with self._worker.admission.place():
-                        self._worker.check(work)
-                        events = AttemptStream(outbox, number, lambda: self._worker.goes_on)
-                        async with outbox.member(number, events.put):
-                            await _Attempt(self._worker, work, events).run(commands, context)
+                async with mapped_errors(context), self._worker.admission.admit():
+                    self._worker.check(work)
+                    events = AttemptStream(outbox, number, lambda: self._worker.goes_on)
+                    async with outbox.member(number, events.put):
+                        await _Attempt(self._worker, work, events).run(commands, context)
 
 
 class _Attempt:

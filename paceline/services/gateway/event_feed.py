@@ -67,7 +67,7 @@ class EventFeed:
 
     def __init__(self, channel: grpc.aio.Channel, name: str, socket: str = "") -> None:
         self._name = name
-        self._socket = socket
+        self.socket = socket
         self._stub = worker_pb2_grpc.DecodeStub(channel)
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, Inbox] = {}
@@ -110,7 +110,7 @@ class EventFeed:
             self._hand_on(message)
 
         try:
-            if not (self._socket and await self._read_socket(stream, hear)):
+            if not (self.socket and await self._read_socket(stream, hear)):
                 await self._read_call(stream, hear)
         except grpc.aio.AioRpcError as failure:
             error = FeedError(str(unmapped_error(failure, self._name)))
@@ -137,7 +137,7 @@ class EventFeed:
             lambda: None if ended.done() else ended.set_result(None),
         )
         try:
-            with socket_address(Path(self._socket)) as address:
+            with socket_address(Path(self.socket)) as address:
                 await loop.create_unix_connection(lambda: framed, address)
         except OSError:
             return False

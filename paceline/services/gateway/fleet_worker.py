@@ -115,6 +115,7 @@ class Worker:
     def look(self, member: Member) -> None:
         """Takes over new figures, which were written at some time since the last look."""
         self.member = member
+        self.feed.socket = member.events  # a worker that was starting did not have it yet
         self._in_flight_by_look = (self._in_flight_by_look[1], self._tokens_in_flight)
         self._begun_by_look = (self._begun_by_look[1], self._begun)
 

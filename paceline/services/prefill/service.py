@@ -34,10 +34,9 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         work = request.work
         carrier = carrier_of(context.invocation_metadata())
         with request_span("prefill", work.key.request_id, carrier):
-            async with mapped_errors(context):
-                with self._worker.admission.place():
-                    self._worker.check(work)
-                    await self._prefill(request, context)
+            async with mapped_errors(context), self._worker.admission.admit():
+                self._worker.check(work)
+                await self._prefill(request, context)
 
     async def _prefill(self, request: worker_pb2.PrefillRequest, context: CallContext) -> None:
         """Computes the context, reports on the way, and ends with the key under which the blocks can be adopted."""

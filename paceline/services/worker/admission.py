@@ -1,53 +1,72 @@
-"""How many requests a worker takes, and who among them waits for blocks."""
+"""Which requests a worker takes, which of them wait for blocks, and how long they may run when it drains."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.core.types import Key
 
+ENDING_SECONDS = 5.0
+"""Time for requests that were ended by a drain to release what they have."""
+
 
 class Admission:
-    """The places of one worker.
+    """Counts the requests of one worker.
 
     Args:
-        places: requests at a time.
+        max_requests: requests that run at the same time, at most.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, max_requests: int) -> None:
         self.active = 0
         """Requests that were admitted and have not ended."""
         self.draining = False
-        """Whether new requests are refused."""
-        self._places = places
+        """Whether new requests are refused. `drain` sets it."""
+        self.on_draining: Callable[[], None] = lambda: None
+        """Called once, when the worker begins to drain."""
+        self._max_requests = max_requests
         self._preempted: list[Key] = []
+        self._deadlines: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
-        """A place for one request. Raises BusyError or UnavailableError."""
+    @contextlib.asynccontextmanager
+    async def admit(self) -> AsyncIterator[None]:
+        """Count one request while the block runs.
+
+        Raises:
+            BusyError: the worker has no room now.
+            UnavailableError: the worker is draining, or it began to drain and the time for that is over.
+        """
+        if self.draining:
+            raise _draining()
         if self._preempted:
             raise BusyError(f"{len(self._preempted)} requests that were preempted wait for blocks, and they come first")
-        if self.draining:
-            raise UnavailableError("this worker is draining")
-        if self.active >= self._places:
+        if self.active >= self._max_requests:
             raise BusyError(f"this worker runs {self.active} requests, as many as it may")
         self.active += 1
         self._idle.clear()
+        deadline = asyncio.timeout(None)
+        self._deadlines.add(deadline)
         try:
-            yield
+            async with deadline:
+                yield
+        except TimeoutError:
+            if deadline.expired():
+                raise _draining() from None
+            raise
         finally:
+            self._deadlines.remove(deadline)
             self.active -= 1
             if self.active == 0:
                 self._idle.set()
 
     @contextlib.contextmanager
     def waiting_for_blocks(self, key: Key) -> Iterator[Callable[[], bool]]:
-        """A place in the line of preempted requests, before all newcomers; yields what says whether it is the first."""
+        """Queue a preempted request, before all newcomers. Yield a function that says whether it is the first."""
         self._preempted.append(key)
         try:
             yield lambda: self._preempted[0] == key
@@ -56,11 +75,31 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Requests that were preempted and wait for blocks."""
+        """Number of requests that were preempted and wait for blocks."""
         return len(self._preempted)
 
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on."""
+        if not self.draining:
+            self.draining = True
+            self.on_draining()
+
     async def drain(self, seconds: float) -> None:
-        """Waits so long at most for what runs. Set `draining` before."""
+        """Wait until no request runs, at most `seconds`; then end those that are left with UnavailableError."""
+        self.begin_drain()
+        if await self._is_idle_within(seconds):
+            return
+        now = asyncio.get_running_loop().time()
+        for deadline in self._deadlines:
+            deadline.reschedule(now)
+        await self._is_idle_within(ENDING_SECONDS)
+
+    async def _is_idle_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
+        return self.active == 0
+
+
+def _draining() -> UnavailableError:
+    return UnavailableError("this worker is draining")

@@ -38,7 +38,7 @@ from paceline.services.common.lifecycle import (
 from paceline.services.common.metrics import metrics_to_pb
 from paceline.services.common.registry import Member, Registrar, Role
 from paceline.services.common.rpc import RpcServer
-from paceline.services.common.secret import Secret, read_secret
+from paceline.services.common.secret import read_secret
 from paceline.services.common.unix_listener import UnixListener
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory, device_memory
@@ -67,67 +67,78 @@ async def run_worker(config: WorkerConfig, role: Role, add_service: AddService) 
 
 
 class WorkerProcess:
-    """A worker and all that ties it to the world: its server, its session with kvtransfer, its membership."""
+    """A worker with its server, its session with kvtransfer and its membership in the cluster."""
 
-    def __init__(
-        self, config: WorkerConfig, role: Role, worker: Worker, kv: KVClient, host_id: str, secret: Secret
-    ) -> None:
-        self.worker = worker
+    def __init__(self, config: WorkerConfig, role: Role) -> None:
+        if not config.model:
+            raise ConfigError("no model; name the folder of one")
         self.worker_id = config.worker_id
         self.address = ""
         self.socket = ""
-        """Path, where it has one."""
+        """Path of the Unix socket for gateways on this host; empty if the service has none."""
         self._config = config
         self._role = role
-        self._kv = kv
-        self._host_id = host_id
+        self._secret = read_secret(config.auth_token_file)
+        self._model_id = model_digest(Path(config.model))
+        self._worker: Worker | None = None
+        self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, self._secret)
         self._epoch = time.time_ns()
-        self._server = RpcServer(config.host, config.port, secret, config.worker_id)
+        self._server = RpcServer(config.host, config.port, self._secret, config.worker_id)
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
         self._undo = contextlib.AsyncExitStack()
 
+    @property
+    def worker(self) -> Worker:
+        """The worker, once the process has started."""
+        assert self._worker is not None
+        return self._worker
+
     @classmethod
     async def start(cls, config: WorkerConfig, role: Role, add_service: AddService) -> WorkerProcess:
-        """Loads the model, joins the arena, serves. Raises PacelineError, and leaves nothing then or when cancelled."""
-        config = replace(config, worker_id=config.worker_id or unique_name(role))
-        secret = read_secret(config.auth_token_file)
+        """Register, load the model, join the arena, serve. Raises PacelineError.
+
+        If this fails or is cancelled, it leaves nothing.
+        """
+        process = cls(replace(config, worker_id=config.worker_id or unique_name(role)), role)
+        async with process._undo:
+            await process._start(add_service)
+            process._undo = process._undo.pop_all()
+        return process
+
+    async def _start(self, add_service: AddService) -> None:
+        config, undo = self._config, self._undo
+        undo.push_async_callback(self._kv.close)
+        undo.push_async_callback(self._leave)
+        self.address = reachable_address(config, await self._server.start())
+        await self._registrar.start()
         torch.set_num_threads(config.threads or available_cores())
         kernels = _select_kernels(config)
         loaded = await asyncio.to_thread(_load, config, kernels)
-        async with contextlib.AsyncExitStack() as undo:
-            kv = KVClient(config.kvtransfer_address, config.worker_id, role, secret)
-            undo.push_async_callback(kv.close)
-            arena = await kv.attach(loaded.layout, config.max_model_len or loaded.max_position)
-            mapped = map_arena(arena.path, arena.size)
-            blocks = torch.frombuffer(mapped[: arena.size], dtype=_dtype(config))
-            memory = _kv_memory(config, loaded, blocks, arena.path)
-            undo.callback(memory.close)
-            turns = _turns(config, role, mapped[arena.size :], kv.session)
-            if turns is not None:
-                kernels.take_turns(turns)
-            max_model_len = _max_model_len(config, loaded, arena.slots, memory.slots)
-            steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
-            limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
-            worker = Worker(loaded, model_digest(Path(config.model)), memory, kv, limits, turns)
-            process = cls(config, role, worker, kv, arena.host_id, secret)
-            connection = add_service(process._server.server, worker)
-            await process._serve(undo, None if connection is None else UnixListener(arena.path.parent, connection))
-            process._undo = undo.pop_all()
-        return process
-
-    async def _serve(self, undo: contextlib.AsyncExitStack, listener: UnixListener | None) -> None:
-        await warm_up(self.worker)
-        self.worker.engine.start()
-        undo.push_async_callback(self._stop_engine)
-        undo.push_async_callback(self._server.close, 0)
-        self.address = reachable_address(self._config, await self._server.start())
-        if listener is not None:
+        arena = await self._kv.attach(loaded.layout, config.max_model_len or loaded.max_position)
+        mapped = map_arena(arena.path, arena.size)
+        blocks = torch.frombuffer(mapped[: arena.size], dtype=_dtype(config))
+        memory = _kv_memory(config, loaded, blocks, arena.path)
+        undo.callback(memory.close)
+        turns = _turns(config, self._role, mapped[arena.size :], self._kv.session)
+        if turns is not None:
+            kernels.take_turns(turns)
+        max_model_len = _max_model_len(config, loaded, arena.slots, memory.slots)
+        steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
+        limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
+        worker = Worker(loaded, self._model_id, memory, self._kv, limits, turns)
+        connection = add_service(self._server.server, worker)
+        await warm_up(worker)
+        worker.engine.start()
+        undo.push_async_callback(self._stop_engine, worker)
+        undo.push_async_callback(self._leave)  # no call may be left when the engine stops
+        if connection is not None:
+            listener = UnixListener(arena.path.parent, connection)
             await listener.start()
             undo.push_async_callback(listener.close)
             self.socket = str(listener.path)
-        undo.push_async_callback(self._registrar.stop)
-        await self._registrar.start()
         await self._server.set_ready(True)
+        self._worker = worker
+        self._registrar.announce()
 
     async def wait(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set. Raises UnavailableError when the worker cannot go on."""
@@ -137,11 +148,14 @@ class WorkerProcess:
             raise UnavailableError("the kvtransfer service of this host went away")
 
     async def drain(self, seconds: float) -> None:
-        """Takes no new work; gives what runs so much time. Raises UnavailableError when the engine failed."""
+        """Take no new work, and finish running requests or let gateways move them, for at most `seconds`.
+
+        Requests that still run then are ended. Raises UnavailableError if the engine failed.
+        """
         admission = self.worker.admission
-        admission.draining = True
-        await self._server.set_ready(False)
+        admission.begin_drain()
         self._registrar.announce()
+        await self._server.set_ready(False)
         await self._first(admission.drain(seconds))
         if self._kv.lost.done() and admission.active:
             log.warning("the kvtransfer service of this host went away while %d requests ran", admission.active)
@@ -156,13 +170,18 @@ class WorkerProcess:
         if self.worker.failed.done():
             self.worker.failed.result()
 
-    async def _stop_engine(self) -> None:
+    async def _leave(self) -> None:
+        """Leave the cluster and end all calls."""
+        await self._registrar.stop()
+        await self._server.close(0)
+
+    async def _stop_engine(self, worker: Worker) -> None:
         """Ends the process where a step does not end.
 
         To close the session would free, a grace later, blocks that the step still writes to. With the process, the
         session ends when nobody can write any more.
         """
-        if not await asyncio.to_thread(self.worker.engine.stop):
+        if not await asyncio.to_thread(worker.engine.stop):
             log.critical("a step of the engine does not end: the process ends without it")
             logging.shutdown()
             os._exit(1)
@@ -172,18 +191,23 @@ class WorkerProcess:
         await self._undo.aclose()
 
     def _describe(self) -> Member:
-        worker = self.worker
-        return Member(
+        member = Member(
             worker_id=self.worker_id,
             role=self._role,
             epoch=self._epoch,
             address=self.address,
-            host_id=self._host_id,
+            host_id=self._kv.host_id,
+            state="starting",
+            model=self._model_id,
+            max_seqs=self._config.max_seqs,
+        )
+        if (worker := self._worker) is None:
+            return member
+        return replace(
+            member,
             state="draining" if worker.admission.draining else "ready",
-            model=worker.model_id,
             layout=worker.layout.fingerprint,
             max_model_len=worker.limits.max_model_len,
-            max_seqs=worker.limits.max_seqs,
             events=self.socket,
             load=worker.load(),
             metrics=metrics_to_pb(worker.samples()),
@@ -207,8 +231,6 @@ def _device(config: WorkerConfig) -> torch.device:
 
 
 def _load(config: WorkerConfig, kernels: Kernels) -> Loaded:
-    if not config.model:
-        raise ConfigError("no model; name the folder of one")
     speculative = parse_speculative_config(config.speculative_config)
     packed_dir = Path(config.packed_dir) if config.packed_dir else None
     folder, device, dtype = Path(config.model), torch.device(config.device), _dtype(config)

@@ -212,6 +212,33 @@ def test_a_kvtransfer_whose_redis_does_not_answer_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_second_signal_ends_a_process_at_once() -> None:
+    program = """
+import asyncio
+from paceline.services.common.lifecycle import stop_on_signals
+
+async def drain():
+    stop = stop_on_signals()
+    print("started", flush=True)
+    await stop.wait()
+    print("draining", flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(drain())
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "draining\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT) == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_service_that_is_still_being_imported_ends_at_once(start: Start) -> None:
     block_torch = (
         "import importlib.abc, sys, time\n"

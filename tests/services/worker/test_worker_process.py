@@ -4,26 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from pathlib import Path
 
+import grpc
 import pytest
 
 import paceline
-from paceline.core.errors import UnavailableError
+from paceline.core.config import WorkerConfig
+from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.model_folder import model_digest
 from paceline.engine.step import Step, StepResult
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import RpcServer, open_channel
+from paceline.services.common.registry import Member, connect, read_members
+from paceline.services.common.rpc import RpcServer, is_serving, open_channel
 from paceline.services.common.secret import Secret
+from paceline.services.decode.main import add_decode
 from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
+from paceline.services.worker.worker_process import WorkerProcess
 from tests.services.worker import stuck_worker
 from tests.services.worker.conftest import DecodeCall, Host, StartHost
 from tests.tiny_checkpoints import SaveTiny
 
 ROOT = Path(paceline.__file__).parents[1]
+
+
+async def member(redis_url: str, worker_id: str, state: str) -> Member:
+    """Wait until a worker is registered in a state."""
+    client = connect(redis_url)
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                for each in await read_members(client, "workers"):
+                    if (each.worker_id, each.state) == (worker_id, state):
+                        return each
+                await asyncio.sleep(0.02)
+    finally:
+        await client.aclose()
 
 
 class BrokenRunner:
@@ -64,6 +84,95 @@ async def test_nobody_drains_without_blocks(start_llama: StartHost, tmp_path: Pa
         call.cancel()
 
 
+async def test_a_worker_is_registered_before_it_can_serve(
+    redis_server: str, save_llama: SaveTiny, tmp_path: Path
+) -> None:
+    save_llama()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        kvtransfer = f"127.0.0.1:{unused.getsockname()[1]}"
+    config = WorkerConfig(
+        model=str(tmp_path),
+        worker_id="early",
+        threads=1,
+        redis=redis_server,
+        cluster="workers",
+        kvtransfer_address=kvtransfer,
+    )
+    starting = asyncio.create_task(WorkerProcess.start(config, "decode", add_decode))  # it waits for kvtransfer
+    early = await member(redis_server, "early", "starting")
+    assert (early.role, early.model, early.max_model_len) == ("decode", model_digest(tmp_path), 0)
+    channel = open_channel(early.address, Secret())
+    assert not await is_serving(channel, "early")
+    service = KVTransferService(HostOptions("host", 4 << 20, tmp_path, 3, Secret()))
+    server = RpcServer("127.0.0.1", int(kvtransfer.rpartition(":")[2]), Secret())
+    kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
+    await service.start()
+    await server.start()
+    process = await asyncio.wait_for(starting, 60)
+    ready = await member(redis_server, "early", "ready")
+    assert (ready.epoch, ready.address, ready.host_id) == (early.epoch, early.address, "host")
+    assert ready.max_model_len > 0
+    assert await is_serving(channel, "early")
+    await channel.close()
+    await process.close()
+    await service.close()
+    await server.close(0)
+
+
+async def test_a_start_that_fails_leaves_no_member(redis_server: str, tmp_path: Path) -> None:
+    config = WorkerConfig(model=str(tmp_path), worker_id="failing", redis=redis_server, cluster="workers", port=0)
+    with pytest.raises(PacelineError):
+        await WorkerProcess.start(config, "decode", add_decode)
+    client = connect(redis_server)
+    assert "failing" not in [each.worker_id for each in await read_members(client, "workers")]
+    await client.aclose()
+
+
+async def test_a_draining_worker_says_so_and_finishes_what_it_has(start_llama: StartHost, redis_server: str) -> None:
+    async with start_llama() as host:
+        early = host.decode_stub.Events(worker_pb2.EventsRequest(stream="before the drain"))
+        assert not (await early.read()).draining
+        request = asyncio.create_task(host.generate([5, 6, 7], 300))
+        while host.decode.worker.engine.stats.steps == 0:
+            await asyncio.sleep(0.005)
+        draining = asyncio.create_task(host.decode.drain(600))
+        assert (await early.read()).draining
+        late = host.decode_stub.Events(worker_pb2.EventsRequest(stream="after its begin"))
+        assert (await late.read()).draining
+        await member(redis_server, host.decode.worker_id, "draining")
+        refused = await refusal(host, "newcomer")
+        assert (refused.code(), refused.details()) == (grpc.StatusCode.UNAVAILABLE, "this worker is draining")
+        assert len((await request).tokens) == 300
+        await asyncio.wait_for(draining, 20)
+        early.cancel()
+        late.cancel()
+
+
+async def test_what_still_runs_after_the_time_to_drain_is_ended_and_stays_cached(start_llama: StartHost) -> None:
+    async with start_llama() as host:
+        call = host.decode_call()
+        await call.write(worker_pb2.DecodeCommand(admit=host.work("runs", list(range(5, 69)), 3000)))
+        await call.read()
+        await call.write(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
+        while not (await call.read()).HasField("tokens"):
+            pass
+        waits = host.decode_call()  # for a handoff that does not come
+        await waits.write(worker_pb2.DecodeCommand(admit=host.work("waits", [5, 6, 7], 5)))
+        await waits.read()
+        await asyncio.wait_for(host.decode.drain(0), 20)
+        for ended in (call, waits):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await read_all(ended)
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert error.value.details() == "this worker is draining"
+        await host.decode.close()
+        assert await host.all_blocks_back()
+        assert (await host.ledger()).cached >= 4  # the prompt, for whoever goes on with the request
+        call.cancel()
+        waits.cancel()
+
+
 async def test_a_process_ends_with_a_step_that_does_not(
     redis_server: str, save_llama: SaveTiny, tmp_path: Path
 ) -> None:
@@ -102,6 +211,22 @@ async def test_a_process_ends_with_a_step_that_does_not(
             await worker.wait()
         await service.close()
         await server.close(0)
+
+
+async def read_all(call: DecodeCall) -> None:
+    """Read what a call reports until it fails."""
+    while True:
+        await call.read()
+
+
+async def refusal(host: Host, request_id: str) -> grpc.aio.AioRpcError:
+    """Return the error with which the decode worker refuses a request."""
+    call = host.decode_call()
+    await call.write(worker_pb2.DecodeCommand(admit=host.work(request_id, [5, 6, 7])))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call.read()
+    call.cancel()
+    return refused.value
 
 
 def work(model: Path) -> common_pb2.Work:
