@@ -1,31 +1,35 @@
-"""Which tokens grammars allow next, worked out on a thread of its own while the model computes.
+"""Masks of the tokens that grammars allow next, made on a thread of their own while the model computes.
 
-The runner tells what it has sampled and drafted for a row; when it has to choose the row's next tokens, one forward
-pass later, the masks are there. The host's scheduler knows nothing of it.
+The runner reports the tokens that it has sampled and drafted for a row. When it has to choose the row's next tokens,
+one forward pass later, the masks are ready. Steps carry only the declaration of a constraint (`Constraint`): compiled
+grammars and their state stay on the runner's side.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from paceline.core.errors import ConstraintError, ModelError
+from paceline.core.errors import ConstraintError, ModelError, PacelineError
 from paceline.core.grammar import LIMITS, grammar_of
 from paceline.core.grammar_errors import NO_TOKEN, explain
 from paceline.core.types import Constraint, ConstraintKind
 
 MASK_SECONDS = 60.0
-"""The library's limits end the slowest masks of a step long before; who waits for longer waits for a dead thread."""
+"""Deadline for a step's masks. The library's limits end the slowest masks long before; later than this, the thread is
+dead."""
 
 _CACHED_GRAMMARS = 64
-"""Clients send one schema again and again, and a request that finds no room comes back with its own."""
+"""Grammars that are kept although no request uses them: clients send the same schema again and again."""
 
 
 class GrammarError(Exception):
@@ -33,32 +37,29 @@ class GrammarError(Exception):
 
 
 class Matcher:
-    """One output on its way through a grammar.
+    """The position of one output in its grammar.
 
-    `masks` says which tokens may come: uint8 [bytes], one bit a token from the lowest on, behind the output; then
-    behind it and the first draft, and so on as far as the grammar follows the drafts. `error` says why none may come
-    behind the output itself.
+    `masks` are the tokens that may come next: uint8 [bytes], one bit a token from the lowest on. The first mask is for
+    the token after the output, the second for the token after the first draft, and so on as far as the grammar allows
+    the drafts. `error` says why no token may come after the output.
+
+    Args:
+        output: tokens that were generated before the request came here.
     """
 
-    def __init__(self, start: LLMatcher, end_token_ids: frozenset[int]) -> None:
-        self._start = start
-        """At the grammar's start, and never moved: others begin there too."""
-        self._matcher = start.deep_copy()
-        self._end_token_ids = end_token_ids
+    def __init__(self, grammar: Grammar, output: Sequence[int]) -> None:
+        self._matcher = grammar.start.deep_copy()
+        self._end_token_ids = grammar.end_token_ids
         self.masks: list[np.ndarray] = []
         self.error = ""
-
-    def restart(self, output: Sequence[int]) -> None:
-        """Begins at the grammar's start, and follows what was generated before the request came here."""
-        self._matcher = self._start.deep_copy()
         self.advance(output, ())
 
     def advance(self, tokens: Sequence[int], drafts: Sequence[int]) -> None:
-        """Takes in tokens that were sampled, and looks ahead along the drafts behind them."""
+        """Follow tokens that were sampled, and look ahead along the drafts after them."""
         self._matcher.consume_tokens(list(tokens))
         self.masks, self.error = [], ""
         if (mask := self._mask(self._matcher)) is None:
-            self.error = f"the answer cannot go on: {_reason(self._matcher)}"
+            self.error = _cannot_continue(self._matcher.get_error() or NO_TOKEN)
             return
         self.masks.append(mask)
         ahead = self._matcher.deep_copy()  # a draft may lead nowhere, and never be accepted
@@ -71,64 +72,78 @@ class Matcher:
             self.masks.append(mask)
 
     def _mask(self, matcher: LLMatcher) -> np.ndarray | None:
-        """None where no token is possible."""
+        """Return None if no token is possible."""
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         ends = [token for token in self._end_token_ids if _has(mask, token)]
         if ends and not matcher.is_accepting():
-            # The grammar names the token itself, somewhere inside; but it would end the request here.
+            # The grammar names the token itself, somewhere inside. But here it would end the request.
             mask = mask.copy()
             for token in ends:
                 mask[token >> 3] &= ~np.uint8(1 << (token & 7))
         return None if matcher.is_error() or not mask.any() else mask
 
 
-def _reason(matcher: LLMatcher) -> str:
-    return explain(matcher.get_error() or NO_TOKEN)
-
-
 def _has(mask: np.ndarray, token: int) -> bool:
     return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
-class Move(NamedTuple):
-    """What became of a row in a step."""
+class RowProgress(NamedTuple):
+    """The tokens that a step has given to a row."""
 
     tokens: Sequence[int]
-    """Those that were sampled."""
+    """Sampled tokens."""
     drafts: Sequence[int]
-    """What may come behind them."""
+    """Tokens drafted after them."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Grammar:
+    """A compiled constraint."""
+
+    start: LLMatcher
+    """The matcher at the start of the grammar. It is copied, never moved."""
+    end_token_ids: frozenset[int]
 
 
 class Grammars:
-    """Compiles constraints for the tokenizer of a model folder, which is read when the first one comes."""
+    """Compiled constraints for the tokenizer of a model folder, which is read when the first constraint comes.
+
+    A grammar stays as long as anybody refers to it, and a number of recent ones stay longer.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "tokenizer.json"
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
-        """At the start of each grammar; those used last come last."""
+        self._compiled: weakref.WeakValueDictionary[Constraint, Grammar] = weakref.WeakValueDictionary()
+        self._recent: deque[Grammar] = deque(maxlen=_CACHED_GRAMMARS)
         self._tokenizer: LLTokenizer | None = None
         self._end_token_ids: frozenset[int] = frozenset()
 
-    def compile(self, constraint: Constraint) -> Matcher:
-        """Takes milliseconds, the first time seconds. Raises ConstraintError or ModelError. From any thread."""
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Return the compiled constraint. Takes milliseconds, the first time seconds. Any thread may call this.
+
+        Raises:
+            ConstraintError: the constraint cannot be compiled.
+            ModelError: the model's tokenizer cannot be constrained.
+        """
         with self._lock:
-            if (matcher := self._compiled.get(constraint)) is not None:
-                self._compiled.move_to_end(constraint)
-        if matcher is None:
-            grammar = grammar_of(constraint.kind, constraint.text)
-            matcher = LLMatcher(self._tokenizer_for(constraint.end_token_ids), grammar, log_level=0, limits=LIMITS)
-            if matcher.is_error():
+            grammar = self._compiled.get(constraint)
+        if grammar is None:
+            text = grammar_of(constraint.kind, constraint.text)
+            start = LLMatcher(self._tokenizer_for(constraint.end_token_ids), text, log_level=0, limits=LIMITS)
+            if start.is_error():
                 own_text = constraint.kind is ConstraintKind.GRAMMAR
-                raise ConstraintError(explain(matcher.get_error(), with_place=own_text))
-            with self._lock:
-                self._compiled[constraint] = matcher
-                if len(self._compiled) > _CACHED_GRAMMARS:
-                    self._compiled.popitem(last=False)
-        return Matcher(matcher, constraint.end_token_ids)
+                raise ConstraintError(explain(start.get_error(), with_place=own_text))
+            grammar = Grammar(start, constraint.end_token_ids)
+        with self._lock:
+            self._compiled[constraint] = grammar
+            if grammar in self._recent:
+                self._recent.remove(grammar)
+            self._recent.append(grammar)
+        return grammar
 
     def _tokenizer_for(self, end_token_ids: frozenset[int]) -> LLTokenizer:
-        """In practice there is one set of end tokens: the model's own."""
+        # In practice there is one set of end tokens: the model's own.
         with self._lock:
             if self._tokenizer is None or end_token_ids != self._end_token_ids:
                 try:
@@ -142,43 +157,68 @@ class Grammars:
 class Constraints:
     """The matchers of the rows of a device's state."""
 
-    def __init__(self, rows: int) -> None:
-        self._matchers: list[Matcher | None] = [None] * rows
-        self._ready: dict[int, Future[None]] = {}
-        # One thread: what concerns a matcher is done in the order in which it was told.
+    def __init__(self, rows: int, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._matchers: list[Future[Matcher] | None] = [None] * rows
+        self._ready: dict[int, Future[Any]] = {}
+        """By row, the last task for its matcher."""
+        # One thread, so that the tasks of a matcher are done in order.
         self._thread = ThreadPoolExecutor(1, "engine-grammar")
 
-    def join(self, row: int, matcher: Matcher | None, output: Sequence[int]) -> None:
-        """A request takes the row; with a matcher where it has a constraint."""
+    def assign(self, row: int, constraint: Constraint | None, output: Sequence[int]) -> None:
+        """Start a request in a row.
+
+        Args:
+            output: tokens that the request has generated before.
+        """
+        matcher = None if constraint is None else self._thread.submit(self._start, constraint, output)
         self._matchers[row] = matcher
         if matcher is not None:
-            self._ready[row] = self._thread.submit(matcher.restart, output)
+            self._ready[row] = matcher
 
-    def rule(self, row: int) -> bool:
-        """Whether the row has a constraint."""
+    def apply_to(self, row: int) -> bool:
+        """Return whether the row has a constraint."""
         return self._matchers[row] is not None
 
-    def advance(self, moves: Mapping[int, Move]) -> None:
-        """Tells what rows have got; those without a constraint are of no interest."""
-        own = {row: matcher for row in moves if (matcher := self._matchers[row]) is not None}
+    def advance(self, progress: Mapping[int, RowProgress]) -> None:
+        """Report the tokens of a step, by row, and start making the masks for the next one."""
+        own = {row: matcher for row in progress if (matcher := self._matchers[row]) is not None}
         if own:
-            done = self._thread.submit(_advance_all, [(matcher, moves[row]) for row, matcher in own.items()])
+            done = self._thread.submit(_advance_all, [(matcher, progress[row]) for row, matcher in own.items()])
             self._ready.update(dict.fromkeys(own, done))
 
     def masks(self, row: int) -> list[np.ndarray] | None:
-        """See Matcher; None where the row has no constraint. Raises GrammarError where no token is possible."""
-        matcher = self._matchers[row]
-        if matcher is None:
+        """Wait for the masks of a row, see `Matcher`; None if the row has no constraint.
+
+        Raises:
+            GrammarError: the grammar cannot be compiled here, or it allows no token.
+        """
+        future = self._matchers[row]
+        if future is None:
             return None
         self._ready[row].result(MASK_SECONDS)
+        matcher = future.result()
         if matcher.error:
             raise GrammarError(matcher.error)
         return matcher.masks
 
-
-def _advance_all(moves: Sequence[tuple[Matcher, Move]]) -> None:
-    for matcher, move in moves:
+    def _start(self, constraint: Constraint, output: Sequence[int]) -> Matcher:
         try:
-            matcher.advance(move.tokens, move.drafts)
-        except Exception as error:  # whatever a library says of one grammar concerns one request
-            matcher.error = f"the answer cannot go on: {explain(str(error))}"
+            return Matcher(self._grammars.compile(constraint), output)
+        except PacelineError as error:
+            raise GrammarError(str(error)) from error
+        except Exception as error:
+            raise GrammarError(_cannot_continue(str(error))) from error
+
+
+def _advance_all(all_progress: Sequence[tuple[Future[Matcher], RowProgress]]) -> None:
+    for future, progress in all_progress:
+        matcher = future.result()  # ready: its task came before on this thread
+        try:
+            matcher.advance(progress.tokens, progress.drafts)
+        except Exception as error:  # an error in one grammar concerns one request
+            matcher.error = _cannot_continue(str(error))
+
+
+def _cannot_continue(reason: str) -> str:
+    return f"the answer cannot go on: {explain(reason)}"

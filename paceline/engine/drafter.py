@@ -110,8 +110,8 @@ class ModelDrafter:
 
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
         """Computes its own KV of prompts; of the tokens behind them it computes it when it drafts."""
-        # Who leaves after the first token takes the drafter's KV along, and never drafts here.
-        prompts = [chunk for chunk in chunks if not chunk.follows or chunk.request.only_first_token]
+        # A request that leaves after its first token takes the drafter's KV along, and never drafts here.
+        prompts = [chunk for chunk in chunks if chunk.prefills]
         if prompts and self.fills_kv:
             self._catch_up(rows, {chunk.row: chunk.end for chunk in prompts})
 

@@ -49,7 +49,7 @@ class Loaded:
         """What runs the model over `pool`, flat, of the cache's dtype."""
         probabilistic = self.speculative is not None and self.speculative.is_probabilistic
         drafter = self._drafter(pool)
-        return ModelRunner(self.model, self.layout, pool, limits, drafter, probabilistic, self.chooser)
+        return ModelRunner(self.model, self.layout, pool, limits, self.grammars, drafter, probabilistic, self.chooser)
 
     def _drafter(self, pool: Tensor) -> Drafter | None:
         config = self.speculative

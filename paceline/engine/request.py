@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import FinishReason, Key, SamplingParams
-from paceline.engine.constraint import Matcher
+from paceline.engine.constraint import Grammar
 from paceline.engine.speculation import Acceptance
 
 
 @dataclass(slots=True)
-class Effort:
-    """What a request has taken so far."""
+class RequestStats:
+    """Counters of one request."""
 
     steps: int = 0
-    """Those that gave tokens."""
+    """Steps that gave tokens."""
     drafts: int = 0
-    """Times that drafts were verified."""
+    """Steps in which drafts were verified."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     device_blocks: int = 0
     """Blocks that came from another pool of the device."""
 
     def count(self, tokens: int, drafted: int, accepted: int) -> None:
-        """A step gave `tokens`; of `drafted` tokens that were verified `accepted` came true."""
+        """Count a step that gave `tokens` tokens and accepted `accepted` of the `drafted` tokens that it verified."""
         if tokens:
             self.steps += 1
             self.drafts += drafted > 0
@@ -55,9 +55,9 @@ class Request:
     """The request leaves after its first token, and its blocks stay: somebody else decodes it."""
     has_readers: bool = False
     """Its blocks are read as they become complete, by another host."""
-    matcher: Matcher | None = None
-    """Keeps the output to `sampling.constraint`, where there is one; for the device alone."""
-    effort: Effort = field(default_factory=Effort)
+    grammar: Grammar | None = None
+    """Compiled form of `sampling.constraint`. The runner finds it in the cache of grammars while the request lives."""
+    stats: RequestStats = field(default_factory=RequestStats)
     sealed_blocks: list[int] = field(init=False)
     """One a group: blocks before this one are sealed."""
     pool_tables: list[list[int]] | None = field(default=None, init=False)

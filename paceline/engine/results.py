@@ -45,13 +45,23 @@ class Results:
             given = sum(len(chunk.tokens) for chunk in result.chunks)
             self._speculation.observe_step(tokens, given, result.drafted, result.seconds, result.draft_seconds)
 
-    def take(self, chunk: Chunk, result: ChunkResult, drafter_len: int, seconds: float) -> tuple[list[Event], bool]:
-        """Returns what has happened, in order, and whether the request is over for the engine."""
-        request, events = chunk.request, list[Event]()
+    def take(
+        self, request: Request, chunk: Chunk, result: ChunkResult, drafter_len: int, seconds: float
+    ) -> tuple[list[Event], bool]:
+        """Bring a request up to date with the result of its chunk.
+
+        Args:
+            drafter_len: tokens for which a draft model has KV of its own.
+            seconds: time of the whole step.
+
+        Returns:
+            Events in order, and whether the engine is done with the request.
+        """
+        events: list[Event] = []
         if chunk.prefills:
             events.append(Computed(request.key, chunk.start, chunk.length, seconds))
         if result.scores:
-            events.append(Scored(request.key, chunk.scored.start, result.scores))
+            events.append(Scored(request.key, chunk.start + 1, result.scores))
         sampled: list[Sampled] = []
         for token in result.tokens:
             request.token_ids.append(token.id)
@@ -62,7 +72,7 @@ class Results:
         request.computed_len = len(request.token_ids) - 1 if chunk.samples else chunk.end
         request.planned_len = max(request.planned_len, request.computed_len)
         request.drafter_len = min(drafter_len, request.computed_len)  # what it computed for drafts may be refused
-        self._count(chunk, result, len(sampled))
+        self._count(request, chunk, result, len(sampled))
         leaves = bool(sampled) and (sampled[-1].reason is not None or request.only_first_token)
         hands_over = leaves and sampled[-1].reason is None
         # Blocks that this step has filled are left to who gets them: a handoff does not wait for their sealing.
@@ -76,11 +86,11 @@ class Results:
             events.append(Failed(request.key, result.failure))
         return events, leaves or bool(result.failure)
 
-    def _count(self, chunk: Chunk, result: ChunkResult, sampled: int) -> None:
-        request, stats = chunk.request, self._stats
+    def _count(self, request: Request, chunk: Chunk, result: ChunkResult, sampled: int) -> None:
+        stats = self._stats
         stats.computed_tokens += 1 + result.drafted if chunk.follows else chunk.length
         stats.sampled_tokens += sampled
-        request.effort.count(sampled, result.drafted, result.accepted)
+        request.stats.count(sampled, result.drafted, result.accepted)
         if result.drafted and result.tokens:
             assert request.acceptance is not None
             self._speculation.observe_drafts(request.acceptance, result.drafted, result.accepted)

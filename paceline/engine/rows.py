@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import SamplingParams
 from paceline.engine.sampler import Draft, takes_best
-from paceline.engine.step import Chunk, Grown, Joined
+from paceline.engine.step import Chunk, RowAssigned, RowExtended
 from paceline.kernels.interface import AttentionBatch, GroupTables
 from paceline.kernels.transfer import to_device
 
@@ -87,11 +87,11 @@ class Rows:
         self._places = [np.divmod(self._positions, group.block_tokens) for group in layout.groups]
         self._vectors = lru_cache(_SIZES)(self._make_vectors)
 
-    def update(self, updates: Sequence[Joined | Grown]) -> None:
-        """Takes in what the host has told."""
+    def update(self, updates: Sequence[RowAssigned | RowExtended]) -> None:
+        """Apply changes of rows, in order."""
         for update in updates:
             row = update.row
-            if isinstance(update, Joined):
+            if isinstance(update, RowAssigned):
                 self._rows[row] = Row(update.sampling, update.prompt_len, takes_best(update.sampling))
                 self.token_ids[row, : len(update.token_ids)] = update.token_ids
                 self.lengths[row], self.limits[row] = len(update.token_ids), update.limit

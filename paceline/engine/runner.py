@@ -11,12 +11,12 @@ from torch import Tensor
 
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Token
-from paceline.engine.constraint import Constraints, GrammarError, Move
+from paceline.engine.constraint import Constraints, GrammarError, Grammars, RowProgress
 from paceline.engine.drafter import Drafter
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, as_draw, best_of, sample, score
 from paceline.engine.scheduler import Limits
-from paceline.engine.step import Chunk, ChunkResult, Joined, Step, StepResult
+from paceline.engine.step import Chunk, ChunkResult, RowAssigned, Step, StepResult
 from paceline.kernels.interface import AnyCache, Draw, Logits, TokenChooser, view_pool, view_states
 from paceline.models.base import Model, Taps
 
@@ -42,6 +42,7 @@ class ModelRunner:
         layout: KVLayout,
         pool: Tensor,
         limits: Limits,
+        grammars: Grammars,
         drafter: Drafter | None = None,
         probabilistic: bool = False,
         chooser: TokenChooser | None = None,
@@ -51,7 +52,7 @@ class ModelRunner:
         self._probabilistic = probabilistic
         self._chooser = chooser
         self._rows = Rows(limits.max_seqs, limits.max_model_len, limits.max_drafts, layout, pool.device)
-        self._constraints = Constraints(limits.max_seqs)
+        self._constraints = Constraints(limits.max_seqs, grammars)
         self._caches = layer_caches(layout, pool)
         self._gpu = pool.device if pool.is_cuda else None
         self._model_seconds = self._model_cpu_seconds = 0.0
@@ -94,18 +95,19 @@ class ModelRunner:
     def _update(self, step: Step) -> None:
         self._rows.update(step.updates)
         for update in step.updates:
-            if isinstance(update, Joined):
-                self._constraints.join(update.row, update.matcher, update.token_ids[update.prompt_len :])
+            if isinstance(update, RowAssigned):
+                output = update.token_ids[update.prompt_len :]
+                self._constraints.assign(update.row, update.sampling.constraint, output)
 
     def _tell_constraints(self, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> None:
         """Masks for what comes next are worked out while the next forward pass runs."""
         rows = self._rows
-        moves = {}
+        progress = {}
         for chunk, result in zip(chunks, results):
-            if result.tokens and self._constraints.rule(chunk.row) and not rows.has_ended(chunk.row):
+            if result.tokens and self._constraints.apply_to(chunk.row) and not rows.has_ended(chunk.row):
                 tokens = [token.id for token in result.tokens]
-                moves[chunk.row] = Move(tokens, [draft.token for draft in rows.drafts_of(chunk.row)])
-        self._constraints.advance(moves)
+                progress[chunk.row] = RowProgress(tokens, [draft.token for draft in rows.drafts_of(chunk.row)])
+        self._constraints.advance(progress)
 
     def _draft(self, drafter: Drafter, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> int:
         """Drafts for the step after."""
@@ -250,11 +252,13 @@ class ModelRunner:
 
     def _score(self, hidden: Tensor, chunk: Chunk, start: int) -> list[Token]:
         tokens: list[Token] = []
-        for first in range(0, len(chunk.scored), _SCORED_ROWS):
-            positions = chunk.scored[first : first + _SCORED_ROWS]
-            logits = self._logits(hidden[start + first : start + first + len(positions)]).values
-            targets = self._rows.token_ids[chunk.row, positions.start : positions.stop].tolist()
-            tokens += score(logits, targets, chunk.request.sampling.prompt_logprobs or 0)
+        top = self._rows.row(chunk.row).sampling.prompt_logprobs or 0
+        for first in range(0, chunk.scored, _SCORED_ROWS):
+            end = min(chunk.scored, first + _SCORED_ROWS)
+            logits = self._logits(hidden[start + first : start + end]).values
+            position = chunk.start + 1
+            targets = self._rows.token_ids[chunk.row, position + first : position + end].tolist()
+            tokens += score(logits, targets, top)
         return tokens
 
 

@@ -23,7 +23,7 @@ from paceline.core.types import Key
 from paceline.engine.request import Request
 from paceline.engine.residency import Copies, InArena, Residency
 from paceline.engine.results import Results
-from paceline.engine.seats import Seats
+from paceline.engine.row_allocator import RowAllocator
 from paceline.engine.speculation import Speculation
 from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import Chunk, Event, NeedsBlocks, Preempted, Removed, Step, StepResult
@@ -61,7 +61,7 @@ class Scheduler:
         self._requests: dict[Key, Request] = {}  # in order of arrival
         self._leaving: dict[Key, tuple[Request, Event | None]] = {}  # over, but steps in flight include them; last word
         self._grown: dict[Key, Request] = {}  # their blocks in the pool are to follow those that they hold
-        self._seats = Seats(limits.max_seqs, limits.max_model_len)
+        self._rows = RowAllocator(limits.max_seqs, limits.max_model_len)
         self._events: list[Event] = []
         self._made_room = False
         self._starved: list[Request] = []
@@ -101,7 +101,7 @@ class Scheduler:
             victim = self._requests.pop(next(reversed(self._requests)))
             self._made_room = True
             self.stats.preemptions += 1
-            self._leave(victim, Preempted(victim.key, victim))
+            self._leave(victim, Preempted(victim.key))
         self._ask_again()
 
     # ---- planning
@@ -114,7 +114,7 @@ class Scheduler:
         """
         self._made_room = False
         self._settle_in()
-        decoding = [request for request in self._requests.values() if request.decodes and self._seat(request)]
+        decoding = [request for request in self._requests.values() if request.decodes and self._can_run(request)]
         prompts = [request for request in self._requests.values() if not request.decodes]
         budget = self._limits.max_batched_tokens - len(decoding)
         drafts = budget // 2 if prompts else budget
@@ -128,14 +128,14 @@ class Scheduler:
         for request in prompts:
             if budget == 0:
                 break
-            if self._seat(request) and (chunk := self._next_piece(request, budget)):
+            if self._can_run(request) and (chunk := self._next_piece(request, budget)):
                 chunks.append(chunk)
                 budget -= chunk.length
                 if 2 * budget <= room:
                     break  # a first token need not wait for half of the next prompt
         if not chunks:
             return None
-        return Step(tuple(chunks), self._seats.take_updates())
+        return Step(tuple(chunks), self._rows.take_updates())
 
     def _settle_in(self) -> None:
         """Has every request and all of its blocks in the pool, as far as there is room; nobody before their turn."""
@@ -143,7 +143,7 @@ class Scheduler:
             while not (request.pool_tables is None or request.parking or self._residency.cover(request)):
                 if not self._make_room():
                     return  # what becomes free is for those that are there
-            self._seats.grow(request)
+            self._rows.extend(request)
             del self._grown[key]
         for request in self._requests.values():
             if request.pool_tables is None and not self._residency.enter(request, self.stats.prefill_tokens_per_second):
@@ -160,11 +160,11 @@ class Scheduler:
         self._end_use(last)
         return not last.parking
 
-    def _seat(self, request: Request) -> bool:
+    def _can_run(self, request: Request) -> bool:
         """Whether the request can run; it gets a row where one is free."""
         if request.pool_tables is None or request.loading or request.parking:
             return False
-        return self._seats.seat(request)
+        return self._rows.assign(request)
 
     def _next_tokens(self, request: Request, drafts: int) -> Chunk | None:
         """The newest token of a decoding request, and up to so many drafts behind it."""
@@ -200,7 +200,19 @@ class Scheduler:
             request.drafts = self._choose_drafts(request)
         request.in_flight += 1
         assert request.row is not None
-        return Chunk(request, request.row, start, length, follows, samples, request.drafts)
+        end, prompt_len, leaves = start + length, request.prompt_len, request.only_first_token
+        return Chunk(
+            request.key,
+            request.row,
+            start,
+            length,
+            follows,
+            samples,
+            prefills=not follows or leaves or end <= prompt_len,
+            hands_over=samples and leaves and not request.has_readers,
+            scored=0 if request.sampling.prompt_logprobs is None else max(0, min(end, prompt_len - 1) - start),
+            drafts=request.drafts,
+        )
 
     def _choose_drafts(self, request: Request) -> int:
         if request.acceptance is None:
@@ -222,15 +234,16 @@ class Scheduler:
         self._results.observe(step, result)
         drafter_lengths = result.drafter_lengths or [0] * len(step.chunks)
         for chunk, own, drafter_len in zip(step.chunks, result.chunks, drafter_lengths, strict=True):
-            request = chunk.request
+            running = self._requests.get(chunk.key)
+            request = running or self._leaving[chunk.key][0]
             request.in_flight -= 1
             if chunk.samples:
                 request.unknown.popleft()
-            if request.key in self._requests or self._is_preempted(request.key):
-                events, is_over = self._results.take(chunk, own, drafter_len, result.seconds)
+            if running or self._is_preempted(chunk.key):
+                events, is_over = self._results.take(request, chunk, own, drafter_len, result.seconds)
                 self._events += events
                 if is_over:
-                    self._requests.pop(request.key, None)
+                    self._requests.pop(chunk.key, None)
                     self._leave(request, None)
             self._end_use(request)
 
@@ -242,7 +255,7 @@ class Scheduler:
     def copied(self, copies: Copies, seconds: float, waited_seconds: float, from_device: int = 0) -> None:
         """These have been made in so much time, after having waited for so long; so many of the blocks that were loaded
         came from other pools of the device."""
-        copies.request.effort.device_blocks += from_device
+        copies.request.stats.device_blocks += from_device
         self.stats.count_copies(
             len(copies.loads) - from_device, from_device, len(copies.stores), waited_seconds + seconds
         )
@@ -267,7 +280,7 @@ class Scheduler:
             self._let_go(request)
         elif request.parking and request.in_flight == 0:
             if request.row is not None:
-                self._seats.give_back(request)
+                self._rows.release(request)
                 self._events += self._residency.tell(request, [], whole=True)
             if request.copies == 0:
                 self._residency.leave(request)
@@ -275,7 +288,7 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         _, last_word = self._leaving.pop(request.key)
-        self._seats.give_back(request)
+        self._rows.release(request)
         self._residency.leave(request)
         if last_word is not None:
             self._events.append(last_word)

@@ -65,7 +65,7 @@ class SchedulerStats:
         self.host_cpu_seconds += result.host_cpu_seconds
         # What goes on from a context that has ended computes nothing.
         alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
-        prompts = sum(chunk.end <= chunk.request.prompt_len for chunk in alive)
+        prompts = sum(chunk.prefills for chunk in alive)
         self._measure_prefill(step, result.seconds)
         other_seconds = result.seconds - result.model_seconds
         self.prefill_model_seconds += prompts * result.model_seconds

@@ -1,4 +1,9 @@
-"""What the scheduler, the runner and the services tell each other."""
+"""Steps, which the scheduler gives to the runner, their results, and the events that follow for services.
+
+A `Step` is a plain value: it can be pickled, stored and computed in another process over the same KV memory. It names
+requests and describes constraints; live objects such as requests and matchers stay on their side. Steps are computed
+in order, and each is launched before the tokens of the step before it are known.
+"""
 
 from __future__ import annotations
 
@@ -6,122 +11,120 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.types import FinishReason, Key, SamplingParams, Token
-from paceline.engine.constraint import Matcher
-from paceline.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one step computes of one request.
+    """The tokens of one request that one step computes.
 
-    A chunk of a prompt is tokens [start, start + length), which the host knows. A chunk that `follows` goes on from
-    what the device has sampled last, which the host may not know yet: it is that token and at most length - 1 drafts
-    behind it, and `start` is the furthest place where it may begin.
+    A chunk of a prompt is tokens [start, start + length), which the host knows. A chunk that `follows` continues after
+    the token that the device has sampled last, which the host may not know yet: it is that token and at most
+    length - 1 drafts after it, and `start` is the largest position at which it may begin.
     """
 
-    request: Request
+    key: Key
+    """The request."""
     row: int
+    """Row of the device's state that the request has."""
     start: int
     length: int
     follows: bool
     samples: bool
-    """Whether the context is complete with this chunk, so that its next tokens can be chosen."""
+    """Whether the chunk completes the context, so that the next tokens can be chosen."""
+    prefills: bool
+    """Whether it computes tokens that the request came with, rather than tokens sampled here."""
+    hands_over: bool = False
+    """Whether another worker of this host continues with the request after this chunk."""
+    scored: int = 0
+    """Prompt logprobs that the chunk gives, for positions [start + 1, start + 1 + scored): each token is predicted by
+    the token before it."""
     drafts: int = 0
-    """Tokens to draft behind those that are chosen, for the step after."""
+    """Tokens to draft after the chosen tokens, for the next step."""
 
     @property
     def end(self) -> int:
         return self.start + self.length
 
-    @property
-    def prefills(self) -> bool:
-        """Whether it computes what the request came with, rather than what was sampled here."""
-        return not self.follows or self.request.only_first_token or self.end <= self.request.prompt_len
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether a worker of this host is about to go on with the request."""
-        return self.samples and self.request.only_first_token and not self.request.has_readers
-
-    @property
-    def scored(self) -> range:
-        """Positions of prompt tokens whose logprobs this chunk gives: each token is predicted by the one before it."""
-        if self.request.sampling.prompt_logprobs is None:
-            return range(0)
-        return range(self.start + 1, min(self.end + 1, self.request.prompt_len))
-
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A request takes a row of the device's state, with all that the host knows of it."""
+class RowAssigned:
+    """The start of a request in a row of the device's state, with everything that the device has to know of it."""
 
     row: int
     token_ids: list[int]
+    """The context so far: prompt, then output."""
     prompt_len: int
     drafter_len: int
-    """Tokens whose KV the blocks of the drafter's groups hold."""
+    """Tokens whose KV is in the blocks of the drafter's groups."""
     sampling: SamplingParams
+    """Includes the constraint, from which the runner makes masks."""
     limit: int
-    """Tokens that the context may have at most."""
+    """Most tokens that the context may have."""
     tables: list[list[int]]
+    """[groups][blocks]: slots of the pool."""
     capacity: int
     """Tokens that fit into the blocks."""
-    matcher: Matcher | None = None
-    """Where the output is constrained."""
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
-    """A row has more blocks: its whole new tables."""
+class RowExtended:
+    """More blocks for a row."""
 
     row: int
     tables: list[list[int]]
+    """The whole new block tables: [groups][blocks]."""
     capacity: int
+    """Tokens that fit into the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass, and what the device has to know first."""
+    """One forward pass, and the changes to rows that come before it."""
 
     chunks: tuple[Chunk, ...]
-    updates: tuple[Joined | Grown, ...] = ()
-    """Come first, in order."""
+    updates: tuple[RowAssigned | RowExtended, ...] = ()
+    """Changes of the device's rows, to be made in this order before the chunks are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
+    """The outcome of one chunk."""
+
     tokens: list[Token] = field(default_factory=list)
-    """Where the chunk samples: the accepted drafts and one token more; none where the row had come to its end."""
+    """If the chunk samples: the accepted drafts and one more token; empty if the row had ended before."""
     drafted: int = 0
     """Draft tokens that were verified."""
     accepted: int = 0
-    """How many of them came true; they are the first of `tokens`."""
+    """Drafts that were accepted; they are the first of `tokens`."""
     scores: list[Token] = field(default_factory=list)
-    """One for each position of `Chunk.scored`."""
+    """[chunk.scored]: prompt tokens with their logprobs."""
     failure: str = ""
-    """Why no token of the row can ever be chosen."""
+    """Reason why no token can ever be chosen for the row; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """The outcome of a step, and the time that it took."""
+
     chunks: list[ChunkResult]
     """One for each chunk, in order."""
     seconds: float = 0.0
-    """Time that the step took to compute, drafting included."""
+    """Time of the whole step, drafting included."""
     model_seconds: float = 0.0
-    """What of it the model's forward pass and logits took; on a GPU, to launch."""
+    """Time of the model's forward pass and logits; on a GPU, the time to launch them."""
     draft_seconds: float = 0.0
+    """Time of drafting."""
     drafted: int = 0
-    """Tokens drafted for the step after; 0 also where `draft_seconds` tells nothing about what drafts cost."""
+    """Tokens drafted for the next step; 0 also if `draft_seconds` says nothing about the cost of a draft."""
     drafter_lengths: Sequence[int] = ()
-    """[chunks]: tokens for which a draft model has KV of its own, drafts included; empty where there is none."""
+    """[chunks]: tokens for which a draft model has KV of its own, drafts included; empty if there is no such model."""
     host_cpu_seconds: float = 0.0
     """CPU time of the computing thread outside of the model: inputs, sampling, drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token was chosen. With a reason the request is over for the engine."""
+    """A token was chosen. If there is a reason, the engine is done with the request."""
 
     key: Key
     token: Token
@@ -130,23 +133,24 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step has computed tokens [first, first + length) of what the request came with."""
+    """A step has computed tokens [first, first + length) that the request came with."""
 
     key: Key
     first: int
     length: int
     seconds: float
-    """That the whole step took."""
+    """Time of the whole step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The blocks of a request that leaves after its first token contain all `length` tokens that it came with."""
+    """The blocks of a request that leaves after its first token contain the KV of all tokens that it came with."""
 
     key: Key
     length: int
+    """Tokens that the request came with."""
     context_hash: bytes
-    """Names these tokens."""
+    """Name of these tokens, see `Context.name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Nothing may follow under the request's constraint; it is over for the engine."""
+    """The request's constraint allows no token. The engine is done with the request."""
 
     key: Key
     message: str
@@ -178,7 +182,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Trimmed:
-    """Blocks of a windowed group before first_kept_block are needed no more."""
+    """Blocks of a windowed group before `first_kept_block` are no longer needed."""
 
     key: Key
     group: int
@@ -187,7 +191,7 @@ class Trimmed:
 
 @dataclass(frozen=True, slots=True)
 class NeedsBlocks:
-    """The context will soon outgrow its blocks; answer with `grow` or `starve`."""
+    """The context will soon outgrow its blocks. The answer is a call of `grow` or `starve`."""
 
     key: Key
     token_count: int
@@ -195,15 +199,14 @@ class NeedsBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The request left the engine to make room; it can be added again with fresh blocks."""
+    """The request left the engine to make room. It can be added again with fresh blocks."""
 
     key: Key
-    request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Answers `remove`: the engine touches the request's blocks no more."""
+    """The answer to `remove`: the engine does not touch the request's blocks any more."""
 
     key: Key
 

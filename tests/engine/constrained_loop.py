@@ -67,8 +67,7 @@ class ConstrainedLoop(Loop):
     """A loop whose requests may be constrained; the vocabulary is that of the toy tokenizer, padded."""
 
     def __init__(self, model: Model, grammars: Grammars, steps_in_flight: int = 2, drafter: str = "lookup") -> None:
-        super().__init__(model, steps_in_flight, drafter)
-        self._grammars = grammars
+        super().__init__(model, steps_in_flight, drafter, grammars=grammars)
 
     def answer(self, asks: Sequence[Ask]) -> list[Answer]:
         """Runs requests side by side."""
@@ -95,7 +94,7 @@ class ConstrainedLoop(Loop):
 
     def _request(self, key: Key, ask: Ask) -> Request:
         tables = [[self._slots.pop() for _ in range(g.blocks_for(MAX_TOKENS))] for g in self.layout.groups]
-        prompt, constraint = list(ask.prompt.encode()), ask.sampling.constraint
+        prompt = list(ask.prompt.encode())
         return Request(
             key=key,
             context=Context([*prompt, *ask.output]),
@@ -104,7 +103,6 @@ class ConstrainedLoop(Loop):
             layout=self.layout,
             tables=tables,
             only_first_token=ask.only_first_token,
-            matcher=self._grammars.compile(constraint) if constraint is not None else None,
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from paceline.core.context import Context
 from paceline.core.kv_layout import make_layout
 from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.constraint import Grammars
 from paceline.engine.device_pool import OnDevice
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.engine import Engine
@@ -35,6 +36,9 @@ MAX_TOKENS = 256
 DRAFTS = 4
 FOREIGN = 7.0
 """What somebody else has written into a block that was given back."""
+
+NO_GRAMMARS = Grammars(Path())
+"""For requests without a constraint."""
 
 Asked = tuple[list[int], SamplingParams]
 
@@ -79,6 +83,7 @@ class Loop:
         draft_model: Model | None = None,
         speculation: Speculation | None = None,
         contexts_on_device: float | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         shapes = model.group_shapes
         layers = model.config.num_layers
@@ -117,7 +122,7 @@ class Loop:
         self._failures: list[BaseException] = []
         self.engine = Engine(
             Scheduler(limits, speculation or Speculation(limits.max_drafts, adaptive=False), residency),
-            ModelRunner(model, self.layout, pool, limits, drafters[drafter]),
+            ModelRunner(model, self.layout, pool, limits, grammars or NO_GRAMMARS, drafters[drafter]),
             lambda events: [self._events.put(event) for event in events] and None,
             self._failures.append,
             steps_in_flight,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,12 +103,15 @@ def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(grammars: Gram
     with pytest.raises(ModelError, match="eos"):
         grammars.compile(replace(regex("a"), end_token_ids=frozenset()))
     # An end of another kind than before.
-    other = grammars.compile(replace(regex("a"), end_token_ids=frozenset({END + 1})))
-    other.restart(list(b"a"))
+    other = matcher_of(grammars, replace(regex("a"), end_token_ids=frozenset({END + 1})), b"a")
     assert allowed(other) == [{END + 1}]
 
 
 # ---- one matcher
+
+
+def matcher_of(grammars: Grammars, constraint: Constraint, output: bytes = b"") -> Matcher:
+    return Matcher(grammars.compile(constraint), list(output))
 
 
 def allowed(matcher: Matcher) -> list[set[int]]:
@@ -116,8 +120,7 @@ def allowed(matcher: Matcher) -> list[set[int]]:
 
 
 def test_a_matcher_looks_ahead_along_drafts_and_comes_back(grammars: Grammars) -> None:
-    matcher = grammars.compile(regex("a(?:bc|de)f?"))
-    matcher.restart([])
+    matcher = matcher_of(grammars, regex("a(?:bc|de)f?"))
     assert allowed(matcher) == [{ord("a")}]
     matcher.advance(list(b"a"), list(b"bcf"))
     assert allowed(matcher) == [{ord("b"), ord("d")}, {ord("c")}, {ord("f"), END}, {END}]
@@ -128,8 +131,7 @@ def test_a_matcher_looks_ahead_along_drafts_and_comes_back(grammars: Grammars) -
     assert allowed(matcher) == [{ord("f"), END}]
     matcher.advance([ord("f")], [VOCAB_SIZE - 1] * DRAFTS)
     assert allowed(matcher) == [{END}]
-    matcher.restart(list(b"ab"))
-    assert allowed(matcher) == [{ord("c")}]
+    assert allowed(matcher_of(grammars, regex("a(?:bc|de)f?"), b"ab")) == [{ord("c")}]
 
 
 DEAD_END = 'start: "x" ("a" | "b" X)\nX: /[0-9]+/ & /[x-z]+/\n'
@@ -137,17 +139,14 @@ DEAD_END = 'start: "x" ("a" | "b" X)\nX: /[0-9]+/ & /[x-z]+/\n'
 
 
 def test_a_draft_that_leads_nowhere_is_not_the_end_of_the_output(grammars: Grammars) -> None:
-    matcher = grammars.compile(lark(DEAD_END))
-    matcher.restart([])
+    matcher = matcher_of(grammars, lark(DEAD_END))
     matcher.advance(list(b"x"), list(b"b1"))
     assert not matcher.error
     assert len(matcher.masks) == 1
     matcher.advance(list(b"a"), ())
     assert not matcher.error
-    matcher.restart(list(b"xb"))
-    assert matcher.error
-    matcher.restart(list(b"x"))
-    assert not matcher.error
+    assert matcher_of(grammars, lark(DEAD_END), b"xb").error
+    assert not matcher_of(grammars, lark(DEAD_END), b"x").error
 
 
 @pytest.mark.parametrize(("steps", "drafter"), WAYS)
@@ -162,18 +161,31 @@ def test_an_output_into_a_dead_end_is_the_same_with_drafts(
     assert answer.failure
 
 
-def test_what_was_compiled_once_begins_anew_for_everybody(grammars: Grammars) -> None:
-    first, second = (grammars.compile(regex("ab")) for _ in range(2))
-    first.restart(list(b"a"))
-    second.restart([])
-    assert not np.array_equal(first.masks[0], second.masks[0])
+def test_requests_share_a_compiled_grammar_and_each_has_a_matcher_of_its_own(grammars: Grammars) -> None:
+    assert grammars.compile(regex("ab")) is grammars.compile(regex("ab"))
+    first, second = matcher_of(grammars, regex("ab"), b"a"), matcher_of(grammars, regex("ab"))
+    assert allowed(first) == [{ord("b")}]
+    assert allowed(second) == [{ord("a")}]
+
+
+def test_a_grammar_stays_compiled_while_a_request_uses_it(grammars: Grammars) -> None:
+    used = grammars.compile(regex("used"))
+    others = [grammars.compile(regex(f"other{index}")) for index in range(80)]
+    assert grammars.compile(regex("used")) is used
+    assert grammars.compile(regex("other79")) is others[79]
+    first = weakref.ref(others[0])
+    del others
+    assert first() is None
+
+
+def test_a_constraint_that_does_not_compile_at_the_runner_fails_its_request_alone(answer: Any) -> None:
+    lost, found = answer(Ask(sampled(regex("("))), Ask(sampled(choice("abc"))))
+    assert lost.failure
+    assert not lost.tokens
+    assert found.text == "abc"
 
 
 def test_text_never_holds_special_tokens(grammars: Grammars) -> None:
-    matcher = grammars.compile(regex(r"[\s\S]*"))
-    matcher.restart([])
-    (first,) = allowed(matcher)
+    (first,) = allowed(matcher_of(grammars, regex(r"[\s\S]*")))
     assert first - set(range(256)) == {END}
-    naming = grammars.compile(lark('start: <|user|> "a"'))
-    naming.restart([])
-    assert allowed(naming) == [{END + 1}]
+    assert allowed(matcher_of(grammars, lark('start: <|user|> "a"'))) == [{END + 1}]

@@ -13,14 +13,9 @@ from paceline.core.types import Key
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import Event, Removed, Sampled, Step, StepResult
-from tests.engine.toy_requests import compute, make_request
+from tests.engine.toy_requests import ToyDevice, make_request
 
 WAIT = 10.0
-
-
-class ToyRunner:
-    def execute(self, step: Step) -> StepResult:
-        return compute(step)
 
 
 class BrokenRunner:
@@ -28,10 +23,11 @@ class BrokenRunner:
         raise RuntimeError("no such instruction")
 
 
-class SlowRunner:
+class SlowRunner(ToyDevice):
     """Computes when it is allowed to."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.began, self.go_on = threading.Event(), threading.Event()
         self.steps = 0
 
@@ -39,17 +35,18 @@ class SlowRunner:
         self.steps += 1
         self.began.set()
         self.go_on.wait(WAIT)
-        return compute(step)
+        return super().execute(step)
 
 
-class Recorder(ToyRunner):
+class Recorder(ToyDevice):
     """Names of the requests of each step."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.steps: queue.Queue[set[str]] = queue.Queue()
 
     def execute(self, step: Step) -> StepResult:
-        self.steps.put({chunk.request.key.request_id for chunk in step.chunks})
+        self.steps.put({chunk.key.request_id for chunk in step.chunks})
         return super().execute(step)
 
 
@@ -94,7 +91,7 @@ class Expecting(TurnsOfOthers):
 
 
 def start(
-    runner: ToyRunner | BrokenRunner | SlowRunner, turns: Turns | None = None
+    runner: ToyDevice | BrokenRunner | SlowRunner, turns: Turns | None = None
 ) -> tuple[Engine, queue.Queue[Event], queue.Queue[BaseException]]:
     events: queue.Queue[Event] = queue.Queue()
     failures: queue.Queue[BaseException] = queue.Queue()
@@ -120,7 +117,7 @@ def stop_amid_two_steps(engine: Engine, runner: SlowRunner) -> None:
 
 
 def test_requests_run_to_their_end_side_by_side() -> None:
-    engine, events, _ = start(ToyRunner())
+    engine, events, _ = start(ToyDevice())
     for name in ("a", "b"):
         engine.add(make_request(name, list(range(40)), 12))
     ended = set()
@@ -164,7 +161,7 @@ def test_a_request_that_was_expected_is_in_the_next_step() -> None:
     while engine._launched.empty():
         time.sleep(0.001)
     next_step = engine._launched.get().step
-    assert {chunk.request.key.request_id for chunk in next_step.chunks} == {"a", "b"}
+    assert {chunk.key.request_id for chunk in next_step.chunks} == {"a", "b"}
     runner.go_on.set()
     engine.stop()
 
@@ -209,7 +206,7 @@ def test_a_turn_of_others_behind_the_last_token_is_no_obstacle_to_the_next_reque
 
 
 def test_time_without_work_is_no_bubble() -> None:
-    engine, events, _ = start(ToyRunner())
+    engine, events, _ = start(ToyDevice())
     for name in ("a", "b"):
         time.sleep(1)
         engine.add(make_request(name, list(range(4)), 2))
@@ -220,7 +217,7 @@ def test_time_without_work_is_no_bubble() -> None:
 
 
 def test_an_idle_engine_obeys_commands() -> None:
-    engine, events, _ = start(ToyRunner())
+    engine, events, _ = start(ToyDevice())
     engine.remove(Key("nobody", 1, 1))
     assert events.get(timeout=WAIT) == Removed(Key("nobody", 1, 1))
     engine.stop()
@@ -235,7 +232,7 @@ def test_what_was_commanded_before_the_stop_is_obeyed_and_told() -> None:
             told.put(event)
         go_on.wait(WAIT)
 
-    engine = Engine(Scheduler(Limits(16, 4096, 16)), ToyRunner(), on_events, on_failure=pytest.fail)
+    engine = Engine(Scheduler(Limits(16, 4096, 16)), ToyDevice(), on_events, on_failure=pytest.fail)
     engine.start()
     first, second = Key("first", 1, 1), Key("second", 1, 1)
     engine.remove(first)

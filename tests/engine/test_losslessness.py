@@ -31,6 +31,7 @@ from paceline.kernels import select_kernels
 from paceline.kernels.interface import TokenChooser
 from paceline.models.base import Model
 from paceline.models.loader import load_model
+from tests.engine.loops import NO_GRAMMARS
 
 CPU = torch.device("cpu")
 VOCAB = 4
@@ -100,7 +101,7 @@ def counts(
         "model": ModelDrafter(draft_model, caches[layers:], probabilistic, len(model.group_shapes), chooser=chooser),
     }
     limits = Limits(AT_A_TIME * len(PROMPT), 64, AT_A_TIME, DRAFTS)
-    worker = ModelRunner(model, layout, pool, limits, drafters[drafter], probabilistic, chooser)
+    worker = ModelRunner(model, layout, pool, limits, NO_GRAMMARS, drafters[drafter], probabilistic, chooser)
     found = torch.zeros(VOCAB**TOKENS, dtype=torch.float64)
     for first in range(0, REQUESTS, AT_A_TIME):
         scheduler = Scheduler(limits, Speculation(DRAFTS, adaptive=False))

@@ -126,7 +126,7 @@ def test_who_comes_while_steps_are_in_flight_is_loaded_meanwhile() -> None:
     scheduler.copied(second, 0.001, 0.0)
     step = scheduler.plan()
     assert step is not None
-    assert [chunk.request.key.request_id for chunk in step.chunks] == ["first", "second"]
+    assert [chunk.key.request_id for chunk in step.chunks] == ["first", "second"]
 
 
 def test_others_see_full_blocks_until_their_slots_are_taken_and_no_block_that_is_written_to() -> None:

@@ -7,7 +7,7 @@ import torch
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import SamplingParams
 from paceline.engine.rows import Rows
-from paceline.engine.step import Grown, Joined
+from paceline.engine.step import RowAssigned, RowExtended
 
 
 def test_tables_and_slots_are_those_of_the_newest_updates() -> None:
@@ -27,11 +27,11 @@ def test_tables_and_slots_are_those_of_the_newest_updates() -> None:
             assert group.write_slots.tolist() == [own[p // group.block_tokens] for p in range(60, 64)]
             assert group.write_offsets.tolist() == [p % group.block_tokens for p in range(60, 64)]
 
-    rows.update([Joined(1, [7] * 64, 64, 0, SamplingParams(), 64, tables(0), 64)])
+    rows.update([RowAssigned(1, [7] * 64, 64, 0, SamplingParams(), 64, tables(0), 64)])
     check(7, 0)
     rows.span([(0, 0, 4)])  # of the same size, in the same vectors
     check(7, 0)
-    rows.update([Grown(1, tables(20), 64)])
+    rows.update([RowExtended(1, tables(20), 64)])
     check(7, 20)
-    rows.update([Joined(1, [8] * 64, 64, 0, SamplingParams(), 64, tables(50), 64)])  # another request in the same row
+    rows.update([RowAssigned(1, [8] * 64, 64, 0, SamplingParams(), 64, tables(50), 64)])
     check(8, 50)

@@ -17,10 +17,11 @@ from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.request import Request
 from paceline.engine.runner import ModelRunner
 from paceline.engine.scheduler import Limits
-from paceline.engine.step import Chunk, Joined, Step
+from paceline.engine.step import Chunk, RowAssigned, Step
 from paceline.kernels import select_kernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
+from tests.engine.loops import NO_GRAMMARS
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 448
@@ -48,7 +49,7 @@ class Bench:
     def change_runner(self) -> None:
         """A runner that has seen none of the requests; what they have in their blocks is all that it finds."""
         limits = Limits(MAX_TOKENS * self._count, MAX_TOKENS, self._count)
-        self.runner = ModelRunner(self._model, self.layout, self.pool, limits)
+        self.runner = ModelRunner(self._model, self.layout, self.pool, limits, NO_GRAMMARS)
         self._rows.clear()
 
     def request(self, name: str, prompt: Sequence[int], **sampling: object) -> Request:
@@ -75,10 +76,10 @@ class Bench:
             samples = start + length == len(request.token_ids)
             # A newest token that stands alone may be named by the host or found by the device.
             follows = samples and length == 1 and self.rng.random() < 0.5
-            chunks.append(Chunk(request, self._rows[request.key], start, length, follows, samples))
+            chunks.append(self._chunk(request, start, length, follows, samples))
         results = self.runner.execute(Step(tuple(chunks), tuple(updates))).chunks
-        for chunk, result in zip(chunks, results, strict=True):
-            request, name = chunk.request, chunk.request.key.request_id
+        for (request, _), chunk, result in zip(pieces, chunks, results, strict=True):
+            name = chunk.key.request_id
             assert len(result.tokens) == chunk.samples
             request.computed_len = chunk.end
             self.scores[name] += result.scores
@@ -86,8 +87,13 @@ class Bench:
             request.token_ids.extend(token.id for token in result.tokens)
             self._trim(request)
 
-    def _joined(self, request: Request) -> Joined:
-        return Joined(
+    def _chunk(self, request: Request, start: int, length: int, follows: bool, samples: bool) -> Chunk:
+        reports = request.sampling.prompt_logprobs is not None
+        scored = max(0, min(start + length, request.prompt_len - 1) - start) if reports else 0
+        return Chunk(request.key, self._rows[request.key], start, length, follows, samples, not follows, scored=scored)
+
+    def _joined(self, request: Request) -> RowAssigned:
+        return RowAssigned(
             self._rows[request.key],
             [*request.token_ids],
             request.prompt_len,
@@ -208,6 +214,7 @@ def test_a_row_that_has_ended_gives_nothing_beside_a_prompt(backend: str, save_l
     bench = Bench(load_model(tmp_path, torch.bfloat16, select_kernels(CPU, backend), CPU), 0, 2, torch.bfloat16)
     ended, other = bench.request("ended", [5, 6, 7], max_tokens=1), bench.request("other", [8, 9, 10], max_tokens=1)
     bench.step([(ended, 3), (other, 1)])
-    late = Chunk(ended, 0, 3, 1, follows=True, samples=True)
-    results = bench.runner.execute(Step((late, Chunk(other, 1, 1, 1, follows=False, samples=False)), ())).chunks
+    late = Chunk(ended.key, 0, 3, 1, follows=True, samples=True, prefills=False)
+    prompt = Chunk(other.key, 1, 1, 1, follows=False, samples=False, prefills=True)
+    results = bench.runner.execute(Step((late, prompt))).chunks
     assert [result.tokens for result in results] == [[], []]

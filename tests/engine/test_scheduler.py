@@ -11,16 +11,17 @@ from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import ChunkResult, Computed, Removed, Sampled, Step, StepResult
-from tests.engine.toy_requests import ToyDevice, compute, make_request, next_token, run
+from tests.engine.toy_requests import ToyDevice, make_request, next_token, run
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
+    device = ToyDevice()
     scheduler.add(make_request("a", list(range(80)), 1))
     lengths = []
     while step := scheduler.plan():
         lengths.append(step.chunks[0].length)
-        scheduler.apply(step, compute(step))
+        scheduler.apply(step, device.execute(step))
     assert lengths == [32, 24, 24]
 
 
@@ -35,12 +36,13 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
 )
 def test_what_is_half_full_of_prompts_takes_no_further_one(lengths: tuple[int, ...], steps: list[int]) -> None:
     scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
+    device = ToyDevice()
     for number, length in enumerate(lengths):
         scheduler.add(make_request(str(number), list(range(length)), 1))
     planned = []
     while step := scheduler.plan():
         planned.append(sum(chunk.length for chunk in step.chunks))
-        scheduler.apply(step, compute(step))
+        scheduler.apply(step, device.execute(step))
     assert planned == steps
 
 
@@ -73,10 +75,10 @@ def test_what_a_request_takes_is_counted_with_it() -> None:
     device = ToyDevice(accept=lambda most: min(most, 2))
     while step := scheduler.plan():
         scheduler.apply(step, device.execute(step))
-    efforts = [request.effort for request in requests]
-    assert sum(effort.drafts for effort in efforts) == scheduler.stats.drafts > 0
-    assert sum(effort.draft_tokens for effort in efforts) == scheduler.stats.draft_tokens
-    assert all(1 < effort.steps <= 9 for effort in efforts)
+    stats = [request.stats for request in requests]
+    assert sum(own.drafts for own in stats) == scheduler.stats.drafts > 0
+    assert sum(own.draft_tokens for own in stats) == scheduler.stats.draft_tokens
+    assert all(1 < own.steps <= 9 for own in stats)
 
 
 def test_decoding_comes_before_prompts() -> None:
@@ -85,7 +87,7 @@ def test_decoding_comes_before_prompts() -> None:
     scheduler.add(make_request("decoding", list(range(20)), 10, computed_len=19))
     step = scheduler.plan()
     assert step is not None
-    assert [(chunk.request.key.request_id, chunk.length) for chunk in step.chunks] == [("decoding", 1), ("prompt", 31)]
+    assert [(chunk.key.request_id, chunk.length) for chunk in step.chunks] == [("decoding", 1), ("prompt", 31)]
 
 
 def test_drafts_neither_keep_others_from_decoding_nor_prompts_from_going_on() -> None:
@@ -119,6 +121,7 @@ def test_what_was_not_drafted_is_not_counted_as_computed() -> None:
 
 def test_the_time_of_a_step_counts_for_each_request_in_it() -> None:
     scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
+    device = ToyDevice()
     scheduler.add(make_request("prompt", list(range(40)), 1))
     for name in "ab":  # as a decode worker adopts them: the first token is there, and behind it nothing is computed
         adopted = make_request(name, list(range(20)), 3, computed_len=20)
@@ -127,7 +130,7 @@ def test_the_time_of_a_step_counts_for_each_request_in_it() -> None:
     for seconds, model_seconds in ((4.0, 3.0), (16.0, 8.0)):
         step = scheduler.plan()
         assert step is not None
-        scheduler.apply(step, replace(compute(step), seconds=seconds, model_seconds=model_seconds))
+        scheduler.apply(step, replace(device.execute(step), seconds=seconds, model_seconds=model_seconds))
     stats = scheduler.stats
     assert (stats.prefill_model_seconds, stats.prefill_other_seconds) == (11, 9)
     assert (stats.decode_model_seconds, stats.decode_other_seconds) == (22, 18)
@@ -135,24 +138,26 @@ def test_the_time_of_a_step_counts_for_each_request_in_it() -> None:
 
 def test_how_fast_prompts_are_computed_is_learned_of_large_steps() -> None:
     scheduler = Scheduler(Limits(max_batched_tokens=256, max_model_len=4096, max_seqs=16))
+    device = ToyDevice()
     scheduler.add(make_request("prompt", list(range(700)), 3))
     speeds = []
     for seconds in (2.0, 1.0, 0.1, 5.0):  # of 256, 222 and 222 tokens, and of one that was sampled
         step = scheduler.plan()
         assert step is not None
-        scheduler.apply(step, replace(compute(step), seconds=seconds))
+        scheduler.apply(step, replace(device.execute(step), seconds=seconds))
         speeds.append(scheduler.stats.prefill_tokens_per_second)
     assert speeds == [128, 139.75, 139.75 + (2220 - 139.75) / 8, speeds[2]]
 
 
 def test_a_step_behind_the_end_of_a_request_is_no_time_of_it() -> None:
     scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
+    device = ToyDevice()
     scheduler.add(make_request("a", list(range(20)), 5))
     first = scheduler.plan()
     surplus = scheduler.plan()
     assert first is not None
     assert surplus is not None
-    scheduler.apply(first, compute(first))
+    scheduler.apply(first, device.execute(first))
     scheduler.apply(surplus, StepResult([ChunkResult()], seconds=5.0, model_seconds=5.0))
     assert scheduler.stats.decode_model_seconds == 0
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
+from paceline.engine.request import Request
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import Filled, NeedsBlocks, Preempted, Removed, Sampled, Sealed, Step, StepResult, Trimmed
-from tests.engine.toy_requests import FULL, MIXED, ToyDevice, compute, make_request, next_token, run
+from tests.engine.toy_requests import FULL, MIXED, ToyDevice, make_request, next_token, run
 
 
 def test_full_blocks_are_sealed_once_with_the_hashes_of_the_chain() -> None:
@@ -69,6 +70,7 @@ def test_a_request_asks_for_blocks_ahead_of_need_and_only_once() -> None:
 
 def test_starving_preempts_the_newest_and_room_is_made_once_a_plan() -> None:
     scheduler = Scheduler(Limits(256, 4096, max_seqs=16))
+    device = ToyDevice()
     for name in ("old", "middle", "new"):
         scheduler.add(make_request(name, list(range(30)), 200, capacity=32))
     step = scheduler.plan()
@@ -76,7 +78,7 @@ def test_starving_preempts_the_newest_and_room_is_made_once_a_plan() -> None:
     scheduler.starve(Key("old", 1, 1))
     scheduler.starve(Key("middle", 1, 1))
     assert not any(isinstance(event, Preempted) for event in scheduler.take_events())  # a step in flight writes
-    scheduler.apply(step, compute(step))
+    scheduler.apply(step, device.execute(step))
     preempted = [event.key.request_id for event in scheduler.take_events() if isinstance(event, Preempted)]
     assert preempted == ["new"]
 
@@ -164,10 +166,12 @@ def test_every_request_gets_its_tokens_on_a_small_pool(
     waiting = [make_request(str(index), [index] * length, tokens) for index, (length, tokens) in enumerate(prompts)]
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     answers: list[NeedsBlocks] = []
+    running: dict[Key, Request] = {}
     for _ in range(20_000):
         while waiting and pool.take(waiting[0].key, FULL.groups[0].blocks_for(len(waiting[0].token_ids) + 1)):
             request = waiting.pop(0)
             request.tables = [list(range(pool.used[request.key]))]
+            running[request.key] = request
             scheduler.add(request)
         # answers arrive late and in their own time
         while answers and data.draw(st.booleans()):
@@ -179,7 +183,7 @@ def test_every_request_gets_its_tokens_on_a_small_pool(
         while len(in_flight) < most_in_flight and (step := scheduler.plan()):
             assert sum(chunk.length for chunk in step.chunks) <= budget
             for chunk in step.chunks:
-                assert chunk.end <= pool.used[chunk.request.key] * 16
+                assert chunk.end <= pool.used[chunk.key] * 16
             in_flight.append((step, device.execute(step)))
         if in_flight:
             scheduler.apply(*in_flight.popleft())
@@ -191,13 +195,14 @@ def test_every_request_gets_its_tokens_on_a_small_pool(
                         scheduler.remove(key)  # as a worker does
                         removed.add(key.request_id)
                 case Removed(key):
-                    assert all(key != chunk.request.key for step, _ in in_flight for chunk in step.chunks)
+                    assert all(key != chunk.key for step, _ in in_flight for chunk in step.chunks)
                     pool.release(key)
                 case NeedsBlocks():
                     answers.append(event)
-                case Preempted(key, request):
-                    assert all(key != chunk.request.key for step, _ in in_flight for chunk in step.chunks)
+                case Preempted(key):
+                    assert all(key != chunk.key for step, _ in in_flight for chunk in step.chunks)
                     pool.release(key)
+                    request = running[key]
                     again = make_request(key.request_id, request.token_ids, request.sampling.max_tokens)
                     again.key, again.prompt_len = Key(key.request_id, 1, key.generation + 1), request.prompt_len
                     waiting.append(again)

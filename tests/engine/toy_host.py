@@ -19,10 +19,10 @@ from paceline.engine.step import (
     Chunk,
     ChunkResult,
     Filled,
-    Joined,
     NeedsBlocks,
     Preempted,
     Removed,
+    RowAssigned,
     Sampled,
     Sealed,
     Step,
@@ -52,7 +52,7 @@ class Device:
 
     def execute(self, step: Step) -> StepResult:
         for update in step.updates:
-            if isinstance(update, Joined):
+            if isinstance(update, RowAssigned):
                 self._contexts[update.row], self._limits[update.row] = list(update.token_ids), update.limit
             self._tables[update.row] = update.tables
         return StepResult([self._compute(chunk) for chunk in step.chunks], seconds=1e-3)
@@ -154,6 +154,7 @@ class Host:
         self.arena = Arena(list(range(arena_slots)))
         self.device = Device(layout, rng)
         self.outputs: dict[str, list[int]] = {}
+        self._running: dict[Key, Request] = {}
         self.ended: set[str] = set()
         self._rng = rng
         self._steps: deque[Step] = deque()
@@ -186,6 +187,7 @@ class Host:
             self._waiting.pop(0)
             request = self._request(key, context, wish)
             self._contexts[key.request_id] = request.token_ids
+            self._running[request.key] = request
             self.scheduler.add(request)
 
     def _request(self, key: Key, context: list[int], wish: Wish) -> Request:
@@ -302,9 +304,10 @@ class Host:
                     self._check_untouched(key)
                     self._release(key)
                     self.ended.add(key.request_id)
-                case Preempted(key, request):
+                case Preempted(key):
                     self._check_untouched(key)
                     self._release(key)
+                    request = self._running[key]
                     prompt, max_tokens = request.token_ids[: request.prompt_len], request.sampling.max_tokens
                     again = Wish(prompt, max_tokens, adopted=False, leaves=request.only_first_token)
                     self._waiting.append((key._replace(generation=key.generation + 1), request.token_ids, again))
@@ -319,5 +322,5 @@ class Host:
             assert self.arena.content[table[position // size], position % size] == kv_of(context, position)
 
     def _check_untouched(self, key: Key) -> None:
-        assert all(key != chunk.request.key for step in self._steps for chunk in step.chunks)
+        assert all(key != chunk.key for step in self._steps for chunk in step.chunks)
         assert all(key != copies.request.key for copies in self._copies)

@@ -9,7 +9,7 @@ from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.step import Chunk, ChunkResult, Joined, Step, StepResult
+from paceline.engine.step import Chunk, ChunkResult, RowAssigned, Step, StepResult
 
 FULL = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
 MIXED = make_layout(
@@ -30,12 +30,6 @@ def make_request(
     return Request(Key(name, 1, 1), Context(prompt), len(prompt), params, layout, tables, **more)  # type: ignore[arg-type]
 
 
-def compute(step: Step) -> StepResult:
-    """A device without a memory of its own: right only where each step is applied before the next is planned."""
-    tokens = [[Token(next_token(chunk.request.token_ids))] if chunk.samples else [] for chunk in step.chunks]
-    return StepResult([ChunkResult(own) for own in tokens])
-
-
 class ToyDevice:
     """A device with rows: it knows what the steps before have given, and accepts some of its drafts."""
 
@@ -47,7 +41,7 @@ class ToyDevice:
 
     def execute(self, step: Step) -> StepResult:
         for update in step.updates:
-            if isinstance(update, Joined):
+            if isinstance(update, RowAssigned):
                 self.contexts[update.row], self.limits[update.row] = list(update.token_ids), update.limit
             self.blocks[update.row] = len(update.tables[0])
         return StepResult([self._compute(chunk) for chunk in step.chunks])
@@ -68,8 +62,10 @@ class ToyDevice:
 
 
 def run(scheduler: Scheduler) -> list[object]:
+    """Run all requests, of which no step has been computed yet; return what happens."""
     events: list[object] = []
+    device = ToyDevice()
     while step := scheduler.plan():
-        scheduler.apply(step, compute(step))
+        scheduler.apply(step, device.execute(step))
         events += scheduler.take_events()
     return events

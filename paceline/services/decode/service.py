@@ -16,7 +16,7 @@ from paceline.core.context import Context, full_block_names
 from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.core.types import FinishReason, Key
-from paceline.engine.constraint import Matcher
+from paceline.engine.constraint import Grammar
 from paceline.engine.scheduler import GROWTH_TOKENS
 from paceline.engine.step import Sampled
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
@@ -83,13 +83,13 @@ class _Attempt:
         self._events = events
         self._key = key_from_pb(work.key)
         self._context = Context(work.token_ids, work.cache_salt)
-        self._matcher: Matcher | None = None
+        self._grammar: Grammar | None = None
 
     async def run(self, commands: Commands, context: CallContext) -> None:
         prefix_came = await self._fetch_prefix(self._work.prefix_source)
         hold = await self._reserve()
         try:
-            self._matcher = await self._worker.matcher(self._work)
+            self._grammar = await self._worker.compile_constraint(self._work)
             admitted = worker_pb2.Admitted(
                 key=key_to_pb(hold.key),
                 cached_tokens=hold.filled_tokens,
@@ -189,8 +189,8 @@ class _Attempt:
     async def _generate(self, hold: Hold) -> FinishReason:
         """Runs the request in the engine, over preemptions, until it ends."""
         while True:
-            request = self._worker.make_request(self._work, hold, self._context, self._matcher)
-            request.effort = self._events.reporter.effort
+            request = self._worker.make_request(self._work, hold, self._context, self._grammar)
+            request.stats = self._events.reporter.effort
             self._worker.submit(request, self._events)
             event = await self._events.end()
             if isinstance(event, Sampled):

@@ -41,7 +41,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     async def _prefill(self, request: worker_pb2.PrefillRequest, context: CallContext) -> None:
         """Computes the context, reports on the way, and ends with the key under which the blocks can be adopted."""
         worker, work = self._worker, request.work
-        matcher = await worker.matcher(work)
+        grammar = await worker.compile_constraint(work)
         hold, prefix_came = await self._open(request)
         try:
             opened = worker_pb2.Opened(
@@ -55,7 +55,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 work,
                 hold,
                 Context(work.token_ids, work.cache_salt),
-                matcher,
+                grammar,
                 only_first_token=True,
                 has_readers=request.host_id != worker.kv.host_id,
             )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from paceline.core.kv_layout import NO_SLOT, KVLayout
-from paceline.engine.request import Effort
+from paceline.engine.request import RequestStats
 from paceline.engine.step import Computed, Preempted
 from paceline.proto import worker_pb2
 from paceline.services.worker.event_stream import RequestEvent
@@ -24,7 +24,7 @@ class Reporter:
     """What is to be told of one request and has not been yet."""
 
     def __init__(self) -> None:
-        self.effort = Effort()
+        self.effort = RequestStats()
         """What decoding takes; the engine counts it, over preemptions."""
         self._preemptions = 0
         self._report = worker_pb2.Report()

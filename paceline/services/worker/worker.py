@@ -23,7 +23,7 @@ from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.metrics import Family, Sample
 from paceline.core.turns import Turns
 from paceline.core.types import Key
-from paceline.engine.constraint import Matcher
+from paceline.engine.constraint import Grammar
 from paceline.engine.engine import Engine
 from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
@@ -170,8 +170,8 @@ class Worker:
         if (handoff.key.request_id, handoff.key.attempt) != (work.key.request_id, work.key.attempt):
             raise InvalidRequestError("the handoff is of another attempt than was admitted")
 
-    async def matcher(self, work: pb.Work) -> Matcher | None:
-        """What keeps the output to its constraint, where it has one. Raises ConstraintError or ModelError."""
+    async def compile_constraint(self, work: pb.Work) -> Grammar | None:
+        """Compile the constraint of an output, if it has one. Raises ConstraintError or ModelError."""
         constraint = sampling_from_pb(work.sampling).constraint
         return None if constraint is None else await asyncio.to_thread(self._grammars.compile, constraint)
 
@@ -209,7 +209,7 @@ class Worker:
         work: pb.Work,
         hold: Hold,
         context: Context,
-        matcher: Matcher | None,
+        grammar: Grammar | None,
         only_first_token: bool = False,
         has_readers: bool = False,
     ) -> Request:
@@ -232,7 +232,7 @@ class Worker:
             computed_len=hold.filled_tokens,
             only_first_token=only_first_token,
             has_readers=has_readers,
-            matcher=matcher,
+            grammar=grammar,
         )
 
     def submit(self, request: Request, events: EventStream) -> None:

@@ -1,31 +1,31 @@
-"""Which request sits in which row of the device's state, and what the device has to be told of that."""
+"""Rows of the device's state: which request has which, and what the device has to know of it."""
 
 from __future__ import annotations
 
 from paceline.engine.request import Request
-from paceline.engine.step import Grown, Joined
+from paceline.engine.step import RowAssigned, RowExtended
 
 
-class Seats:
-    """Owns the rows.
+class RowAllocator:
+    """The rows of the device's state, and the changes that the device does not know yet.
 
     Args:
-        rows: requests that run at the same time.
+        rows: most requests that run at the same time.
         max_model_len: tokens of the longest context.
     """
 
     def __init__(self, rows: int, max_model_len: int) -> None:
         self._free = list(range(rows))
         self._max_model_len = max_model_len
-        self._updates: list[Joined | Grown] = []
+        self._updates: list[RowAssigned | RowExtended] = []
 
-    def seat(self, request: Request) -> bool:
-        """Whether the request, which is in the pool, has a row; it gets one where one is free."""
+    def assign(self, request: Request) -> bool:
+        """Give a request, which has blocks in the pool, a row if it has none. Return whether it has one."""
         if request.row is None and self._free:
             assert request.pool_tables is not None
             request.row = self._free.pop()
             self._updates.append(
-                Joined(
+                RowAssigned(
                     request.row,
                     list(request.token_ids),
                     request.prompt_len,
@@ -34,28 +34,27 @@ class Seats:
                     request.limit(self._max_model_len),
                     _copied(request.pool_tables),
                     request.pool_capacity,
-                    request.matcher,
                 )
             )
         return request.row is not None
 
-    def grow(self, request: Request) -> None:
-        """The request has more blocks in the pool."""
+    def extend(self, request: Request) -> None:
+        """Note that a request has more blocks in the pool."""
         if request.row is not None and request.pool_tables is not None:
-            self._updates.append(Grown(request.row, _copied(request.pool_tables), request.pool_capacity))
+            self._updates.append(RowExtended(request.row, _copied(request.pool_tables), request.pool_capacity))
 
-    def give_back(self, request: Request) -> None:
-        """No step includes the request."""
+    def release(self, request: Request) -> None:
+        """Take back the row of a request that no step in flight includes."""
         if request.row is not None:
             self._free.append(request.row)
             request.row, request.drafts = None, 0
 
-    def take_updates(self) -> tuple[Joined | Grown, ...]:
-        """What the device has to know with the next step, in order."""
+    def take_updates(self) -> tuple[RowAssigned | RowExtended, ...]:
+        """Return the changes since the last call, in order, for the next step."""
         updates, self._updates = tuple(self._updates), []
         return updates
 
 
 def _copied(tables: list[list[int]]) -> list[list[int]]:
-    """As they are now: the host goes on changing its own."""
+    # The scheduler changes its own tables while the step is on its way.
     return [list(table) for table in tables]
