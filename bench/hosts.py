@@ -80,7 +80,7 @@ def _complete(http: httpx.Client) -> bool:
         workers = http.get("/fleet").json()["workers"]
     except httpx.TransportError:
         return False
-    return {worker["role"] for worker in workers} >= {"prefill", "decode", "kvtransfer"}
+    return {worker["role"] for worker in workers if worker["state"] == "ready"} >= {"prefill", "decode", "kvtransfer"}
 
 
 def _transfers(http: httpx.Client) -> dict[str, float]:

@@ -114,7 +114,8 @@ async def until_complete(http: httpx.AsyncClient, workers: int) -> None:
         while True:
             try:
                 fleet = (await http.get("/fleet")).json()["workers"]
-                if sum(worker["role"] in ("prefill", "decode") for worker in fleet) == workers:
+                ready = [worker for worker in fleet if worker["state"] == "ready"]
+                if sum(worker["role"] in ("prefill", "decode") for worker in ready) == workers:
                     return
             except httpx.TransportError:
                 pass

@@ -25,22 +25,31 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_shared(descriptor: int, size: int) -> memoryview:
-    """The first `size` bytes of a file, shared and writable, until the last view of them is gone.
+    """Map the first `size` bytes of a file, shared and writable, until the last view of them is gone.
+
+    The file stays open for as long, and so do locks that its descriptor holds. A mapping alone would not do that on
+    overlayfs, where it keeps a file of the layer below open, and the lock is on the one above.
 
     Raises:
         OSError: there is no room in the address space, or the file cannot be mapped.
     """
-    # Reserves enough for an aligned part, and puts the file there.
+    # The reserved range has room for an aligned part, where the file is mapped.
     reserved = _mmap(None, size + _PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     try:
         at = -(-reserved // _PAGE) * _PAGE
         _mmap(at, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+        kept = os.dup(descriptor)
     except OSError:
         _libc.munmap(reserved, size + _PAGE)
         raise
     whole = (ctypes.c_ubyte * size).from_address(at)
-    weakref.finalize(whole, _libc.munmap, reserved, size + _PAGE).atexit = False
+    weakref.finalize(whole, _unmap, reserved, size + _PAGE, kept).atexit = False
     return memoryview(whole).cast("B")
+
+
+def _unmap(reserved: int, size: int, descriptor: int) -> None:
+    _libc.munmap(reserved, size)
+    os.close(descriptor)
 
 
 def take_huge_pages(descriptor: int, size: int) -> bool:
