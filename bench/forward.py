@@ -26,7 +26,7 @@ from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.folder import weight_files
 from paceline.models.loader import load_model
-from paceline.services.common.arena_map import map_arena
+from paceline.services.common.shared_memory import map_arena
 from paceline.services.kvtransfer.arena import Arena
 
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")

@@ -32,7 +32,7 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret
-from paceline.services.common.unix_listener import UnixListener
+from paceline.services.common.unix_socket import UnixListener
 from paceline.services.decode.event_socket import EventConnection
 from paceline.services.decode.outbox import Outboxes
 from paceline.services.serve.redis_server import redis_command, wait_for_redis

@@ -40,7 +40,7 @@ from paceline.kernels.native import NativeKernels
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.model_config import Mamba
-from paceline.services.common.huge_pages import map_shared, take_huge_pages
+from paceline.services.common.shared_memory import map_shared, take_huge_pages
 
 COPIES_BYTES = 200 << 20
 BLOCK_TOKENS = 16

@@ -26,10 +26,10 @@ import grpc
 
 from bench.load import table
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.framed import HostConnection
 from paceline.services.common.rpc import RpcServer, open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.host_socket import HostSocket
+from paceline.services.worker.batch_sender import HostConnection
 
 WAYS = ("calls", "streams", "socket")
 BLOCKS = 125

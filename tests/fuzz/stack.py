@@ -86,7 +86,9 @@ class FuzzStack:
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             members = httpx.get(f"http://{self.addresses['gateway']}/fleet", timeout=30).json()["workers"]
-            if {"prefill", "decode", "kvtransfer"} <= {member["role"] for member in members if member["state"] == "ready"}:
+            if {"prefill", "decode", "kvtransfer"} <= {
+                member["role"] for member in members if member["state"] == "ready"
+            }:
                 return
             assert time.monotonic() < deadline, members
             time.sleep(0.1)

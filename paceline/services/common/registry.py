@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal, cast, get_args
 
 import redis.asyncio as redis
@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
 from paceline.core.errors import ConfigError
+from paceline.core.metrics import Family, MetricKind, Sample
 from paceline.proto import fleet_pb2 as pb
 from paceline.proto.fleet_pb2 import HostReport, LoadReport, MetricFamily
 from paceline.services.common.tasks import end_tasks
@@ -73,6 +74,29 @@ class Member:
         if not message.worker_id or message.role not in get_args(Role) or message.state not in get_args(State):
             return None
         return Member(**{field.name: getattr(message, field.name) for field in dataclasses.fields(Member)})
+
+
+_KINDS: dict[MetricKind, pb.MetricKind.ValueType] = {
+    "counter": pb.METRIC_KIND_COUNTER,
+    "gauge": pb.METRIC_KIND_GAUGE,
+    "histogram": pb.METRIC_KIND_HISTOGRAM,
+}
+_NO_FAMILY = Family("", "", "gauge")
+
+
+def metrics_to_pb(samples: Iterable[Sample]) -> list[pb.MetricFamily]:
+    """Group samples by family, for the member that counted them."""
+    families: dict[str, pb.MetricFamily] = {}
+    for sample in samples:
+        family = sample.family or _NO_FAMILY
+        if family.name not in families:
+            kind = _KINDS[family.kind]
+            families[family.name] = pb.MetricFamily(
+                name=family.name, help=family.help, kind=kind, has_role=family.has_role
+            )
+        suffix = "_total" if family.kind == "counter" else sample.suffix
+        families[family.name].samples.add(figure=sample.figure, value=sample.value, labels=sample.labels, suffix=suffix)
+    return list(families.values())
 
 
 def connect(url: str) -> redis.Redis:

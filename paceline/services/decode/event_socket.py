@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import InvalidRequestError
 from paceline.proto import worker_pb2
-from paceline.services.common.framed import Framed
+from paceline.services.common.unix_socket import Framed
 from paceline.services.decode.outbox import Outboxes
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError
 from paceline.core.machine import available_memory
 from paceline.core.turns import PAGE_BYTES
-from paceline.services.common.arena_map import is_mapped
-from paceline.services.common.huge_pages import take_huge_pages
+from paceline.services.common.shared_memory import is_mapped, take_huge_pages
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.lru import LRU
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.arena_map import map_arena
 from paceline.services.common.secret import Secret
+from paceline.services.common.shared_memory import map_arena
 from paceline.services.kvtransfer.adoptions import Adoptions
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.awake_clock import AwakeClock

@@ -12,8 +12,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import PacelineError
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.framed import Framed
-from paceline.services.common.unix_listener import UnixListener
+from paceline.services.common.unix_socket import Framed, UnixListener
 
 log = logging.getLogger(__name__)
 

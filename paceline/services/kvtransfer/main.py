@@ -14,8 +14,7 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_memory, give_back_large_memory
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
-from paceline.services.common.metrics import metrics_to_pb
-from paceline.services.common.registry import Member, Registrar
+from paceline.services.common.registry import Member, Registrar, metrics_to_pb
 from paceline.services.common.rpc import RpcServer, is_loopback
 from paceline.services.common.secret import read_secret
 from paceline.services.kvtransfer.disk_tier import DiskOptions

@@ -14,7 +14,7 @@ from paceline.core.config import KVTransferConfig, ServeConfig
 from paceline.core.machine import available_memory
 from paceline.services.common.secret import make_secret
 from paceline.services.common.tasks import end_tasks
-from paceline.services.common.unix_listener import remove_stale_sockets
+from paceline.services.common.unix_socket import remove_stale_sockets
 from paceline.services.kvtransfer.arena import remove_stale_arenas
 from paceline.services.serve import checks, welcome
 from paceline.services.serve.child import Child

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
+from paceline.services.common.unix_socket import Framed, socket_address
 
 RETRY_SECONDS = 0.5
 """After a batch that could not be sent. By then a session that broke is known to have done so."""
@@ -138,3 +141,52 @@ class BatchSender:
 
 def _closed() -> UnavailableError:
     return UnavailableError("this worker has no session with kvtransfer")
+
+
+class HostConnection:
+    """A worker's connection to the kvtransfer of its host. Open it by `connect`."""
+
+    def __init__(self) -> None:
+        self._framed = Framed(self._take_reply, self._fail)
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[pb.BatchReply]] = {}
+
+    @classmethod
+    async def connect(cls, path: str) -> HostConnection:
+        """Raises OSError."""
+        connection, loop = cls(), asyncio.get_running_loop()
+        with socket_address(Path(path)) as address:
+            await loop.create_unix_connection(lambda: connection._framed, address)
+        return connection
+
+    @property
+    def is_open(self) -> bool:
+        return self._framed.is_open
+
+    async def call(self, request: pb.BatchRequest) -> pb.BatchReply:
+        """Sends a request and waits for its reply; one that comes later is not heard. Raises UnavailableError where
+        none can come any more."""
+        request.id = next(self._ids)
+        reply: asyncio.Future[pb.BatchReply] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = reply
+        try:
+            if not self.is_open:
+                self._fail()
+            self._framed.send(request)
+            return await reply
+        finally:
+            del self._waiting[request.id]
+
+    def close(self) -> None:
+        self._framed.abort()
+
+    def _take_reply(self, message: bytes) -> None:
+        reply = pb.BatchReply.FromString(message)
+        waiting = self._waiting.get(reply.id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    def _fail(self) -> None:
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(UnavailableError("the connection to kvtransfer has ended"))

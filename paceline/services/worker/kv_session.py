@@ -17,13 +17,12 @@ from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
-from paceline.services.common.framed import HostConnection
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import heeding_cancellation, open_channel, unmapped_error
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb
-from paceline.services.worker.batch_sender import BatchSender
+from paceline.services.worker.batch_sender import BatchSender, HostConnection
 from paceline.services.worker.kv_holds import KVHolds
 
 ATTACH_SECONDS = 60.0

@@ -25,7 +25,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.engine.pool_directory import Move, PoolDirectory
 from paceline.kernels.block_copies import BlockCopies
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.huge_pages import map_shared, take_huge_pages
+from paceline.services.common.shared_memory import map_shared, take_huge_pages
 from paceline.services.worker.cuda_memory import device_name, export, map_exported
 
 LOOK_SECONDS = 1.0

@@ -26,8 +26,6 @@ from paceline.engine.loading import Loaded, load
 from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.models.config import read_config
-from paceline.services.common.arena_map import map_arena
-from paceline.services.common.framed import Framed
 from paceline.services.common.lifecycle import (
     announce_ready,
     reachable_address,
@@ -35,11 +33,11 @@ from paceline.services.common.lifecycle import (
     stop_on_signals,
     unique_name,
 )
-from paceline.services.common.metrics import metrics_to_pb
-from paceline.services.common.registry import Member, Registrar, Role
+from paceline.services.common.registry import Member, Registrar, Role, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import read_secret
-from paceline.services.common.unix_listener import UnixListener
+from paceline.services.common.shared_memory import map_arena
+from paceline.services.common.unix_socket import Framed, UnixListener
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory, device_memory
 from paceline.services.worker.warm_up import warm_up

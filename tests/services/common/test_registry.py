@@ -4,8 +4,7 @@ import pytest
 
 from paceline.core.metrics import Family, Histogram, Sample
 from paceline.proto import fleet_pb2 as pb
-from paceline.services.common.metrics import metrics_to_pb
-from paceline.services.common.registry import Member
+from paceline.services.common.registry import Member, metrics_to_pb
 
 STEPS = Sample("steps", 3, Family("steps", "Steps that were computed"), {"kind": "model"})
 MEMBER = Member(

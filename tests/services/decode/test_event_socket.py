@@ -10,10 +10,9 @@ import pytest
 
 from paceline.core.types import Token
 from paceline.proto import worker_pb2
-from paceline.services.common.framed import Framed, socket_address
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.secret import Secret
-from paceline.services.common.unix_listener import UnixListener
+from paceline.services.common.unix_socket import Framed, UnixListener, socket_address
 from paceline.services.decode.event_socket import EventConnection
 from paceline.services.decode.outbox import MAX_TOKENS, Outboxes
 from paceline.services.gateway.event_feed import EventFeed, FeedError, Inbox

@@ -24,8 +24,7 @@ from paceline.engine.engine import STEP_SECONDS
 from paceline.engine.stats import SchedulerStats
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import HostReport, LoadReport
-from paceline.services.common.metrics import metrics_to_pb
-from paceline.services.common.registry import Member, Registrar, Role, State
+from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
 from paceline.services.common.rpc import RpcServer, mapped_errors
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks

@@ -14,11 +14,11 @@ import grpc.aio
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.proto.common_pb2 import Key
-from paceline.services.common.framed import HostConnection
 from paceline.services.common.rpc import RpcServer, open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
+from paceline.services.worker.batch_sender import HostConnection
 from tests.services.kvtransfer.kv_toolkit import LEASE, chain
 
 SLOT = 4096

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.turns import PAGE_BYTES
-from paceline.services.common.arena_map import map_arena
+from paceline.services.common.shared_memory import map_arena
 from paceline.services.kvtransfer.arena import Arena, check_room, remove_stale_arenas
 
 SIZE = 1 << 20

@@ -9,7 +9,7 @@ import pytest
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto.common_pb2 import Key
-from paceline.services.common.arena_map import map_arena
+from paceline.services.common.shared_memory import map_arena
 from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, key, release, reserve, seal
 from tests.services.kvtransfer.kv_toolkit import LEASE, chain
 

@@ -13,9 +13,9 @@ import pytest
 
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.framed import HostConnection
-from paceline.services.common.unix_listener import remove_stale_sockets
+from paceline.services.common.unix_socket import remove_stale_sockets
 from paceline.services.kvtransfer.host_socket import HostSocket, Reply
+from paceline.services.worker.batch_sender import HostConnection
 
 REFUSED, BROKEN, SLOW, BIG = 1, 2, 3, 4
 """Sessions."""

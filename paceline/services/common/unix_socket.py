@@ -1,20 +1,24 @@
-"""Messages over a stream of bytes, each behind its length: what processes of a host speak on Unix sockets, where gRPC,
-with threads of its own in both, takes longer than all the rest of a handoff or of a token's way."""
+"""Messages between processes of a host, over Unix sockets beside the arena. Each message follows its length.
+
+gRPC has threads of its own in both processes. For small messages they take longer than all the rest of a handoff or of
+a token's way.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
+import secrets
+import socket
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
 from google.protobuf.message import Message
 
-from paceline.core.errors import UnavailableError
-from paceline.proto import kvtransfer_pb2 as pb
+from paceline.core.errors import ConfigError
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 
 _LENGTH_BYTES = 4
@@ -96,50 +100,61 @@ class Framed(asyncio.Protocol):
         self._on_lost()
 
 
-class HostConnection:
-    """A worker's connection to the kvtransfer of its host. Open it by `connect`."""
+class UnixListener:
+    """Listens from `start` to `close`. Whoever connects runs as the same user, so a connection needs no secret.
 
-    def __init__(self) -> None:
-        self._framed = Framed(self._take_reply, self._fail)
-        self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[pb.BatchReply]] = {}
+    Args:
+        folder: that of the arena, which all workers of the host see.
+        make: makes our end of a new connection.
+    """
 
-    @classmethod
-    async def connect(cls, path: str) -> HostConnection:
-        """Raises OSError."""
-        connection, loop = cls(), asyncio.get_running_loop()
-        with socket_address(Path(path)) as address:
-            await loop.create_unix_connection(lambda: connection._framed, address)
+    def __init__(self, folder: Path, make: Callable[[], Framed]) -> None:
+        self.path = folder / f"{_prefix()}{secrets.token_hex(8)}.sock"
+        self._make = make
+        self._connections: weakref.WeakSet[Framed] = weakref.WeakSet()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Raises ConfigError."""
+        remove_stale_sockets(self.path.parent)
+        listener, hidden = socket.socket(socket.AF_UNIX), self.path.with_suffix(".new")
+        try:
+            with socket_address(hidden) as address:
+                listener.bind(address)
+            os.chmod(hidden, 0o600)  # nobody can connect before it listens
+            self._server = await asyncio.get_running_loop().create_unix_server(self._connection, sock=listener)
+            hidden.rename(self.path)  # and nobody take it for a stale one
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"cannot listen at {self.path} ({error}); choose another --arena-dir") from error
+
+    async def close(self) -> None:
+        """Ends all connections and removes the socket."""
+        if self._server is not None:
+            self._server.close()
+            for connection in list(self._connections):
+                connection.close()
+            self.path.unlink(missing_ok=True)
+
+    def _connection(self) -> Framed:
+        connection = self._make()
+        self._connections.add(connection)
         return connection
 
-    @property
-    def is_open(self) -> bool:
-        return self._framed.is_open
 
-    async def call(self, request: pb.BatchRequest) -> pb.BatchReply:
-        """Sends a request and waits for its reply; one that comes later is not heard. Raises UnavailableError where
-        none can come any more."""
-        request.id = next(self._ids)
-        reply: asyncio.Future[pb.BatchReply] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = reply
-        try:
-            if not self.is_open:
-                self._fail()
-            self._framed.send(request)
-            return await reply
-        finally:
-            del self._waiting[request.id]
+def remove_stale_sockets(folder: Path) -> None:
+    """Removes this user's sockets whose service was killed before it could."""
+    for path in folder.glob(f"{_prefix()}*.sock"):
+        with socket.socket(socket.AF_UNIX) as probe, socket_address(path) as address:
+            probe.setblocking(False)
+            try:
+                probe.connect(address)
+            except ConnectionRefusedError:
+                if path.is_socket():
+                    path.unlink(missing_ok=True)
+            except OSError:
+                continue  # nobody's of ours, gone by now, or so busy that it lives
 
-    def close(self) -> None:
-        self._framed.abort()
 
-    def _take_reply(self, message: bytes) -> None:
-        reply = pb.BatchReply.FromString(message)
-        waiting = self._waiting.get(reply.id)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
-
-    def _fail(self) -> None:
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(UnavailableError("the connection to kvtransfer has ended"))
+def _prefix() -> str:
+    return f"paceline-{os.getuid()}-"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.common.huge_pages import map_shared, take_huge_pages
+from paceline.services.common.shared_memory import map_shared, take_huge_pages
 
 HUGE = 2 << 20
 SIZE = 2 * HUGE + 4096

@@ -1,0 +1,136 @@
+"""Files that several processes of a host map: the arena and the pools beside it.
+
+Their memory is in pages of 2 MiB if Linux has them (6.1 or newer, MADV_COLLAPSE), because attention reads all over it,
+and with pages of 4 KiB it waits for page tables about as often as for keys. A huge page must also begin at a multiple
+of its size in the address space. Python's own `mmap` does not promise that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import weakref
+from pathlib import Path
+
+from paceline.core.errors import ConfigError
+from paceline.core.turns import PAGE_BYTES
+
+_PAGE = 2 << 20
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MADV_COLLAPSE = 25
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def map_shared(descriptor: int, size: int) -> memoryview:
+    """Map the first `size` bytes of a file, shared and writable, until the last view of them is gone.
+
+    The file stays open for as long, and so do locks that its descriptor holds. A mapping alone would not do that on
+    overlayfs, where it keeps a file of the layer below open, and the lock is on the one above.
+
+    Raises:
+        OSError: there is no room in the address space, or the file cannot be mapped.
+    """
+    # The reserved range has room for an aligned part, where the file is mapped.
+    reserved = _mmap(None, size + _PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    try:
+        at = -(-reserved // _PAGE) * _PAGE
+        _mmap(at, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+        kept = os.dup(descriptor)
+    except OSError:
+        _libc.munmap(reserved, size + _PAGE)
+        raise
+    whole = (ctypes.c_ubyte * size).from_address(at)
+    weakref.finalize(whole, _unmap, reserved, size + _PAGE, kept).atexit = False
+    return memoryview(whole).cast("B")
+
+
+def _unmap(reserved: int, size: int, descriptor: int) -> None:
+    _libc.munmap(reserved, size)
+    os.close(descriptor)
+
+
+def take_huge_pages(descriptor: int, size: int) -> bool:
+    """Gives a new and empty file its memory in huge pages, as far as there are any; the rest stays untaken.
+
+    Returns whether all whole pages are huge. Raises OSError where there is no memory.
+    """
+    whole = size // _PAGE * _PAGE
+    if whole == 0:
+        return False
+    view = map_shared(descriptor, whole)
+    # A page without any memory does not become a huge one, and one with much of it would be copied.
+    for start in range(0, whole, _PAGE):
+        os.pwrite(descriptor, b"\0", start)
+    return bool(_libc.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), whole, _MADV_COLLAPSE) == 0)
+
+
+def _mmap(at: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:
+    address = _libc.mmap(at, size, protection, flags, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"cannot map {size} bytes")
+    return int(address)
+
+
+def map_arena(path: Path, size: int) -> memoryview:
+    """Maps the arena that the kvtransfer service made, shared and writable: its blocks, and behind them the page of
+    `paceline.core.turns`.
+
+    Until the last view of it is released it stays readable, even after the service has gone, and nobody takes the file
+    for a stale one.
+
+    Args:
+        size: bytes for blocks that the service announced.
+
+    Raises:
+        ConfigError: there is no such file, it is not the private arena of this user, or it cannot be mapped.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot open the arena {path} ({error.strerror}); worker and kvtransfer must run as the same user "
+            "and see the same --arena-dir"
+        ) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ConfigError(f"{path} is not an arena that only this user can open; refusing to use it")
+        whole = size + PAGE_BYTES
+        if status.st_size != whole:
+            raise ConfigError(f"the arena {path} has {status.st_size} bytes where its service announced {whole}")
+        _lock(descriptor, fcntl.F_RDLCK)
+        try:
+            return map_shared(descriptor, whole)  # which keeps the file open, and so the lock
+        except OSError as error:
+            raise ConfigError(f"cannot map the arena {path} ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
+
+
+def is_mapped(descriptor: int) -> bool:
+    """Whether a worker maps this arena."""
+    try:
+        _lock(descriptor, fcntl.F_WRLCK)
+    except OSError:
+        return True
+    _lock(descriptor, fcntl.F_UNLCK)
+    return False
+
+
+def _lock(descriptor: int, kind: int) -> None:
+    """A lock of the open file, as long as that is open; beside the service's own, which is of another kind.
+
+    Raises:
+        OSError: somebody else has one that does not go with it.
+    """
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, 0, 0, 0))
