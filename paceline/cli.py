@@ -31,6 +31,7 @@ from paceline.core.config import (
 )
 from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
+from paceline.scale import scale
 from paceline.services.common.secret import make_secret
 from paceline.top import top
 from paceline.trace import trace
@@ -52,6 +53,7 @@ one service each, for containers and clusters
 tools
   top                 show the fleet and its speed, live
   trace REQUEST_ID    show one request's life
+  scale ROLE=N        change how many workers a running stack has
   prepare MODEL       fetch or convert a model and print its folder
   token FILE          make the secret by which services know each other
   version             print the version
@@ -94,7 +96,7 @@ _METAVARS = {
     "speculative_config": "JSON",
 }
 _SHORT = {"speculative_config": ("-sc",)}
-_HIDDEN = {"ready_fd"}
+_HIDDEN = {"ready_fd", "supervisor_socket"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,6 +142,20 @@ def build_parser() -> argparse.ArgumentParser:
     look.add_argument("request_id", metavar="REQUEST_ID", help="from the answer, or its header x-request-id")
     _add_gateway(look)
     look.add_argument("--json", action="store_true", help="print all that the gateway knows")
+    resize = _add_command(
+        commands, "scale", "[ROLE=N ...] [options]", "Change how many workers a running stack has. No request is lost."
+    )
+    resize.add_argument(
+        "targets", metavar="ROLE=N", nargs="*", help="such as prefill=3 decode=1; without any, the fleet is printed"
+    )
+    _add_gateway(resize)
+    resize.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait this long for new workers to be ready and for old ones to end; 0 returns at once",
+    )
     token = _add_command(commands, "token", "FILE", "Make the secret for --auth-token-file; one that is there stays.")
     token.add_argument("file", type=Path, metavar="FILE", help="file to write, for this user alone")
     _add_command(commands, "version", "", "Print the version.")
@@ -158,6 +174,8 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         top(arguments["url"], _api_key(arguments), max(arguments["interval"], 0.1), arguments["count"])
     elif name == "trace":
         trace(arguments["request_id"], arguments["url"], _api_key(arguments), arguments["json"])
+    elif name == "scale":
+        scale(arguments["targets"], arguments["url"], _api_key(arguments), arguments["wait"])
     elif name == "token":
         make_secret(arguments["file"])
     elif name == "prepare":
@@ -169,6 +187,7 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         # container would not even be ended by SIGTERM.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         env.share_cores()
+        env.quiet_grpc()
         run = importlib.import_module(f"paceline.services.{name}.main").run
         # A worker's name in its logs and traces is its name in the cluster.
         _setup_telemetry(getattr(config, "worker_id", "") or name, config)

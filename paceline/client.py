@@ -6,6 +6,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
@@ -13,20 +14,29 @@ from paceline.core.errors import InvalidRequestError, UnavailableError
 SECONDS = 5.0
 
 
-def fetch(url: str, path: str, api_key: str) -> dict[str, Any]:
-    """The JSON object at `path` of the gateway at `url`.
+def fetch(
+    url: str, path: str, api_key: str, body: Mapping[str, object] | None = None, seconds: float = SECONDS
+) -> dict[str, Any]:
+    """Return the JSON object at `path` of the gateway at `url`.
+
+    Args:
+        body: sent with POST; without a body the request is a GET.
+        seconds: deadline of the request.
 
     Raises:
-        InvalidRequestError: the gateway refuses; in its words, where it has some.
-        UnavailableError: there is no gateway.
+        InvalidRequestError: the gateway refuses. The message is the gateway's, if it gave one.
+        UnavailableError: no gateway answers there.
     """
     try:
         if not url.startswith(("http://", "https://")):
             raise ValueError("not an http URL")
         request = urllib.request.Request(f"{url.rstrip('/')}{path}")
+        if body is not None:
+            request.data = json.dumps(body).encode()
+            request.add_header("Content-Type", "application/json")
         if api_key:
             request.add_header("Authorization", f"Bearer {api_key}")
-        with urllib.request.urlopen(request, timeout=SECONDS) as response:
+        with urllib.request.urlopen(request, timeout=seconds) as response:
             answer = json.load(response)
         if not isinstance(answer, dict):
             raise ValueError("its answer is no JSON object")

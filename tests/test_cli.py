@@ -51,7 +51,11 @@ def test_help_shows_every_field_but_the_hidden_one(name: str, capsys: pytest.Cap
         main([name, "--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
-    names = {field.name for field in dataclasses.fields(SERVICES[name].config)} - {"ready_fd", "model"}
+    names = {field.name for field in dataclasses.fields(SERVICES[name].config)} - {
+        "ready_fd",
+        "supervisor_socket",
+        "model",
+    }
     assert all(re.search(rf"  --{field.replace('_', '-')}[ ,]", text) for field in names)
     assert "ready-fd" not in text
 

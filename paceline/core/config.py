@@ -106,6 +106,7 @@ class GatewayConfig(ServiceConfig):
         "limits",
         at_least=0,
     )
+    supervisor_socket: str = option("", "Unix socket of the supervisor that adds and removes workers", "network")
     max_attempts: int = option(
         5, "tries in a row at one request when workers fail, each before it has decoded a token", "limits", at_least=1
     )

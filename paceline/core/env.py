@@ -38,6 +38,14 @@ def share_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def quiet_grpc() -> None:
+    """Keep gRPC from logging that a peer has ended, unless the user wants it; call it before gRPC is imported.
+
+    What fails comes as an error, which is reported where it belongs.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
 def quiet_ucx() -> None:
     """Lets UCX say nothing on its own, unless the user wants it to; call it before UCX is loaded.
 

@@ -14,6 +14,7 @@ from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestIdMiddleware
 from paceline.services.gateway.operations import make_operations
+from paceline.services.gateway.scaling import make_scaling
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -41,6 +42,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     install_error_handlers(app)
     app.include_router(make_api(gateway))
     app.include_router(make_operations(gateway))
+    app.include_router(make_scaling(gateway))
     # The last one added is the first to see a request.
     if keys := _keys(config.api_key) or env.api_keys():
         app.add_middleware(ApiKeyMiddleware, keys=keys)

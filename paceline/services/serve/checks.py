@@ -79,6 +79,19 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> No
         )
 
 
+def check_more_workers(config: ServeConfig, folder: Path, added: int, available: int | None) -> None:
+    """Raise ConfigError if so many more workers of a running stack do not fit into `available` bytes."""
+    if available is None:
+        return
+    own_weights = _weight_bytes(folder, config, 2) - _weight_bytes(folder, config, 1) if config.device == "cpu" else 0
+    own_pool = _kv_bytes(config, 2) - _kv_bytes(config, 1)
+    needed = added * (PROCESS_BYTES + own_weights + own_pool)
+    if needed > available:
+        raise ConfigError(
+            f"{added} more workers need {_gib(needed)} of memory and {_gib(available)} are free; add fewer"
+        )
+
+
 def _kv_bytes(config: ServeConfig, workers: int) -> int:
     """What KV blocks take at least."""
     memory = LEAST_KV_BYTES if config.kv_memory == "auto" else parse_bytes(config.kv_memory)

@@ -7,8 +7,9 @@ import contextlib
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal, TextIO, get_args
+from typing import Literal, TextIO
 
 from paceline.core.config import KVTransferConfig, ServeConfig
 from paceline.core.machine import available_memory
@@ -18,10 +19,12 @@ from paceline.services.common.unix_socket import remove_stale_sockets
 from paceline.services.kvtransfer.arena import remove_stale_arenas
 from paceline.services.serve import checks, welcome
 from paceline.services.serve.child import Child
-from paceline.services.serve.post import Post
+from paceline.services.serve.managed_process import ManagedProcess
 from paceline.services.serve.private_folder import private_folder
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
+from paceline.services.serve.scaling_socket import ScalingSocket
 from paceline.services.serve.settings import stack_settings
+from paceline.services.serve.worker_fleet import WorkerFleet
 
 PREPARE_SECONDS = 3600.0
 """For downloading and converting a model."""
@@ -32,8 +35,8 @@ REDIS_SECONDS = 10.0
 GRACE_SECONDS = 5.0
 """For a process to end, beyond its time for draining."""
 
-# In the order of stopping: whoever uses a service ends before it.
-Stage = Literal["model", "gateway", "workers", "kvtransfer", "redis"]
+Part = Literal["model", "gateway", "kvtransfer", "redis"]
+"""What a stack consists of besides its workers."""
 
 
 class Supervisor:
@@ -46,10 +49,12 @@ class Supervisor:
     def __init__(self, config: ServeConfig, command: Callable[..., Sequence[str]]) -> None:
         self._config = config
         self._command = command
-        self._stages: dict[Stage, list[Post]] = {stage: [] for stage in get_args(Stage)}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._parts: dict[Part, ManagedProcess] = {}
+        self._workers: WorkerFleet | None = None
+        self._scaling: ScalingSocket | None = None
+        self._supervisions: list[asyncio.Task[None]] = []
         self._broken: asyncio.Queue[BaseException] = asyncio.Queue()
-        """Why a post of the stack cannot be kept filled."""
+        """Why a process of the stack cannot be kept running."""
         self._serves = False
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -97,7 +102,8 @@ class Supervisor:
             if broken.done() and not stop.done():
                 raise broken.result()
         finally:
-            await end_tasks(start, broken, stop, *self._keepers)
+            workers = [] if self._workers is None else self._workers.tasks()
+            await end_tasks(start, broken, stop, *self._supervisions, *workers)
 
     async def _start(self, folder: Path) -> None:
         model = await self._prepare()
@@ -109,20 +115,26 @@ class Supervisor:
         make_secret(secret)
         settings.write_text(stack_settings(self._config, model, redis, folder.name, secret))
         config = f"--config={settings}"
-        # With a name of its own, one that is started again finds the arena of the one before.
-        kvtransfer = await self._launch(
-            "kvtransfer", "kvtransfer", "kvtransfer", config, f"--host-id={folder.name}", keeps_address=True
+        # A kvtransfer that is started again finds the arena of the one before by this name.
+        kvtransfer = await self._start_part(
+            "kvtransfer", self._service("kvtransfer", config, f"--host-id={folder.name}")
         )
-        kv_address = await kvtransfer.ready()
-        workers = [
-            await self._launch(
-                "workers", f"{role}-{i}", role, config, f"--kvtransfer-address={kv_address}", f"--worker-id={role}-{i}"
-            )
-            for role, count in (("prefill", self._config.prefill), ("decode", self._config.decode))
-            for i in range(count)
-        ]
-        gateway = await self._launch("gateway", "gateway", "gateway", config, keeps_address=True)
-        _, address = await asyncio.gather(asyncio.gather(*(worker.ready() for worker in workers)), gateway.ready())
+        worker_flags = (config, f"--kvtransfer-address={await kvtransfer.ready()}")
+        self._workers = workers = WorkerFleet(
+            lambda role, name: self._service(role, *worker_flags, f"--worker-id={name}", name=name),
+            self._supervise,
+            lambda worker: worker.stop(self._grace, self._hurry),
+            partial(self._check_room, model),
+            say,
+        )
+        await workers.scale({"prefill": self._config.prefill, "decode": self._config.decode})
+        scaling = ScalingSocket(folder / "scale.sock", workers)
+        await scaling.start()
+        self._scaling = scaling
+        gateway = await self._start_part(
+            "gateway", self._service("gateway", config, f"--supervisor-socket={scaling.path}")
+        )
+        _, address = await asyncio.gather(workers.ready(), gateway.ready())
         port = _port(address)
         await welcome.wait_until_serving(self._config.host, port)
         say(welcome.first_request(self._config, model, port))
@@ -132,12 +144,12 @@ class Supervisor:
         config = self._config
         arguments = (config.model, f"--cache-dir={config.cache_dir}", f"--quantization={config.quantization}")
         command = self._command("prepare", *arguments)
-        post = Post(
+        process = ManagedProcess(
             lambda _: Child.start("prepare", command, "stdout", warn), lambda child: child.answer(PREPARE_SECONDS), warn
         )
-        self._stages["model"].append(post)
-        child = await post.fill()
-        folder = Path(await post.ready())
+        self._parts["model"] = process
+        child = await process.start()
+        folder = Path(await process.ready())
         await asyncio.wait({child.exited}, timeout=GRACE_SECONDS)
         return folder
 
@@ -155,45 +167,72 @@ class Supervisor:
 
         # Its log tells nothing to whoever did not start it; the last line is kept for a failure.
         command = redis_command(socket)
-        post = Post(lambda _: Child.start("redis", command, "nothing", lambda line: None), ready, warn)
-        await self._enlist("redis", post)
-        return await post.ready()
+        process = ManagedProcess(lambda _: Child.start("redis", command, "nothing", lambda line: None), ready, warn)
+        return await (await self._start_part("redis", process)).ready()
 
-    async def _launch(self, stage: Stage, name: str, role: str, *arguments: str, keeps_address: bool = False) -> Post:
-        """Starts a service. One that others are told of at their start keeps its address when it is started again."""
+    def _service(self, role: str, *arguments: str, name: str = "") -> ManagedProcess:
+        """Make the process of a service. Each but a worker keeps its address when it is started again, because other
+        processes got that address at their start."""
+        is_worker = bool(name)
 
-        def start(address: str) -> Awaitable[Child]:
-            same = [f"--port={_port(address)}"] if keeps_address and address else []
-            return Child.start(name, self._command(role, *arguments, *same), "ready-fd", warn)
+        def launch(address: str) -> Awaitable[Child]:
+            same = [f"--port={_port(address)}"] if address and not is_worker else []
+            return Child.start(name or role, self._command(role, *arguments, *same), "ready-fd", warn)
 
-        async def ready(child: Child) -> str:
+        async def wait_ready(child: Child) -> str:
             address = await child.answer(START_SECONDS)
             report(child, address)
             return address
 
-        return await self._enlist(stage, Post(start, ready, warn))
+        return ManagedProcess(launch, wait_ready, warn)
 
-    async def _enlist(self, stage: Stage, post: Post) -> Post:
-        self._stages[stage].append(post)
-        await post.fill()
-        keeper = asyncio.create_task(post.keep(lambda: self._serves))
-        keeper.add_done_callback(self._note_end)
-        self._keepers.append(keeper)
-        return post
+    async def _start_part(self, part: Part, process: ManagedProcess) -> ManagedProcess:
+        self._parts[part] = process
+        await process.start()
+        self._supervisions.append(self._supervise(process))
+        return process
 
-    def _note_end(self, keeper: asyncio.Task[None]) -> None:
-        if not keeper.cancelled() and (error := keeper.exception()):
+    def _supervise(self, process: ManagedProcess) -> asyncio.Task[None]:
+        supervision = asyncio.create_task(process.supervise(lambda: self._serves))
+        supervision.add_done_callback(partial(self._note_end, process))
+        return supervision
+
+    def _note_end(self, process: ManagedProcess, supervision: asyncio.Task[None]) -> None:
+        if supervision.cancelled() or (error := supervision.exception()) is None:
+            return
+        if self._serves and self._workers is not None and self._workers.give_up(process):
+            warn(f"{error}; the stack goes on without it")
+        else:
             self._broken.put_nowait(error)
 
+    def _check_room(self, model: Path, added: int) -> None:
+        if self._serves:  # the first workers were checked with the rest of the stack
+            checks.check_more_workers(self._config, model, added, available_memory())
+
+    @property
+    def _grace(self) -> float:
+        """Seconds that a process has to end after SIGTERM."""
+        return self._config.drain_seconds + GRACE_SECONDS
+
     async def _stop_all(self) -> None:
-        grace = self._config.drain_seconds + GRACE_SECONDS
-        for posts in self._stages.values():
-            await asyncio.gather(*(post.clear(grace, self._hurry) for post in posts))
-        if self._stages["kvtransfer"]:
-            # One that had to be killed leaves its arena and its socket behind.
+        """Stop each process before the processes that it uses."""
+        if self._scaling is not None:
+            await self._scaling.close()
+        await self._stop_part("model")
+        await self._stop_part("gateway")
+        if self._workers is not None:
+            await self._workers.stop(self._grace, self._hurry)
+        await self._stop_part("kvtransfer")
+        await self._stop_part("redis")
+        if "kvtransfer" in self._parts:
+            # A kvtransfer that had to be killed leaves its arena and its socket behind.
             folder = Path(KVTransferConfig().arena_dir)
             remove_stale_arenas(folder)
             remove_stale_sockets(folder)
+
+    async def _stop_part(self, part: Part) -> None:
+        if (process := self._parts.get(part)) is not None:
+            await process.stop(self._grace, self._hurry)
 
 
 def _port(address: str) -> int:

@@ -15,7 +15,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -56,11 +56,30 @@ class Stack:
             assert line is not None, f"{wanted!r} never came:\n{self.text}"
             self.lines.append(line)
 
+    def read_until_all(self, *wanted: str) -> None:
+        """Read until each text has come, in any order."""
+        while left := [text for text in wanted if text not in self.text]:
+            line = self._arriving.get(timeout=WAIT)
+            assert line is not None, f"{left} never came:\n{self.text}"
+            self.lines.append(line)
+
     def pids(self) -> dict[str, int]:
         return {match[1]: int(match[2]) for match in re.finditer(r"^  (\S+) +pid (\d+)", self.text, re.MULTILINE)}
 
     def addresses(self) -> dict[str, str]:
         return {match[1]: match[2] for match in re.finditer(r"^  (\S+) +pid \d+ +(\S+)", self.text, re.MULTILINE)}
+
+    def scale(self, request: str) -> dict[str, Any]:
+        """Send one line to the supervisor, as the gateway does."""
+        (folder,) = {Path(path).parent for path in re.findall(r"unix://(\S+)", self.text)}
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(WAIT)
+            connection.connect(str(folder / "scale.sock"))
+            connection.sendall(request.encode() + b"\n")
+            with connection.makefile() as answers:
+                answer = json.loads(answers.readline())
+        assert isinstance(answer, dict)
+        return answer
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -262,3 +281,53 @@ def test_a_taken_port_is_told_before_anything_starts(start: Start) -> None:
         stack = start(port=port)
         assert stack.end() == 1
     assert stack.lines == [f"port {port} of 127.0.0.1 is taken; choose another with --port or --host"]
+
+
+def test_workers_are_added_and_the_youngest_are_drained(start: Start) -> None:
+    stack = start(prefill=1, decode=1)
+    stack.read_until("Ctrl-C stops")
+    added = stack.scale('{"prefill": 3}')
+    assert added["prefill"]["wanted"] == 3
+    assert added["decode"] == {"wanted": 1, "ready": 1, "draining": 0}
+    stack.read_until_all("  prefill-1 ", "  prefill-2 ")
+    assert stack.scale("{}")["prefill"] == {"wanted": 3, "ready": 3, "draining": 0}
+    assert stack.scale('{"prefill": 1}')["prefill"] == {"wanted": 1, "ready": 1, "draining": 2}
+    stack.read_until_all("  prefill-1    has ended", "  prefill-2    has ended")
+    alive = {name for name, pid in stack.pids().items() if psutil.pid_exists(pid)}
+    assert alive == {"redis", "kvtransfer", "prefill-0", "decode-0", "gateway"}
+    stack.scale('{"prefill": 0, "decode": 2}')
+    stack.read_until("  decode-1 ")
+    stack.scale('{"prefill": 1}')
+    stack.read_until("  prefill-3 ")  # a name is not used twice
+    assert "starting it again" not in stack.text
+    stack.signal(signal.SIGINT)
+    assert stack.end() == 0
+    assert stack.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        ('{"decode": 0}', "decode must be from 1 to 64, not 0"),
+        ('{"prefill": 65}', "prefill must be from 0 to 64, not 65"),
+        ('{"encode": 1}', "there are no encode workers; scale prefill or decode"),
+        ('{"decode": "2"}', 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'),
+        ("nonsense", 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'),
+    ],
+)
+def test_a_scaling_request_that_makes_no_fleet_is_refused(start: Start, request_: str, why: str) -> None:
+    stack = start()
+    stack.read_until("Ctrl-C stops")
+    assert stack.scale(request_) == {"error": why}
+    assert stack.scale("{}")["decode"] == {"wanted": 1, "ready": 1, "draining": 0}
+
+
+def test_an_added_worker_that_keeps_ending_is_given_up_and_the_stack_goes_on(start: Start) -> None:
+    stack = start({"decode": "serve once"})
+    stack.read_until("Ctrl-C stops")
+    stack.scale('{"decode": 2}')
+    stack.read_until("the stack goes on without it")
+    assert stack.scale("{}")["decode"] == {"wanted": 1, "ready": 1, "draining": 0}
+    stack.signal(signal.SIGINT)
+    assert stack.end() == 0
+    assert stack.leftovers() == []

@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--kvtransfer-address", default=argparse.SUPPRESS)
     parser.add_argument("--worker-id", default=argparse.SUPPRESS)
     parser.add_argument("--host-id", default=argparse.SUPPRESS)
+    parser.add_argument("--supervisor-socket", default=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=argparse.SUPPRESS)
     flags = vars(parser.parse_args(arguments))
     if action == "serve once":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.core.config import ServeConfig
 from paceline.core.errors import PacelineError
-from paceline.services.serve import post, supervisor
+from paceline.services.serve import managed_process, supervisor
 
 SERVICE = Path(__file__).with_name("toy_service.py")
 
@@ -20,7 +20,7 @@ SERVICE = Path(__file__).with_name("toy_service.py")
 def main() -> int:
     config, actions = ServeConfig(**json.loads(sys.argv[1])), json.loads(sys.argv[2])
     supervisor.GRACE_SECONDS = float(sys.argv[3])
-    post._PAUSES = (0.01, 0.05)
+    managed_process._PAUSES = (0.01, 0.05)
 
     def command(role: str, *arguments: str) -> list[str]:
         return [sys.executable, str(SERVICE), actions.get(role, "serve"), role, *arguments]

@@ -1,0 +1,61 @@
+"""`paceline scale`: change how many workers a stack has, while it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.client import fetch
+from paceline.core.errors import ConfigError, UnavailableError
+
+SECONDS = 60.0
+"""Deadline of one request to the gateway."""
+POLL_SECONDS = 0.5
+
+
+def scale(targets: Sequence[str], url: str, api_key: str, wait: float) -> None:
+    """Ask for workers and print the fleet.
+
+    Args:
+        targets: e.g. "prefill=3"; empty only prints the fleet.
+        wait: seconds to wait until all wanted workers are ready and no worker drains; 0 returns at once.
+
+    Raises:
+        ConfigError: a target cannot be read.
+        InvalidRequestError: the gateway or its supervisor refuses.
+        UnavailableError: no gateway answers, or the fleet is not as wanted in time.
+    """
+    wanted = _parse(targets)
+    state = fetch(url, "/fleet/scale", api_key, wanted or None, SECONDS)
+    deadline = time.monotonic() + wait
+    while wait and not _is_settled(state):
+        if time.monotonic() >= deadline:
+            raise UnavailableError(f"after {wait:g} seconds the fleet is not as wanted yet: {_describe(state)}")
+        time.sleep(POLL_SECONDS)
+        state = fetch(url, "/fleet/scale", api_key, seconds=SECONDS)
+    print(_describe(state))
+
+
+def _parse(targets: Sequence[str]) -> dict[str, int]:
+    wanted: dict[str, int] = {}
+    for target in targets:
+        role, _, count = target.partition("=")
+        if role not in ("prefill", "decode") or not count.isascii() or not count.isdigit():
+            raise ConfigError(f"cannot read {target!r}; write it like prefill=3 or decode=1")
+        wanted[role] = int(count)
+    return wanted
+
+
+def _is_settled(state: Mapping[str, Any]) -> bool:
+    return all(role["ready"] >= role["wanted"] and not role["draining"] for role in state.values())
+
+
+def _describe(state: Mapping[str, Any]) -> str:
+    parts = []
+    for name, role in state.items():
+        notes = [f"{role['ready']} ready"]
+        if role["draining"]:
+            notes.append(f"{role['draining']} more draining")
+        parts.append(f"{name} {role['wanted']} ({', '.join(notes)})")
+    return ", ".join(parts)

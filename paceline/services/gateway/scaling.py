@@ -1,0 +1,70 @@
+"""The endpoint that adds and removes workers, by the supervisor of this machine's stack."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.services.gateway.body import Body
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.gateway import Gateway
+
+ANSWER_SECONDS = 30.0
+"""Time for the supervisor to start processes, which then load the model on their own."""
+
+
+class ScaleRequest(Body):
+    """How many workers there should be. A role that is left out stays as it is."""
+
+    prefill: int | None = Field(None, ge=0, le=64)
+    decode: int | None = Field(None, ge=1, le=64)
+
+
+def make_scaling(gateway: Gateway) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.get("/fleet/scale")
+    async def state() -> dict[str, Any]:
+        return await _ask_supervisor(gateway.config.supervisor_socket, {})
+
+    @router.post("/fleet/scale")
+    async def scale(body: ScaleRequest) -> dict[str, Any]:
+        targets = {
+            role: count for role, count in (("prefill", body.prefill), ("decode", body.decode)) if count is not None
+        }
+        if not targets:
+            raise InvalidRequestError("say how many workers there should be: prefill, decode or both", "decode")
+        return await _ask_supervisor(gateway.config.supervisor_socket, targets)
+
+    return router
+
+
+async def _ask_supervisor(socket: str, targets: dict[str, int]) -> dict[str, Any]:
+    """Return the fleet's state after the supervisor has begun to reach `targets`."""
+    if not socket:
+        raise ApiError(
+            409,
+            "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services",
+            code="no_supervisor",
+        )
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            reader, writer = await asyncio.open_unix_connection(socket)
+            try:
+                writer.write(json.dumps(targets).encode() + b"\n")
+                answer = json.loads(await reader.readline())
+            finally:
+                writer.close()
+    except (OSError, ValueError, TimeoutError) as error:
+        raise UnavailableError(
+            f"the supervisor does not answer ({error or 'no answer in time'}); try again later"
+        ) from error
+    if "error" in answer:
+        raise InvalidRequestError(answer["error"], "decode")
+    return dict(answer)

@@ -1,0 +1,114 @@
+"""One service of a stack and the process that runs it. A process that ends is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+from paceline.core.errors import PacelineError, UnavailableError
+from paceline.services.serve.child import Child
+
+SETTLED_SECONDS = 5.0
+"""A process that ends sooner after its start is likely to do so again."""
+MOST_FAILURES = 5
+"""Ends in a row, each soon after a start, before the service is given up."""
+_PAUSES = (0.25, 10.0)
+"""Seconds before the first of several starts in a row, and at most."""
+
+
+class ManagedProcess:
+    """Owns one process at a time, from `start` to `stop`.
+
+    Args:
+        launch: starts a process. It gets the address at which the process before it listened, or "".
+        wait_ready: returns a process's address as soon as it serves. Raises PacelineError if it does not.
+        tell: shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[[str], Awaitable[Child]],
+        wait_ready: Callable[[Child], Awaitable[str]],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._launch = launch
+        self._wait_ready = wait_ready
+        self._tell = tell
+        self._address = ""
+        self._child: Child | None = None
+
+    async def start(self) -> Child:
+        """Start a process."""
+        launching = asyncio.ensure_future(self._launch(self._address))
+        try:
+            self._child = await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            self._child = await launching  # `stop` has to find it
+            raise
+        return self._child
+
+    async def ready(self) -> str:
+        """Wait until the process serves and return its address. Raises PacelineError if it does not."""
+        assert self._child is not None
+        self._address = await self._wait_ready(self._child)
+        return self._address
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process serves now."""
+        return self._child is not None and self._child.is_ready and not self._child.exited.done()
+
+    async def supervise(self, stack_serves: Callable[[], bool]) -> None:
+        """Start a new process whenever the process ends.
+
+        Raises:
+            PacelineError: the process ended before the stack served, or again and again soon after a start.
+        """
+        failures = 0
+        while True:
+            child, since = self._child, time.monotonic()
+            assert child is not None
+            await asyncio.wait({child.exited})
+            if not stack_serves():
+                raise child.failure()
+            soon = not child.is_ready or time.monotonic() < since + SETTLED_SECONDS
+            failures = failures + 1 if soon else 0
+            if failures == MOST_FAILURES:
+                raise UnavailableError(f"{child.failure()}; {failures} times in a row now, soon after its start")
+            self._tell(f"{child.failure()}; starting it again")
+            await asyncio.sleep(pause_before_start(failures))
+            await self.start()
+            await self.ready_or_stopped()
+
+    async def ready_or_stopped(self) -> None:
+        """Wait until the process serves. A process that does not in time is stopped."""
+        child = self._child
+        assert child is not None
+        try:
+            await self.ready()
+        except PacelineError as error:
+            if not child.exited.done():
+                self._tell(str(error))
+                await child.stop(0.0, asyncio.Event())
+
+    async def stop(self, grace: float, hurry: asyncio.Event) -> None:
+        """Stop the process, if one runs. `supervise` must have been cancelled before.
+
+        Args:
+            grace: seconds until the process is killed.
+            hurry: ends the grace.
+        """
+        if self._child is not None and not self._child.exited.done():
+            await self._child.stop(grace, hurry)
+
+
+def pause_before_start(failures: int) -> float:
+    """Return seconds to wait, random around a value that doubles with each failure.
+
+    Processes that failed together should not start together.
+    """
+    first, longest = _PAUSES
+    pause: float = min(longest, first * 2**failures)
+    return pause * random.uniform(0.5, 1.5)
