@@ -1,25 +1,51 @@
+"""Stacks that several test modules share, each started once in a run of all tests."""
+
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.stack.collector import Collector, collect
 from tests.stack.processes import Stack, serve
+from tests.stack.stacks import STACKS, Way
 
-MODEL = "smollm2-135m-instruct"
+
+@pytest.hookimpl(trylast=True)  # after pytest has ordered them by fixtures
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests that share a stack one after another, so that each stack starts once and no two live at a time."""
+    order = list(STACKS)
+
+    def place(item: pytest.Item) -> int:
+        name = (
+            item.callspec.params.get("way") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+        )
+        return order.index(name) if name in order else -1
+
+    items.sort(key=place)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def collector() -> Iterator[Collector]:
     with collect() as running:
         yield running
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Stack]:
-    """A stack with one worker of each role and the bundled instruct model, shared by a module."""
-    log = tmp_path_factory.mktemp("stack") / "log"
-    options = ("--kv-memory=512MiB", "--log-level=info", "--log-format=json")
-    with serve(log, MODEL, *options, environment={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}) as running:
+@pytest.fixture(scope="session")
+def way(request: pytest.FixtureRequest) -> Way:
+    """The model and the options of the shared stack; see `on`."""
+    return STACKS[request.param]
+
+
+@pytest.fixture(scope="session")
+def stack(
+    way: Way, tmp_path_factory: pytest.TempPathFactory, collector: Collector, real_model: Callable[[str], Path]
+) -> Iterator[Stack]:
+    """The stack that the test's mark `on` names."""
+    folder = tmp_path_factory.mktemp("stack")
+    options = way.options(real_model(way.model), folder)
+    with serve(
+        folder / "log", way.model, *options, environment={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+    ) as running:
         yield running

@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from bench.namespaces import NoNamespacesError
-from tests.stack.chaos import MODEL, Client, Plan, Report, attempts, chaos, one_host, two_hosts
-from tests.stack.processes import arenas, serve
+from tests.stack.chaos import Client, Plan, Report, attempts, chaos, one_host, two_hosts
+from tests.stack.processes import Stack, arenas
 from tests.stack.reference import PROMPTS
+from tests.stack.stacks import on
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
@@ -43,35 +44,34 @@ async def test_streams_survive_cuts_of_the_link_between_two_hosts(tmp_path: Path
     assert report.ended >= plan.streams
 
 
-async def test_the_arena_survives_its_service(tmp_path: Path) -> None:
+@on("default")
+async def test_the_arena_survives_its_service(stack: Stack) -> None:
     plan = Plan({}, streams=4, tokens=150, pause=(0, 0), prompts=PROMPTS[:4])
-    log = tmp_path / "log"
-    with serve(log, MODEL, "--kv-memory=512MiB") as stack:
-        async with httpx.AsyncClient(base_url=stack.url, timeout=120) as http:
-            client = Client(http, plan, Report())
-            await client.learn()
-            before, shared, workers = await attempts(http), arenas(stack.family()), stack.living("decode")
-            begun = asyncio.Semaphore(0)
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120) as http:
+        client = Client(http, plan, Report())
+        await client.learn()
+        before, shared, workers = await attempts(http), arenas(stack.family()), stack.living("decode")
+        begun = asyncio.Semaphore(0)
 
-            async def read(prompt: str) -> list[int]:
-                tokens = []
-                async for token in client.stream(prompt):
-                    tokens.append(token)
-                    if len(tokens) == 5:
-                        begun.release()
-                return tokens
+        async def read(prompt: str) -> list[int]:
+            tokens = []
+            async for token in client.stream(prompt):
+                tokens.append(token)
+                if len(tokens) == 5:
+                    begun.release()
+            return tokens
 
-            reading = {prompt: asyncio.create_task(read(prompt)) for prompt in plan.prompts}
-            for _ in reading:
-                await begun.acquire()
-            (service,) = stack.living("kvtransfer")
-            os.kill(service, signal.SIGKILL)
-            await asyncio.gather(*reading.values())
-            assert {prompt: task.result() for prompt, task in reading.items()} == client.expected
-            assert await attempts(http) == before + len(reading)
-            await stack.settled()
-            assert [token async for token in client.stream(PROMPTS[0])] == client.expected[PROMPTS[0]]
-        assert stack.living("decode") == workers
-        assert stack.living("kvtransfer") != [service]
-        assert arenas(stack.family()) == shared
-        assert "2 workers came back" in stack.process.text
+        reading = {prompt: asyncio.create_task(read(prompt)) for prompt in plan.prompts}
+        for _ in reading:
+            await begun.acquire()
+        (service,) = stack.living("kvtransfer")
+        os.kill(service, signal.SIGKILL)
+        await asyncio.gather(*reading.values())
+        assert {prompt: task.result() for prompt, task in reading.items()} == client.expected
+        assert await attempts(http) == before + len(reading)
+        await stack.settled()
+        assert [token async for token in client.stream(PROMPTS[0])] == client.expected[PROMPTS[0]]
+    assert stack.living("decode") == workers
+    assert stack.living("kvtransfer") != [service]
+    assert arenas(stack.family()) == shared
+    assert "2 workers came back" in stack.process.text

@@ -1,4 +1,4 @@
-"""A thousand mixed requests, many of which are cancelled at random: nothing leaks."""
+"""A thousand mixed requests, many of which clients cancel at random: nothing leaks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import random
 import httpx
 import pytest
 
-from tests.stack.conftest import MODEL
 from tests.stack.processes import Stack
+from tests.stack.stacks import SMOLLM, on
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 REQUESTS = 1000
 CONCURRENCY = 16
 GROWTH_BYTES = 64 << 20
-"""Allocators keep some; a leak of a thousand requests' state would be far more."""
+"""Allocators keep some memory; leaking the state of a thousand requests would take far more."""
 
 
+@on("default")
 async def test_a_thousand_requests_leave_nothing_behind(stack: Stack) -> None:
     rng = random.Random(2)
     shared = "A long shared introduction that many requests have in common. " * 6
@@ -29,7 +30,7 @@ async def test_a_thousand_requests_leave_nothing_behind(stack: Stack) -> None:
 
         async def request(index: int) -> None:
             body = {
-                "model": MODEL,
+                "model": SMOLLM,
                 "prompt": (shared if rng.random() < 0.3 else "") + f"Request {index} says",
                 "max_tokens": rng.choice((1, 2, 4, 8)),
                 "temperature": rng.choice((0, 0.8)),
@@ -39,7 +40,8 @@ async def test_a_thousand_requests_leave_nothing_behind(stack: Stack) -> None:
                 "stop": ["a"] if rng.random() < 0.2 else None,
                 "presence_penalty": 0.5 if rng.random() < 0.1 else 0,
             }
-            patience = rng.uniform(0, 1.0) if rng.random() < 0.4 else 120
+            # Some clients leave before a request can be placed, on any machine.
+            patience = rng.choice((0.02, 0.2, 1.0)) * rng.random() if rng.random() < 0.4 else 120
             async with slots:
                 try:
                     async with asyncio.timeout(patience):
@@ -58,17 +60,17 @@ async def test_a_thousand_requests_leave_nothing_behind(stack: Stack) -> None:
 
     assert outcomes["done"] + outcomes["cancelled"] == REQUESTS
     assert outcomes["done"] > 300
-    assert outcomes["cancelled"] > 100
+    assert outcomes["cancelled"] > 50
     assert {name: grown for name in after if (grown := after[name] - before[name]) > GROWTH_BYTES} == {}
 
 
 async def settled(stack: Stack) -> None:
-    """Nothing is held or in flight, and no call is left."""
+    """Wait until no block is leased or in flight, and check that no call is left."""
     await stack.settled()
     workers = [worker for worker in stack.fleet()["workers"] if worker["role"] in ("prefill", "decode")]  # type: ignore[attr-defined]
     assert [worker["in_flight"] for worker in workers] == [0] * len(workers)
 
 
 def private_bytes(stack: Stack) -> dict[int, int]:
-    """Memory of each process that it shares with nobody: neither the arena nor the model's file."""
+    """Return the memory that each process shares with nobody, so neither the arena nor the model's file, by pid."""
     return {process.pid: process.memory_full_info().uss for process in stack.family()}

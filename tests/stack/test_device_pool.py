@@ -1,5 +1,5 @@
-"""Workers with pools of their own, too small for all, above a tier that is always full: tokens are those of workers
-that compute in the arena, over evictions, parkings and restarts."""
+"""Workers with pools of their own, too small for all requests, above a tier that is always full: tokens are those of
+workers that compute in the arena, over evictions, swaps and restarts."""
 
 from __future__ import annotations
 
@@ -7,52 +7,43 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
-from tests.stack.processes import Stack, serve
+from bench.mixed import Outcome, Request, answers
+from tests.stack.processes import Stack
+from tests.stack.stacks import Way, on
+from tests.stack.test_equality import Outcomes, differences
+
+pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 REQUESTS = 12
 MAX_TOKENS = 120
 LEAST = {"parkings": 0, "swap_ins": REQUESTS, "stored_blocks": 0, "device_blocks": 0, "blocks_total": 0}
-"""What a decode worker's counters have to exceed."""
-DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+"""Counters of a decode worker, and the value that each has to exceed."""
 
 
-def asked(model: str) -> list[dict[str, Any]]:
-    """Prompts of which some begin alike, greedy and sampled."""
+@pytest.fixture(scope="session")
+def outcomes() -> Outcomes:
+    """What workers that compute in the arena have answered to the crowd, by model."""
+    return {}
+
+
+def crowd() -> list[Request]:
+    """Return greedy and sampled requests, of which every third begins alike."""
     rng = random.Random(7)
     shared = [rng.randrange(100, 40_000) for _ in range(96)]
-    bodies = []
+    found = []
     for index in range(REQUESTS):
         own = [rng.randrange(100, 40_000) for _ in range(rng.randint(20, 150))]
-        bodies.append(
-            {
-                "model": model,
-                "prompt": shared + own if index % 3 == 0 else own,
-                "max_tokens": MAX_TOKENS,
-                "temperature": 0.0 if index % 2 else 0.7,
-                "seed": index,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            }
-        )
-    return bodies
+        prompt = shared + own if index % 3 == 0 else own
+        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0.0 if index % 2 else 0.7, "seed": index}
+        found.append(Request({**body, "ignore_eos": True, "stream": True, "return_token_ids": True}))
+    return found
 
 
-async def answers(stack: Stack, bodies: list[dict[str, Any]]) -> list[list[int]]:
-    async with httpx.AsyncClient(base_url=stack.url, timeout=300) as client:
-
-        async def answer(body: dict[str, Any]) -> list[int]:
-            response = await client.post("/v1/completions", json=body)
-            assert response.status_code == 200, response.text
-            return list(response.json()["choices"][0]["token_ids"])
-
-        return list(await asyncio.gather(*map(answer, bodies)))
+async def ask_all(stack: Stack, model: str) -> list[Outcome]:
+    return await answers(stack.url, model, crowd(), concurrency=REQUESTS)
 
 
 def decode_stats(stack: Stack) -> dict[str, float]:
@@ -60,28 +51,26 @@ def decode_stats(stack: Stack) -> dict[str, float]:
     return dict(stats)
 
 
-@pytest.mark.model
-@pytest.mark.stack
-@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "gemma-3-270m"])
-async def test_tokens_are_those_of_workers_without(
-    model: str, real_model: Callable[[str], Path], tmp_path: Path
+@on("default", "pools", "gemma", "gemma pools")
+async def test_a_crowd_gets_the_same_tokens_from_pools_as_in_the_arena(
+    stack: Stack, way: Way, outcomes: Outcomes
 ) -> None:
-    real_model(model)
-    bodies = asked(model)
-    with serve(tmp_path / "log", model, "--kv-memory=1GiB") as stack:
-        wanted = await answers(stack, bodies)
-        await stack.settled()
-    # For two or three contexts in a pool, and for all that are held at a time in the tier.
-    options = ("--kv-pool=device", "--kv-memory=12MiB", "--kv-tier-memory=96MiB", f"--speculative-config={DRAFTS}")
-    with serve(tmp_path / "log", model, *options) as stack:
-        async with asyncio.timeout(150):  # how many wait at a time is a matter of luck
-            while not all(decode_stats(stack).get(name, 0) > least for name, least in LEAST.items()):
-                assert await answers(stack, bodies) == wanted
-                await asyncio.sleep(1.5)  # for the next heartbeat
-        running = asyncio.create_task(answers(stack, bodies))
-        for role in ("kvtransfer", "decode", "prefill"):
-            await asyncio.sleep(1)
-            assert not running.done()
-            os.kill(stack.living(role)[0], signal.SIGKILL)
-        assert await running == wanted
-        await stack.settled()
+    found = await ask_all(stack, way.model)
+    assert differences(outcomes.setdefault(way.model, found), found) == []
+    await stack.settled()
+
+
+@on("pools", "gemma pools")
+async def test_tokens_survive_evictions_and_restarts(stack: Stack, way: Way, outcomes: Outcomes) -> None:
+    wanted = outcomes[way.model] if way.model in outcomes else await ask_all(stack, way.model)
+    async with asyncio.timeout(150):  # chance decides how many requests wait at a time
+        while not all(decode_stats(stack).get(name, 0) > least for name, least in LEAST.items()):
+            assert differences(wanted, await ask_all(stack, way.model)) == []
+            await asyncio.sleep(1.5)  # until the next heartbeat
+    running = asyncio.create_task(ask_all(stack, way.model))
+    for role in ("kvtransfer", "decode", "prefill"):
+        await asyncio.sleep(1)
+        assert not running.done()
+        os.kill(stack.living(role)[0], signal.SIGKILL)
+    assert differences(wanted, await running) == []
+    await stack.settled()

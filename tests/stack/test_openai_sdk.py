@@ -12,10 +12,11 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.stack.collector import Collector
-from tests.stack.conftest import MODEL
 from tests.stack.processes import Stack
+from tests.stack.stacks import SMOLLM as MODEL
+from tests.stack.stacks import on
 
-pytestmark = [pytest.mark.model, pytest.mark.stack]
+pytestmark = [pytest.mark.model, pytest.mark.stack, on("default")]
 
 QUESTION = [{"role": "user", "content": "Name the capital of France in one short sentence."}]
 

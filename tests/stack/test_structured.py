@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import openai
@@ -13,30 +13,22 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.stack.conftest import MODEL
-from tests.stack.processes import Stack, serve
+from tests.stack.processes import Stack
+from tests.stack.stacks import SMOLLM as MODEL
+from tests.stack.stacks import on
 
-pytestmark = [pytest.mark.model, pytest.mark.stack]
+pytestmark = [pytest.mark.model, pytest.mark.stack, on("float32")]
 
 ASKED: list[Any] = [{"role": "user", "content": "Name a city, its country, and how many people live there."}]
 
 
 class City(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # a schema that allows more properties lets a model go on for ever
+    model_config = ConfigDict(extra="forbid")  # otherwise a model may add properties for ever
 
     name: str = Field(max_length=30)
     country: Literal["France", "Japan", "Brazil"]
     people: int = Field(ge=0, le=100_000_000)
     sights: list[Annotated[str, Field(max_length=20)]] = Field(max_length=2)
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    log = tmp_path_factory.mktemp("structured") / "log"
-    speculation = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
-    options = ("--dtype=float32", "--kv-memory=512MiB", f"--speculative-config={speculation}")
-    with serve(log, MODEL, *options) as running:
-        yield running
 
 
 @pytest.fixture

@@ -1,0 +1,72 @@
+"""The stacks that tests share: real models, each cut into processes and steps in another way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.equality import shorten
+
+SMOLLM = "smollm2-135m-instruct"
+GEMMA = "gemma-3-270m"
+
+TWO_WORKERS = (
+    "--prefill=2",
+    "--decode=2",
+    "--threads=1",
+    "--max-batched-tokens=32",
+    "--max-seqs=32",
+    "--local-prefill-tokens=64",
+    "--kv-memory=1GiB",
+)
+# Each pool takes two or three contexts; the tier takes all blocks that running requests hold, and little more.
+POOLS = ("--kv-pool=device", "--kv-memory=12MiB", "--kv-tier-memory=96MiB")
+_DRAFT_LAYERS = 8
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a model in a stack."""
+
+    model: str
+    fixed: tuple[str, ...] = ()
+    drafts: dict[str, Any] | None = None
+    draft_model: bool = False
+    """The drafter is the model's own first layers, as a checkpoint of its own."""
+    disk: bool = False
+
+    def options(self, model: Path, scratch: Path) -> tuple[str, ...]:
+        """Return the options for `paceline serve`; `scratch` takes a draft model and the disk tier's file."""
+        drafts = self.drafts
+        if self.draft_model:
+            shorten(model, _DRAFT_LAYERS, scratch / "draft")
+            drafts = {"model": str(scratch / "draft"), "num_speculative_tokens": 3, "adaptive": False}
+        speculation = (f"--speculative-config={json.dumps(drafts)}",) if drafts else ()
+        disk = ("--kv-disk-size=512MiB", f"--kv-disk-dir={scratch}") if self.disk else ()
+        return (*self.fixed, *speculation, *disk)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "adaptive": False}
+ADAPTIVE_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+EARLY_LAYERS = {"method": "early_layers", "num_layers": _DRAFT_LAYERS, "num_speculative_tokens": 3, "adaptive": False}
+
+STACKS: dict[str, Way] = {
+    "default": Way(SMOLLM, ("--kv-memory=512MiB", "--log-level=info", "--log-format=json")),
+    "two workers": Way(SMOLLM, TWO_WORKERS, draft_model=True),
+    "aggregated": Way(SMOLLM, ("--prefill=0", "--no-async-scheduling", "--kv-memory=24MiB"), NGRAM, disk=True),
+    "pools": Way(SMOLLM, POOLS, EARLY_LAYERS, disk=True),
+    "float32": Way(SMOLLM, ("--dtype=float32", "--kv-memory=512MiB"), NGRAM),
+    "gemma": Way(GEMMA, TWO_WORKERS),
+    "gemma pools": Way(GEMMA, POOLS, ADAPTIVE_NGRAM),
+    "gemma float32": Way(GEMMA, ("--dtype=float32", "--prefill=0", "--kv-memory=1GiB")),
+}
+"""Stacks by name. The outcomes of the first stack of each model are those that its other stacks must give."""
+
+
+def on(*names: str) -> pytest.MarkDecorator:
+    """Mark a test to run on each of these shared stacks."""
+    return pytest.mark.parametrize("way", names, indirect=True, scope="session")
