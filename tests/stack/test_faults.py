@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -16,20 +16,31 @@ from tests.stack.processes import arenas
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> AsyncIterator[Cluster]:
-    running = Cluster(tmp_path, real_model("smollm2-135m-instruct"))
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory, real_model: Callable[[str], Path]) -> Iterator[Cluster]:
+    """Two workers of each role. At the end nothing of their shared memory is left."""
+    running = Cluster(tmp_path_factory.mktemp("cluster"), real_model("smollm2-135m-instruct"))
     try:
         names = [running.start_worker(role, number) for role in ("prefill", "decode") for number in (0, 1)]
         running.start_gateway()
         running.wait_ready(*names)
-        await running.wait_workers(4)
         yield running
     finally:
         shared = arenas(running.family())
         running.close()
     assert len(shared) == 1
     assert not shared.pop().exists()
+
+
+@pytest.fixture
+async def cluster(services: Cluster) -> Cluster:
+    """All services; those that an earlier test ended are started again, Redis first."""
+    dead = [name for name, process in services.processes.items() if not process.alive]
+    for name in sorted(dead, key="redis".__ne__):
+        services.start_again(name)
+    services.wait_ready(*(name for name in dead if name != "redis"))
+    await services.wait_workers(4)
+    return services
 
 
 async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Cluster) -> None:
@@ -67,7 +78,7 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
     cluster.processes["prefill-1"].popen.kill()
     assert await cluster.stream() == expected
 
-    await cluster.settled()  # what the dead held comes back
+    await cluster.settled()  # the blocks of dead workers come back
 
 
 async def test_workers_come_and_go_until_none_is_there(cluster: Cluster) -> None:
@@ -87,7 +98,7 @@ async def test_workers_come_and_go_until_none_is_there(cluster: Cluster) -> None
     await cluster.wait_workers(3)
     assert await cluster.stream() == expected
 
-    # without a decode worker there is 503, until one comes
+    # without a decode worker requests get 503, until one comes
     for name in ("decode-1", "decode-2"):
         assert cluster.processes.pop(name).stop() == 0
     async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as client:

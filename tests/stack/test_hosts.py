@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,36 +16,48 @@ from tests.stack.cluster import Cluster
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 PROMPT = " ".join(f"{number} riders in a pace line take turns at the front." for number in range(40))
-"""549 tokens: more than a step takes, and no more than are needed for transfers while others compute."""
+"""549 tokens: more than one step takes, so that blocks travel while others are computed."""
 
 
-@pytest.fixture(params=["grpc"])
+@pytest.fixture(scope="module", params=["grpc"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """How blocks go between the hosts."""
+    """The way in which blocks travel between the hosts."""
     if why := missing(request.param):
         pytest.skip(why)
     return str(request.param)
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path, real_model: Callable[[str], Path], transport: str) -> AsyncIterator[Cluster]:
-    """Host 0 will prefill, host 1 decodes."""
-    model = real_model("smollm2-135m-instruct")
-    with Cluster(tmp_path, model, ONE_HOST, lease_seconds=4.0, transport=transport) as running:
-        decode = running.start_worker("decode", 0, host=1)
+@pytest.fixture(scope="module")
+def hosts(
+    tmp_path_factory: pytest.TempPathFactory, real_model: Callable[[str], Path], transport: str
+) -> Iterator[Cluster]:
+    """Two hosts, of which host 1 decodes."""
+    folder, model = tmp_path_factory.mktemp("hosts"), real_model("smollm2-135m-instruct")
+    with Cluster(folder, model, ONE_HOST, lease_seconds=4.0, transport=transport) as running:
+        running.wait_ready(running.start_worker("decode", 0, host=1))
         running.start_gateway()
-        running.wait_ready(decode)
-        await running.wait_workers(1)
         yield running
 
 
+@pytest.fixture
+async def cluster(hosts: Cluster) -> AsyncIterator[Cluster]:
+    """The two hosts without a prefill worker; a test may start one on host 0, and kill services."""
+    await hosts.wait_workers(1)
+    yield hosts
+    if "prefill-0" in hosts.processes:
+        hosts.processes.pop("prefill-0").stop()
+    for name, process in list(hosts.processes.items()):
+        if not process.alive:
+            hosts.start_again(name)
+
+
 async def answer(cluster: Cluster, prompt: str) -> str:
-    """Of blocks that have come wrong the first few tokens tell."""
+    """Return the first tokens of an answer, which are others if blocks have come wrong."""
     return await cluster.stream(prompt=prompt, max_tokens=32)
 
 
 async def transfers(cluster: Cluster) -> dict[str, float]:
-    """What has come to host 1, as of its last report."""
+    """Return the counters of transfers to host 1, as of its last report."""
     hosts = [each for each in (await cluster.fleet())["workers"] if each["worker_id"] == "host-1"]
     return {name: value for name, value in hosts[0]["stats"].items() if name.startswith("transfer")}
 
@@ -56,7 +68,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
     await cluster.wait_workers(2)
 
-    # What decode has in its cache from before is neither computed again nor moved; of the new prompt everything is.
+    # Blocks that decode's host has cached are neither computed again nor moved; all blocks of a new prompt are.
     new = "A new beginning. "
     assert await answer(cluster, PROMPT) == expected[0]
     texts = await asyncio.gather(*(answer(cluster, new + PROMPT + str(number)) for number in range(4)))
@@ -67,7 +79,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     assert seen["transfer_failures"] == 0
     assert seen["transfer_bytes"] > 4 * 500 / 16 * 368_640 * 0.5  # four prompts of some 500 tokens
 
-    # Without the other host decode computes them itself, and comes to the same.
+    # Without the other host the decode worker computes the prompts itself, and the tokens are the same.
     assert cluster.processes.pop("prefill-0").stop() == 0
     await cluster.wait_workers(1)
     again = await asyncio.gather(*(answer(cluster, new + PROMPT + str(number)) for number in range(4)))
@@ -75,9 +87,12 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
 
 
 @pytest.mark.parametrize(
-    ("victim", "transport"), [("kvtransfer-0", "ucx"), ("kvtransfer-1", "grpc")], indirect=["transport"]
+    ("victim", "transport"),
+    [("kvtransfer-1", "grpc"), ("kvtransfer-0", "ucx")],
+    indirect=["transport"],
+    scope="module",
 )
-async def test_a_death_amid_a_transfer_is_not_seen(cluster: Cluster, victim: str) -> None:
+async def test_a_client_does_not_notice_a_death_amid_a_transfer(cluster: Cluster, victim: str) -> None:
     expected = await answer(cluster, PROMPT)
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
     await cluster.wait_workers(2)
@@ -86,7 +101,7 @@ async def test_a_death_amid_a_transfer_is_not_seen(cluster: Cluster, victim: str
         while not any(ledger["in_flight"] for ledger in (await cluster.fleet())["hosts"]):
             await asyncio.sleep(0.02)
         cluster.processes[victim].popen.kill()
-        if victim == "kvtransfer-1":  # without it nothing goes on; its worker and its memory are still there
+        if victim == "kvtransfer-1":  # nothing goes on without it; its worker and its memory are still there
             cluster.processes[victim].popen.wait(10)
             cluster.start_again("kvtransfer-1")
         texts = await asyncio.gather(*tasks)
@@ -99,14 +114,15 @@ async def test_a_death_amid_a_transfer_is_not_seen(cluster: Cluster, victim: str
 async def test_a_host_that_stands_still_stops_nobody(cluster: Cluster) -> None:
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
     await cluster.wait_workers(2)
-    expected = await answer(cluster, PROMPT)
+    prompt = f"A host that sleeps. {PROMPT}"
+    expected = await answer(cluster, prompt)
     # The service of host 0 stands still: its worker lives, and nothing can be read from it.
     cluster.processes["kvtransfer-0"].popen.send_signal(signal.SIGSTOP)
     try:
         async with asyncio.timeout(60):
-            assert await answer(cluster, PROMPT) == expected
-            second = await answer(cluster, f"1 {PROMPT}")
+            assert await answer(cluster, prompt) == expected
+            second = await answer(cluster, f"Again. {prompt}")
     finally:
         cluster.processes["kvtransfer-0"].popen.send_signal(signal.SIGCONT)
     await cluster.settled()
-    assert await answer(cluster, f"1 {PROMPT}") == second
+    assert await answer(cluster, f"Again. {prompt}") == second

@@ -1,9 +1,10 @@
-"""A hybrid of Mamba-2 and attention in real stacks: its states are cached, handed over, evicted and lost like keys."""
+"""A hybrid of Mamba-2 and attention in real stacks: its states are cached, handed over, evicted and lost like KV."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ import transformers
 
 from bench.namespaces import ONE_HOST
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
-from tests.stack.chaos import Plan, chaos, one_host
+from tests.stack.chaos import Plan, Prey, chaos, one_host
 from tests.stack.cluster import Cluster
-from tests.stack.processes import serve
 from tests.stack.reference import PROMPTS
 from tests.tiny_checkpoints import write_granite_hybrid
 
@@ -37,7 +37,7 @@ def reference(model: Path) -> transformers.PreTrainedModel:
 
 
 def generated(reference: transformers.PreTrainedModel, prompt: str | list[int]) -> list[int]:
-    """Greedy tokens of `transformers`. A token of the toy model is a byte."""
+    """Return the greedy tokens of `transformers`. A token of the toy model is a byte."""
     ids = torch.tensor([list(prompt.encode()) if isinstance(prompt, str) else prompt])
     output = reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
@@ -46,7 +46,7 @@ def generated(reference: transformers.PreTrainedModel, prompt: str | list[int]) 
 
 
 async def complete_all(url: str, prompts: Sequence[str | list[int]]) -> list[tuple[list[int], int]]:
-    """The tokens of each, and how many of its prompt's were cached; all at the same time."""
+    """Ask all prompts at once; return the tokens of each answer, and how many tokens of its prompt were cached."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
 
         async def complete(prompt: str | list[int]) -> tuple[list[int], int]:
@@ -59,42 +59,40 @@ async def complete_all(url: str, prompts: Sequence[str | list[int]]) -> list[tup
         return await asyncio.gather(*map(complete, prompts))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--prefill=2", "--decode=2", "--threads=1", "--max-batched-tokens=32", "--max-seqs=32"),
-        ("--prefill=0", "--no-async-scheduling", "--kv-memory=1MiB", "--max-model-len=1024"),
-        ("--kv-pool=device", "--kv-memory=1MiB", "--kv-tier-memory=4MiB", "--max-model-len=1024"),
-    ],
-    ids=["two workers, chunked prefill", "aggregated, little memory", "pools of their own"],
-)
-async def test_tokens_are_those_of_transformers_also_behind_a_cached_prefix(
-    model: Path, reference: transformers.PreTrainedModel, tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    expected = [generated(reference, prompt) for prompt in ASKED]
-    with serve(tmp_path / "log", str(model), "--dtype=float32", *options) as stack:
-        cold = await complete_all(stack.url, ASKED)
-        assert [tokens for tokens, _ in cold] == expected
-        # In little memory it may have had to go; then it comes back.
-        (back,) = await complete_all(stack.url, ASKED[7:8])
-        (warm,) = await complete_all(stack.url, ASKED[7:8])
-        assert back[0] == warm[0] == expected[7]
-        # All but the last piece of a prompt of 540 tokens.
-        assert warm[1] == 512
-        await stack.settled()
+async def check_tokens(url: str, expected: Sequence[list[int]]) -> None:
+    """Check that all prompts get these tokens at first, and that one gets them also after a cached prefix."""
+    assert [tokens for tokens, _ in await complete_all(url, ASKED)] == expected
+    # In little memory its blocks may have been evicted; then they are cached again.
+    (back,) = await complete_all(url, ASKED[7:8])
+    (warm,) = await complete_all(url, ASKED[7:8])
+    assert back[0] == warm[0] == expected[7]
+    assert warm[1] == 512  # of 540 tokens; the last piece fills no block
+
+
+@contextlib.asynccontextmanager
+async def checked(plan: Plan, folder: Path, expected: Sequence[list[int]]) -> AsyncIterator[Prey]:
+    """A stack whose tokens have been checked, before processes are killed."""
+    async with one_host(plan, folder) as stack:
+        await check_tokens(stack.url, expected)
+        yield stack
 
 
 @pytest.mark.parametrize(
     ("memory", "options"),
-    [("2MiB", ()), ("1MiB", ("--kv-pool=device", "--kv-tier-memory=3MiB", "--max-model-len=1024"))],
-    ids=["in the arena", "pools of their own"],
+    [
+        ("2MiB", ("--threads=1", "--max-batched-tokens=32", "--max-seqs=32")),
+        ("1MiB", ("--kv-pool=device", "--kv-tier-memory=4MiB", "--max-model-len=1024")),
+    ],
+    ids=["in the arena, chunked prefill", "pools of their own"],
 )
-async def test_streams_survive_kills_in_little_memory(
+async def test_tokens_are_those_of_transformers_in_little_memory_and_when_processes_are_killed(
     model: Path, reference: transformers.PreTrainedModel, tmp_path: Path, memory: str, options: tuple[str, ...]
 ) -> None:
     kills = {"prefill": 1, "decode": 2, "kvtransfer": 1}
-    plan = Plan(kills, 8, 120, (0.2, 1.0), prompts=PROMPTS[:10], model=str(model), kv_memory=memory, options=options)
-    report = await chaos(plan, seed=1, starting=one_host(plan, tmp_path))
+    options = ("--dtype=float32", *options)
+    plan = Plan(kills, 8, 120, (0.2, 1.0), prompts=ASKED, model=str(model), kv_memory=memory, options=options)
+    expected = [generated(reference, prompt) for prompt in ASKED]
+    report = await chaos(plan, seed=1, starting=checked(plan, tmp_path, expected))
     assert report.wrong == []
     assert report.leftovers == []
     assert report.kills == kills
@@ -108,8 +106,8 @@ async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
     answer = generated(reference, first)
     turns = [first, [*first, *answer, *other], other]
     expected = [answer, *(generated(reference, turn) for turn in turns[1:])]
-    # Of the second turn 576 tokens are where it is decoded, 36 of them decoded there, and what is behind them comes.
-    # Where it is computed are those of the first one's prompt, in whole blocks.
+    # Decode's host has 576 tokens of the second turn, of which it has decoded 36, and fetches the rest. The host that
+    # computes the second turn has the first turn's prompt, in whole blocks.
     with Cluster(tmp_path, model, ONE_HOST) as cluster:
         names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
         cluster.start_gateway()
@@ -124,7 +122,7 @@ async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
 
 
 async def transfers(cluster: Cluster) -> float:
-    """How many have come to host 1, as of its last report."""
+    """Return the number of transfers to host 1, as of its last report."""
     (stats,) = [each["stats"] for each in (await cluster.fleet())["workers"] if each["worker_id"] == "host-1"]
     assert stats.get("transfer_failures", 0) == 0
     return float(stats.get("transfers_grpc", 0))
