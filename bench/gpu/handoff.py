@@ -31,7 +31,7 @@ from bench.gpu.copies import BLOCK_BYTES, SMALL_BLOCK_BYTES, places
 from bench.gpu.timing import median_seconds, pick_device
 from bench.loop import machine
 from paceline.core.kv_layout import GroupShape, make_layout
-from paceline.engine.pool_directory import Move
+from paceline.engine.pool_directory import BlockCopy
 from paceline.kernels.block_copies import BlockCopies
 from paceline.services.worker.shared_pools import SharedPool, SharedPools
 
@@ -50,10 +50,10 @@ def content(slots: list[int], elements: int) -> Tensor:
     return torch.tensor(slots, dtype=torch.int16).unsqueeze(1).expand(-1, elements).contiguous().view(DTYPE)
 
 
-def moves(blocks: int, own_slots: list[int]) -> list[Move]:
+def moves(blocks: int, own_slots: list[int]) -> list[BlockCopy]:
     """Of blocks that lie anywhere in the other process's pool."""
     return [
-        Move(own, arena, 0, there.to_bytes(16, "big"))
+        BlockCopy(own, arena, 0, there.to_bytes(16, "big"))
         for arena, (own, there) in enumerate(zip(own_slots, places(blocks, 1, 1)))
     ]
 

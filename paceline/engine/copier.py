@@ -11,23 +11,23 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paceline.engine.pool_directory import Neighbours
-from paceline.engine.residency import LAST, Copies
+from paceline.engine.compute_pool import LAST, CopyBatch
+from paceline.engine.pool_directory import PeerPools
 from paceline.kernels.block_copies import BlockCopies
 
 LOOK_SECONDS = 1.0
-"""So often it looks after the pools of neighbours at least."""
+"""So often it looks after the pools of peers at least."""
 
-Done = Callable[[Copies, float, float, int], None]
+Done = Callable[[CopyBatch, float, float, int], None]
 """Told of copies, the seconds that they took, those that they waited, and the loads that came from other pools."""
 
 
-class _Errand(NamedTuple):
+class _CopyTask(NamedTuple):
     """The least one comes first."""
 
     rank: int
     number: int
-    copies: Copies | None
+    copies: CopyBatch | None
     """None ends it."""
     asked: float
     """On time.perf_counter()."""
@@ -37,33 +37,33 @@ class Copier:
     """Has a thread for `run`, which ends behind `end`.
 
     Args:
-        neighbours: what is asked before the arena.
+        peers: what is asked before the arena.
         on_done: called on its thread.
     """
 
-    def __init__(self, block_copies: BlockCopies, neighbours: Neighbours | None, on_done: Done) -> None:
+    def __init__(self, block_copies: BlockCopies, peers: PeerPools | None, on_done: Done) -> None:
         self._block_copies = block_copies
-        self._neighbours = neighbours
+        self._peers = peers
         self._on_done = on_done
-        self._errands: queue.PriorityQueue[_Errand] = queue.PriorityQueue()
+        self._tasks: queue.PriorityQueue[_CopyTask] = queue.PriorityQueue()
         self._numbers = itertools.count()
 
-    def submit(self, copies: Copies) -> None:
-        self._errands.put(_Errand(copies.rank, next(self._numbers), copies, time.perf_counter()))
+    def submit(self, copies: CopyBatch) -> None:
+        self._tasks.put(_CopyTask(copies.rank, next(self._numbers), copies, time.perf_counter()))
 
     def end(self) -> None:
         """Once all that was asked for is done."""
-        self._errands.put(_Errand(LAST + 1, next(self._numbers), None, 0.0))
+        self._tasks.put(_CopyTask(LAST + 1, next(self._numbers), None, 0.0))
 
     def run(self) -> None:
         # It works for milliseconds in a second, and a request waits for it: before threads that compute all the time.
         with contextlib.suppress(OSError):  # who is not root copies like everybody else
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) - 10)
-        while (errand := self._next()).copies is not None:
-            copies, began = errand.copies, time.perf_counter()
+        while (task := self._next()).copies is not None:
+            copies, began = task.copies, time.perf_counter()
             loads = copies.loads
-            if loads and self._neighbours is not None:
-                loads = self._neighbours.load(loads)
+            if loads and self._peers is not None:
+                loads = self._peers.load(loads)
             if loads:
                 pool_slots, arena_slots, *_ = zip(*loads)
                 self._block_copies.load(arena_slots, pool_slots).wait()
@@ -71,12 +71,12 @@ class Copier:
                 pool_slots, arena_slots, *_ = zip(*copies.stores)
                 self._block_copies.store(pool_slots, arena_slots).wait()
             seconds = time.perf_counter() - began
-            self._on_done(copies, seconds, began - errand.asked, len(copies.loads) - len(loads))
+            self._on_done(copies, seconds, began - task.asked, len(copies.loads) - len(loads))
 
-    def _next(self) -> _Errand:
-        if self._neighbours is None:
-            return self._errands.get()
+    def _next(self) -> _CopyTask:
+        if self._peers is None:
+            return self._tasks.get()
         while True:
-            self._neighbours.look()
+            self._peers.drop_ended()
             with contextlib.suppress(queue.Empty):
-                return self._errands.get(timeout=LOOK_SECONDS)
+                return self._tasks.get(timeout=LOOK_SECONDS)

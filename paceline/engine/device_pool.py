@@ -1,4 +1,4 @@
-"""A device's own pool of blocks above the host's arena. Pure, like the scheduler; see `residency`."""
+"""A device's own pool of blocks above the host's arena. Pure, like the scheduler; see `compute_pool`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from paceline.core.block_pool import BlockPool, Counts
 from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
-from paceline.engine.pool_directory import Move, PoolDirectory
+from paceline.engine.compute_pool import CopyBatch
+from paceline.engine.pool_directory import BlockCopy, PoolDirectory
 from paceline.engine.request import Request
-from paceline.engine.residency import Copies
 from paceline.engine.step import Event
 
 _WEIGHT = 0.1
@@ -19,7 +19,7 @@ _TELLING_LOADS = 4
 """Of blocks together, at least, that tell how long one takes."""
 
 
-class OnDevice:
+class DevicePool:
     """The device has `slots` slots of its own.
 
     Full blocks stay when their request leaves, until room is needed: who needs one of them next loads nothing.
@@ -32,15 +32,15 @@ class OnDevice:
         self._directory = directory
         self._groups = layout.groups
         self._pool = BlockPool(slots, len(layout.groups))
-        self._copies: list[Copies] = []
+        self._copies: list[CopyBatch] = []
         self._refused: Request | None = None
         """Found no room, and none has come since."""
-        self._stores: list[Move] = []
+        self._stores: list[BlockCopy] = []
         """Of what was sealed since the last `tell`."""
         self._block_seconds = 0.0
         """To load a block; 0 as long as nobody knows."""
 
-    def enter(self, request: Request, tokens_per_second: float) -> bool:
+    def admit(self, request: Request, tokens_per_second: float) -> bool:
         if request is self._refused:
             return False  # looking again takes long with long contexts
         blocks = list(self._needed(request))
@@ -52,14 +52,14 @@ class OnDevice:
         loads = sum(slot is None and block.digest != b"" for block, slot in zip(blocks, found))
         if self._is_cheaper_computed(request, loads, tokens_per_second):
             request.start_over()
-            return self.enter(request, tokens_per_second)
-        copies = Copies(request, loads=self._give(request, blocks, found))
+            return self.admit(request, tokens_per_second)
+        copies = CopyBatch(request, loads=self._give(request, blocks, found))
         if copies.loads:
-            request.loading = True
+            request.swapping_in = True
             self._submit(copies)
         return True
 
-    def cover(self, request: Request) -> bool:
+    def extend(self, request: Request) -> bool:
         assert request.pool_tables is not None
         missing = [len(table) - len(own) for table, own in zip(request.tables, request.pool_tables)]
         if sum(missing) > self._pool.available():
@@ -75,7 +75,7 @@ class OnDevice:
         for block, digest in enumerate(hashes, first_block):
             slot = request.pool_tables[group][block]
             self._pool.seal(slot, group, digest)
-            self._store(Move(slot, request.tables[group][block], group, digest))
+            self._store(BlockCopy(slot, request.tables[group][block], group, digest))
 
     def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
         assert request.pool_tables is not None
@@ -83,32 +83,32 @@ class OnDevice:
         self._give_back([slot for slot in table[:first_kept_block] if slot != NO_SLOT])
         table[:first_kept_block] = [NO_SLOT] * first_kept_block
 
-    def tell(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
+    def when_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
         if whole:
             self._store_partial(request)
         if not self._stores and not request.copies:
             return events
         if self._stores or events:
-            self._submit(Copies(request, stores=self._stores, events=events))
+            self._submit(CopyBatch(request, stores=self._stores, events=events))
             self._stores = []
         return []
 
-    def leave(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         if request.pool_tables is not None:
             self._give_back_all(request)
 
-    def take_copies(self) -> list[Copies]:
+    def take_copies(self) -> list[CopyBatch]:
         copies, self._copies = self._copies, []
         return copies
 
-    def copied(self, copies: Copies, seconds: float) -> list[Event]:
+    def copied(self, copies: CopyBatch, seconds: float) -> list[Event]:
         copies.request.copies -= 1
         self._publish(copies.stores)
         self._give_back([move.pool_slot for move in copies.stores])
         if len(copies.loads) >= _TELLING_LOADS:
             self._block_seconds = _average(self._block_seconds, seconds / len(copies.loads))
         if copies.loads:
-            copies.request.loading = False
+            copies.request.swapping_in = False
             self._take_in(copies.loads)
         return copies.events
 
@@ -129,7 +129,7 @@ class OnDevice:
         """In which slots they are already."""
         return [self._pool.find(block.group, block.digest) if block.is_full else None for block in blocks]
 
-    def _give(self, request: Request, blocks: Sequence[_Block], found: Sequence[int | None]) -> list[Move]:
+    def _give(self, request: Request, blocks: Sequence[_Block], found: Sequence[int | None]) -> list[BlockCopy]:
         """Makes a request's tables in the pool of what was found there and of fresh slots; returns what is to be
         loaded into these. There must be enough."""
         self._pool.reuse([slot for slot in found if slot is not None])
@@ -140,10 +140,10 @@ class OnDevice:
             slot = request.pool_tables[block.group][block.place] = next(fresh) if known is None else known
             if block.digest and known is None:
                 arena_slot = request.tables[block.group][block.place]
-                loads.append(Move(slot, arena_slot, block.group, block.digest, block.is_full))
+                loads.append(BlockCopy(slot, arena_slot, block.group, block.digest, block.is_full))
         return loads
 
-    def _take_in(self, loads: Sequence[Move]) -> None:
+    def _take_in(self, loads: Sequence[BlockCopy]) -> None:
         """These are what they are called: they can be found."""
         full = [move for move in loads if move.is_full]
         for move in full:
@@ -167,9 +167,9 @@ class OnDevice:
             # One that is sealed is whole there, and others read it; here it is being computed again.
             if rest and block >= request.sealed_blocks[number]:
                 digest = request.hash_of(number, block)
-                self._store(Move(table[block], request.tables[number][block], number, digest, is_full=False))
+                self._store(BlockCopy(table[block], request.tables[number][block], number, digest, is_full=False))
 
-    def _store(self, move: Move) -> None:
+    def _store(self, move: BlockCopy) -> None:
         # Its slot is nobody else's until it is stored, also where the request gives it back before.
         self._pool.share((move.pool_slot,))
         self._stores.append(move)
@@ -180,7 +180,7 @@ class OnDevice:
             self._directory.withdraw(slots)
         return slots
 
-    def _publish(self, moves: Iterable[Move]) -> None:
+    def _publish(self, moves: Iterable[BlockCopy]) -> None:
         """Nobody writes to these blocks from now on, until they are taken by somebody else."""
         if self._directory is not None:
             self._directory.publish(moves)
@@ -194,7 +194,7 @@ class OnDevice:
         self._give_back(slots_tail_first(self._groups, request.pool_tables))
         request.pool_tables = None
 
-    def _submit(self, copies: Copies) -> None:
+    def _submit(self, copies: CopyBatch) -> None:
         copies.request.copies += 1
         self._copies.append(copies)
 

@@ -27,10 +27,10 @@ from paceline.core.machine import name_thread
 from paceline.core.metrics import Family, Sample
 from paceline.core.turns import Turns
 from paceline.core.types import Key
+from paceline.engine.compute_pool import CopyBatch
 from paceline.engine.copier import Copier
-from paceline.engine.pool_directory import Neighbours
+from paceline.engine.pool_directory import PeerPools
 from paceline.engine.request import Request
-from paceline.engine.residency import Copies
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import Event, Step, StepResult
@@ -72,7 +72,7 @@ class Engine:
         steps_in_flight: 1 waits for each step's results before the next is planned.
         turns: when to compute, where others want the same cores.
         copies: between the device's pool and the host's arena, where these are two.
-        neighbours: what is asked before the arena.
+        peers: what is asked before the arena.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Engine:
         steps_in_flight: int = STEPS_IN_FLIGHT,
         turns: Turns | None = None,
         copies: BlockCopies | None = None,
-        neighbours: Neighbours | None = None,
+        peers: PeerPools | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -96,7 +96,7 @@ class Engine:
         self._stopping = False
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
-        self._copier = None if copies is None else Copier(copies, neighbours, self._take_copied)
+        self._copier = None if copies is None else Copier(copies, peers, self._take_copied)
         threads = {"host": self._run, "compute": self._compute}
         if self._copier is not None:
             threads["copy"] = self._copier.run
@@ -217,7 +217,7 @@ class Engine:
         """Where others go on, they will want a turn behind the next step, too, in which the one after it is planned."""
         self._depth = 1 if others_go_on else self._most_in_flight
 
-    def _take_copied(self, copies: Copies, seconds: float, waited: float, from_device: int) -> None:
+    def _take_copied(self, copies: CopyBatch, seconds: float, waited: float, from_device: int) -> None:
         """On the copy thread."""
         self._inbox.put(partial(self._scheduler.copied, copies, seconds, waited, from_device))
 

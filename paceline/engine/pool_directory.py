@@ -24,7 +24,7 @@ _NAME = np.dtype(f"V{_GROUP_BYTES + HASH_BYTES}")
 _ENTRY = np.dtype([("stamp", "<u8"), ("slot", "<u4"), ("name", _NAME)])
 
 
-class Move(NamedTuple):
+class BlockCopy(NamedTuple):
     """A block on its way between the pool and the arena."""
 
     pool_slot: int
@@ -36,13 +36,13 @@ class Move(NamedTuple):
     """Otherwise its content may still change."""
 
 
-class Neighbours(Protocol):
+class PeerPools(Protocol):
     """Pools of other workers on the same device."""
 
-    def load(self, moves: Sequence[Move]) -> list[Move]:
+    def load(self, moves: Sequence[BlockCopy]) -> list[BlockCopy]:
         """Copies what they have into this worker's pool, and waits for it. Returns what they have not."""
 
-    def look(self) -> None:
+    def drop_ended(self) -> None:
         """Lets go of those that have ended. Called often, also where there is nothing to load."""
 
 
@@ -78,7 +78,7 @@ class PoolDirectory:
 
     # ---- the writer
 
-    def publish(self, moves: Iterable[Move]) -> None:
+    def publish(self, moves: Iterable[BlockCopy]) -> None:
         """The device has written these blocks to the end, and they do not change until they are withdrawn."""
         for move in moves:
             self.withdraw((move.pool_slot,))
@@ -98,7 +98,7 @@ class PoolDirectory:
 
     # ---- readers
 
-    def find(self, moves: Sequence[Move]) -> Found:
+    def find(self, moves: Sequence[BlockCopy]) -> Found:
         """Which of these blocks can be read from the pool now."""
         places = np.fromiter((move.arena_slot for move in moves), np.int64, len(moves))
         stamps = self._stamps[places]
@@ -113,5 +113,5 @@ class PoolDirectory:
         return kept
 
 
-def _name(move: Move) -> bytes:
+def _name(move: BlockCopy) -> bytes:
     return move.group.to_bytes(_GROUP_BYTES, "little") + move.digest

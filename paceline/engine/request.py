@@ -62,11 +62,11 @@ class Request:
     """One a group: blocks before this one are sealed."""
     pool_tables: list[list[int]] | None = field(default=None, init=False)
     """As `tables`, in slots of the pool that is computed in; None while the request has no blocks there."""
-    loading: bool = field(default=False, init=False)
+    swapping_in: bool = field(default=False, init=False)
     """Whether the content of its blocks is still on its way there."""
     copies: int = field(default=0, init=False)
     """Batches of blocks that are being copied from there or to there."""
-    parking: bool = field(default=False, init=False)
+    swapping_out: bool = field(default=False, init=False)
     """Whether it leaves the pool, to come back when there is room."""
     growing: bool = field(default=False, init=False)
     """Whether more blocks were asked for and no answer has come."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.engine.compute_pool import ComputePool
 from paceline.engine.request import Request
-from paceline.engine.residency import Residency
 from paceline.engine.speculation import Speculation
 from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import (
@@ -29,12 +29,10 @@ class Results:
         max_model_len: tokens of the longest context.
     """
 
-    def __init__(
-        self, max_model_len: int, speculation: Speculation, residency: Residency, stats: SchedulerStats
-    ) -> None:
+    def __init__(self, max_model_len: int, speculation: Speculation, pool: ComputePool, stats: SchedulerStats) -> None:
         self._max_model_len = max_model_len
         self._speculation = speculation
-        self._residency = residency
+        self._pool = pool
         self._stats = stats
 
     def observe(self, step: Step, result: StepResult) -> None:
@@ -81,7 +79,7 @@ class Results:
         if hands_over:
             context_hash = request.context.name(request.layout.fingerprint, request.joined_len)
             filled = Filled(request.key, request.joined_len, context_hash)
-            events += self._residency.tell(request, [filled], whole=True)
+            events += self._pool.when_stored(request, [filled], whole=True)
         if result.failure:
             events.append(Failed(request.key, result.failure))
         return events, leaves or bool(result.failure)
@@ -102,9 +100,9 @@ class Results:
         for index in range(len(request.tables)):
             first, hashes = request.seal_full_blocks(index)
             if hashes:
-                self._residency.sealed(request, index, first, hashes)
+                self._pool.sealed(request, index, first, hashes)
                 events.append(Sealed(request.key, index, first, hashes))
             if first_kept := request.trim_behind_window(index):
-                self._residency.trimmed(request, index, first_kept)
+                self._pool.trimmed(request, index, first_kept)
                 events.append(Trimmed(request.key, index, first_kept))
-        return self._residency.tell(request, events if tells else [])
+        return self._pool.when_stored(request, events if tells else [])

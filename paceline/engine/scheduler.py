@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.types import Key
+from paceline.engine.compute_pool import ArenaPool, ComputePool, CopyBatch
 from paceline.engine.request import Request
-from paceline.engine.residency import Copies, InArena, Residency
 from paceline.engine.results import Results
 from paceline.engine.row_allocator import RowAllocator
 from paceline.engine.speculation import Speculation
@@ -52,12 +52,10 @@ class Limits:
 class Scheduler:
     """Owns the running requests."""
 
-    def __init__(
-        self, limits: Limits, speculation: Speculation | None = None, residency: Residency | None = None
-    ) -> None:
+    def __init__(self, limits: Limits, speculation: Speculation | None = None, pool: ComputePool | None = None) -> None:
         self._limits = limits
         self._speculation = speculation or Speculation(most=limits.max_drafts)
-        self._residency = residency or InArena()
+        self._pool = pool or ArenaPool()
         self._requests: dict[Key, Request] = {}  # in order of arrival
         self._leaving: dict[Key, tuple[Request, Event | None]] = {}  # over, but steps in flight include them; last word
         self._grown: dict[Key, Request] = {}  # their blocks in the pool are to follow those that they hold
@@ -66,7 +64,7 @@ class Scheduler:
         self._made_room = False
         self._starved: list[Request] = []
         self.stats = SchedulerStats()
-        self._results = Results(limits.max_model_len, self._speculation, self._residency, self.stats)
+        self._results = Results(limits.max_model_len, self._speculation, self._pool, self.stats)
 
     def add(self, request: Request) -> None:
         """A request with the blocks for its context. Its key must be new."""
@@ -140,29 +138,29 @@ class Scheduler:
     def _settle_in(self) -> None:
         """Has every request and all of its blocks in the pool, as far as there is room; nobody before their turn."""
         for key, request in list(self._grown.items()):
-            while not (request.pool_tables is None or request.parking or self._residency.cover(request)):
+            while not (request.pool_tables is None or request.swapping_out or self._pool.extend(request)):
                 if not self._make_room():
                     return  # what becomes free is for those that are there
             self._rows.extend(request)
             del self._grown[key]
         for request in self._requests.values():
-            if request.pool_tables is None and not self._residency.enter(request, self.stats.prefill_tokens_per_second):
+            if request.pool_tables is None and not self._pool.admit(request, self.stats.prefill_tokens_per_second):
                 return
 
     def _make_room(self) -> bool:
         """Of the requests in the pool the one that came last leaves it. Returns whether it has already."""
         there = [request for request in self._requests.values() if request.pool_tables is not None]
-        if any(request.parking for request in there):
+        if any(request.swapping_out for request in there):
             return False
         last = there[-1]
-        last.parking = True
-        self.stats.parkings += 1
+        last.swapping_out = True
+        self.stats.swap_outs += 1
         self._end_use(last)
-        return not last.parking
+        return not last.swapping_out
 
     def _can_run(self, request: Request) -> bool:
         """Whether the request can run; it gets a row where one is free."""
-        if request.pool_tables is None or request.loading or request.parking:
+        if request.pool_tables is None or request.swapping_in or request.swapping_out:
             return False
         return self._rows.assign(request)
 
@@ -247,19 +245,19 @@ class Scheduler:
                     self._leave(request, None)
             self._end_use(request)
 
-    def take_copies(self) -> list[Copies]:
+    def take_copies(self) -> list[CopyBatch]:
         """What is to be copied between pool and arena since the last call, in order, also for who came meanwhile."""
         self._settle_in()
-        return self._residency.take_copies()
+        return self._pool.take_copies()
 
-    def copied(self, copies: Copies, seconds: float, waited_seconds: float, from_device: int = 0) -> None:
+    def copied(self, copies: CopyBatch, seconds: float, waited_seconds: float, from_device: int = 0) -> None:
         """These have been made in so much time, after having waited for so long; so many of the blocks that were loaded
         came from other pools of the device."""
         copies.request.stats.device_blocks += from_device
         self.stats.count_copies(
             len(copies.loads) - from_device, from_device, len(copies.stores), waited_seconds + seconds
         )
-        self._events += self._residency.copied(copies, seconds)
+        self._events += self._pool.copied(copies, seconds)
         self._end_use(copies.request)
 
     def take_events(self) -> list[Event]:
@@ -278,18 +276,18 @@ class Scheduler:
         """Goes on with a request that leaves, once nobody touches its blocks."""
         if request.idle and request.key in self._leaving:
             self._let_go(request)
-        elif request.parking and request.in_flight == 0:
+        elif request.swapping_out and request.in_flight == 0:
             if request.row is not None:
                 self._rows.release(request)
-                self._events += self._residency.tell(request, [], whole=True)
+                self._events += self._pool.when_stored(request, [], whole=True)
             if request.copies == 0:
-                self._residency.leave(request)
-                request.parking = False
+                self._pool.release(request)
+                request.swapping_out = False
 
     def _let_go(self, request: Request) -> None:
         _, last_word = self._leaving.pop(request.key)
         self._rows.release(request)
-        self._residency.leave(request)
+        self._pool.release(request)
         if last_word is not None:
             self._events.append(last_word)
         self._ask_again()

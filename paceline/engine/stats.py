@@ -38,7 +38,7 @@ class SchedulerStats:
     accepted_by_position: list[int] = field(default_factory=list)
     """How often the first, second, … draft came true."""
     preemptions: int = counted(PREEMPTIONS)
-    parkings: int = counted(PARKINGS)
+    swap_outs: int = counted(PARKINGS)
     """Times that a request left the device's pool for the arena, to come back later."""
     loaded_blocks: int = 0
     """From the arena into the device's pool."""

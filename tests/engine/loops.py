@@ -16,7 +16,7 @@ from paceline.core.context import Context
 from paceline.core.kv_layout import make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.constraint import Grammars
-from paceline.engine.device_pool import OnDevice
+from paceline.engine.device_pool import DevicePool
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
@@ -100,12 +100,12 @@ class Loop:
         self.layout = make_layout(shapes, 4, "test")
         count = 8 * self.layout.slots_for(MAX_TOKENS)
         self.slots = torch.full((count, self.layout.slot_bytes // 4), float("nan"))
-        pool, copies, residency = self.slots.view(-1), None, None
+        pool, copies, own = self.slots.view(-1), None, None
         if contexts_on_device is not None:
             here = round(contexts_on_device * self.layout.slots_for(MAX_TOKENS))
             pool = torch.full((here * self.layout.slot_bytes // 4,), float("nan"))
             copies = BlockCopies(pool.view(here, -1), self.slots)
-            residency = OnDevice(self.layout, here)
+            own = DevicePool(self.layout, here)
         self.given_back: set[int] = set()
         self._slots = random.Random(1).sample(range(count), count)
         caches = layer_caches(self.layout, pool)
@@ -121,7 +121,7 @@ class Loop:
         self._events: queue.Queue[Event] = queue.Queue()
         self._failures: list[BaseException] = []
         self.engine = Engine(
-            Scheduler(limits, speculation or Speculation(limits.max_drafts, adaptive=False), residency),
+            Scheduler(limits, speculation or Speculation(limits.max_drafts, adaptive=False), own),
             ModelRunner(model, self.layout, pool, limits, grammars or NO_GRAMMARS, drafters[drafter]),
             lambda events: [self._events.put(event) for event in events] and None,
             self._failures.append,

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key, SamplingParams, Token
-from paceline.engine.device_pool import OnDevice
-from paceline.engine.pool_directory import Move, PoolDirectory
+from paceline.engine.compute_pool import CopyBatch
+from paceline.engine.device_pool import DevicePool
+from paceline.engine.pool_directory import BlockCopy, PoolDirectory
 from paceline.engine.request import Request
-from paceline.engine.residency import Copies
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import (
     Chunk,
@@ -143,10 +143,10 @@ class Host:
         self.layout = layout
         directory_memory = memoryview(bytearray(PoolDirectory.bytes_for(arena_slots)))
         self.directory = PoolDirectory(directory_memory, arena_slots, pool_slots)
-        self.residency = OnDevice(layout, pool_slots, self.directory)
-        self.published: dict[Move, dict[int, int]] = {}
+        self.device_pool = DevicePool(layout, pool_slots, self.directory)
+        self.published: dict[BlockCopy, dict[int, int]] = {}
         """What others can read in the pool: of each block, what is in its places."""
-        self.scheduler = Scheduler(limits, residency=self.residency)
+        self.scheduler = Scheduler(limits, pool=self.device_pool)
         self.scheduler.stats.prefill_tokens_per_second = 1e3
         self._load_seconds = load_seconds
         self._sealed: dict[int, Memory] = {}
@@ -159,7 +159,7 @@ class Host:
         self._rng = rng
         self._steps: deque[Step] = deque()
         self._results: deque[tuple[Step, StepResult]] = deque()
-        self._copies: deque[Copies] = deque()
+        self._copies: deque[CopyBatch] = deque()
         self._asks: list[NeedsBlocks] = []
         self._contexts: dict[str, list[int]] = {}
         self._waiting: list[tuple[Key, list[int], Wish]] = []

@@ -12,8 +12,8 @@ from paceline.core.config import KV_TOKENS, parse_bytes
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.machine import available_memory
-from paceline.engine.device_pool import OnDevice
-from paceline.engine.residency import InArena, Residency
+from paceline.engine.compute_pool import ArenaPool, ComputePool
+from paceline.engine.device_pool import DevicePool
 from paceline.kernels.block_copies import BlockCopies
 from paceline.services.worker.shared_pools import SharedPool, SharedPools, remove_ended
 
@@ -28,28 +28,28 @@ class KVMemory:
         pool: flat, of the cache's dtype.
         copies: between the pool and the arena, where these are two.
         shared: what others may read of such a pool.
-        neighbours: such pools of others.
+        peers: such pools of others.
     """
 
     layout: KVLayout
     pool: torch.Tensor
     copies: BlockCopies | None = None
     shared: SharedPool | None = None
-    neighbours: SharedPools | None = None
+    peers: SharedPools | None = None
 
     @property
     def slots(self) -> int:
         return self.pool.nbytes // self.layout.slot_bytes
 
-    def residency(self) -> Residency:
+    def compute_pool(self) -> ComputePool:
         """A new account of the pool, which is empty."""
         if self.copies is None:
-            return InArena()
-        return OnDevice(self.layout, self.slots, self.shared.directory if self.shared else None)
+            return ArenaPool()
+        return DevicePool(self.layout, self.slots, self.shared.directory if self.shared else None)
 
     def close(self) -> None:
         """Ends what other processes know of it. Nothing computes any more."""
-        for part in (self.neighbours, self.shared):
+        for part in (self.peers, self.shared):
             if part is not None:
                 part.close()
 

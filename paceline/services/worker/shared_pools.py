@@ -22,7 +22,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from paceline.core.kv_layout import KVLayout
-from paceline.engine.pool_directory import Move, PoolDirectory
+from paceline.engine.pool_directory import BlockCopy, PoolDirectory
 from paceline.kernels.block_copies import BlockCopies
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.shared_memory import map_shared, take_huge_pages
@@ -123,11 +123,11 @@ class SharedPools:
         self._known: dict[Path, _Pool | None] = {}
         """None where nothing can be read."""
         self._looked = 0.0
-        self.look()
+        self.drop_ended()
 
-    def load(self, moves: Sequence[Move]) -> list[Move]:
+    def load(self, moves: Sequence[BlockCopy]) -> list[BlockCopy]:
         """Copies what they have into the own pool, and waits for it. Returns what they have not."""
-        self.look()
+        self.drop_ended()
         left = list(moves)
         for pool in self._known.values():
             if pool is not None and left:
@@ -138,7 +138,7 @@ class SharedPools:
         for path in list(self._known):
             self._drop(path)
 
-    def _load_from(self, pool: _Pool, moves: list[Move]) -> list[Move]:
+    def _load_from(self, pool: _Pool, moves: list[BlockCopy]) -> list[BlockCopy]:
         if pool.ended():
             return moves
         launched = []
@@ -147,7 +147,7 @@ class SharedPools:
             found = pool.directory.find(part)
             own_slots = [part[index].pool_slot for index in found.indices]
             launched.append((part, found, self._copies.load_from(pool.blocks, found.pool_slots.tolist(), own_slots)))
-        left: list[Move] = []
+        left: list[BlockCopy] = []
         for part, found, copy in launched:
             copy.wait()
             done = set(pool.directory.unchanged(found))
@@ -155,7 +155,7 @@ class SharedPools:
         # Memory of a process that ended meanwhile may be anything, on some devices.
         return moves if pool.ended() else left
 
-    def look(self) -> None:
+    def drop_ended(self) -> None:
         """Finds those that are new, and lets go of those that have ended: their memory stays taken until then."""
         if time.monotonic() < self._looked + LOOK_SECONDS:
             return

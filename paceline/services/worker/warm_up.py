@@ -50,7 +50,7 @@ async def warm_up(worker: Worker) -> bool:
 
 def _compute(worker: Worker, request: Request) -> None:
     # Apart from the engine's own figures, by which it plans.
-    scheduler = Scheduler(worker.engine_limits, residency=worker.memory.residency())
+    scheduler = Scheduler(worker.engine_limits, pool=worker.memory.compute_pool())
     scheduler.add(request)
     while (step := scheduler.plan()) is not None:
         scheduler.apply(step, worker.runner.execute(step))

@@ -109,16 +109,16 @@ class Worker:
         self.engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
         self.runner = loaded.runner(memory.pool, self.engine_limits)
         adaptive = loaded.speculative is None or loaded.speculative.adaptive
-        self._residency = memory.residency()
+        self._pool = memory.compute_pool()
         self.engine = Engine(
-            Scheduler(self.engine_limits, Speculation(loaded.max_drafts, adaptive), self._residency),
+            Scheduler(self.engine_limits, Speculation(loaded.max_drafts, adaptive), self._pool),
             self.runner,
             on_events=self._on_loop(self._dispatch),
             on_failure=self._on_loop(self._fail),
             steps_in_flight=limits.steps_in_flight,
             turns=turns,
             copies=memory.copies,
-            neighbours=memory.neighbours,
+            peers=memory.peers,
         )
 
     def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:
@@ -150,7 +150,7 @@ class Worker:
         yield Sample("loaded_bytes", stats.loaded_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "load"})
         yield Sample("device_bytes", stats.device_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "device"})
         yield Sample("stored_bytes", stats.stored_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "store"})
-        if (counts := self._residency.counts()) is not None:
+        if (counts := self._pool.counts()) is not None:
             yield from counts.samples()
 
     @property

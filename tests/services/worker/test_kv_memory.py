@@ -9,8 +9,8 @@ from paceline.core.block_pool import Counts
 from paceline.core.config import KV_TOKENS
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import GroupShape, make_layout
-from paceline.engine.device_pool import OnDevice
-from paceline.engine.residency import InArena
+from paceline.engine.compute_pool import ArenaPool
+from paceline.engine.device_pool import DevicePool
 from paceline.services.worker.kv_memory import KVMemory, device_memory
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
@@ -26,16 +26,16 @@ def test_one_memory_needs_no_copies() -> None:
     memory = KVMemory(LAYOUT, arena(3))
     assert memory.slots == 3
     assert memory.copies is None
-    assert isinstance(memory.residency(), InArena)
-    assert memory.residency().counts() is None
+    assert isinstance(memory.compute_pool(), ArenaPool)
+    assert memory.compute_pool().counts() is None
 
 
 def test_a_pool_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
     memory = device_memory(LAYOUT, arena(4), tmp_path / "arena", CPU, str(5 * LAYOUT.slot_bytes + 1), 64)
     assert memory.slots == 5
     assert memory.pool.dtype is torch.float32
-    assert isinstance(memory.residency(), OnDevice)
-    assert memory.residency().counts() == Counts(total=5, free=5, held=0, in_flight=0, cached=0)
+    assert isinstance(memory.compute_pool(), DevicePool)
+    assert memory.compute_pool().counts() == Counts(total=5, free=5, held=0, in_flight=0, cached=0)
 
 
 @pytest.mark.parametrize("context_tokens", [64, 2 * KV_TOKENS])

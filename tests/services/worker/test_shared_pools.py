@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
-from paceline.engine.pool_directory import Move
+from paceline.engine.pool_directory import BlockCopy
 from paceline.kernels.block_copies import BlockCopies, Copy
 from paceline.services.kvtransfer.arena import remove_stale_arenas
 from paceline.services.worker import shared_pools
@@ -25,8 +25,8 @@ ELEMENTS = LAYOUT.slot_bytes // 4
 SLOTS, ARENA_SLOTS = 6, 20
 
 
-def move(pool_slot: int, arena_slot: int, name: int, group: int = 0) -> Move:
-    return Move(pool_slot, arena_slot, group, name.to_bytes(16, "big"))
+def move(pool_slot: int, arena_slot: int, name: int, group: int = 0) -> BlockCopy:
+    return BlockCopy(pool_slot, arena_slot, group, name.to_bytes(16, "big"))
 
 
 def content(name: int) -> Tensor:
@@ -43,7 +43,7 @@ class Worker:
         self.copies = copies(self.blocks, torch.zeros(ARENA_SLOTS, ELEMENTS))
         self.others = SharedPools(self.shared, self.copies)
 
-    def publish(self, *moves: Move) -> None:
+    def publish(self, *moves: BlockCopy) -> None:
         for own in moves:
             self.blocks[own.pool_slot] = content(int.from_bytes(own.digest, "big"))
         self.shared.directory.publish(moves)
@@ -199,7 +199,7 @@ def test_who_has_nothing_to_load_lets_go_of_the_dead_too(tmp_path: Path, start: 
         assert len(idle.others._known) == 1
         process.kill()
         process.wait()
-        idle.others.look()
+        idle.others.drop_ended()
         assert idle.others._known == {}
     assert list(tmp_path.iterdir()) == [idle.shared.path]
 

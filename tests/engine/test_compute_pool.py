@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from paceline.core.context import Context
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key, SamplingParams
-from paceline.engine.device_pool import OnDevice
+from paceline.engine.compute_pool import ArenaPool
+from paceline.engine.device_pool import DevicePool
 from paceline.engine.pool_directory import PoolDirectory
 from paceline.engine.request import Request
-from paceline.engine.residency import InArena
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import Filled
 from tests.engine.toy_host import Host, Wish
@@ -64,7 +64,7 @@ def test_nothing_is_mixed_up_on_a_small_pool(
         for _ in range(1 if wish.leaves else wish.max_tokens):
             context.append(next_token(context))
         assert host.outputs[str(index)] == context[len(wish.prompt) :]
-    counts = host.residency.counts()
+    counts = host.device_pool.counts()
     assert counts is not None
     assert counts.free + counts.cached == counts.total
 
@@ -88,34 +88,34 @@ def filled_request(name: str, computed: int, **sampling: int) -> Request:
 def test_what_is_loaded_more_slowly_than_computed_is_computed(
     load_seconds: float, tokens_per_second: float, sampling: dict[str, int], computes: bool
 ) -> None:
-    residency = OnDevice(FULL, 64)
-    assert residency.enter(filled_request("first", 80), tokens_per_second)
-    (copies,) = residency.take_copies()
-    residency.copied(copies, load_seconds)
+    pool = DevicePool(FULL, 64)
+    assert pool.admit(filled_request("first", 80), tokens_per_second)
+    (copies,) = pool.take_copies()
+    pool.copied(copies, load_seconds)
     request = filled_request("second", 40, **sampling)
-    assert residency.enter(request, tokens_per_second)
+    assert pool.admit(request, tokens_per_second)
     assert (request.computed_len == 0) == computes
-    assert bool(residency.take_copies()) == request.loading == (not computes)
+    assert bool(pool.take_copies()) == request.swapping_in == (not computes)
 
 
 def test_blocks_that_are_in_the_pool_are_not_loaded_again() -> None:
-    residency = OnDevice(FULL, 64)
+    pool = DevicePool(FULL, 64)
     request = filled_request("same", 40)
-    residency.enter(request, 0.0)
-    (copies,) = residency.take_copies()
+    pool.admit(request, 0.0)
+    (copies,) = pool.take_copies()
     assert len(copies.loads) == 3
-    residency.copied(copies, 0.001)
-    residency.leave(request)
+    pool.copied(copies, 0.001)
+    pool.release(request)
     again = filled_request("same", 40)
-    residency.enter(again, 0.0)
-    (copies,) = residency.take_copies()
+    pool.admit(again, 0.0)
+    (copies,) = pool.take_copies()
     assert len(copies.loads) == 1  # the last one is not full, and so has no name
     assert again.pool_tables is not None
     assert len(set(again.pool_tables[0])) == 3
 
 
 def test_who_comes_while_steps_are_in_flight_is_loaded_meanwhile() -> None:
-    scheduler = Scheduler(Limits(16, 4096, 2), residency=OnDevice(FULL, 64))
+    scheduler = Scheduler(Limits(16, 4096, 2), pool=DevicePool(FULL, 64))
     scheduler.add(filled_request("first", 40))
     (first,) = scheduler.take_copies()
     scheduler.copied(first, 0.001, 0.0)
@@ -131,23 +131,23 @@ def test_who_comes_while_steps_are_in_flight_is_loaded_meanwhile() -> None:
 
 def test_others_see_full_blocks_until_their_slots_are_taken_and_no_block_that_is_written_to() -> None:
     directory = PoolDirectory(memoryview(bytearray(PoolDirectory.bytes_for(64))), 64, 4)
-    residency = OnDevice(FULL, 4, directory)
+    pool = DevicePool(FULL, 4, directory)
     request = filled_request("first", 40)
-    residency.enter(request, 0.0)
-    (copies,) = residency.take_copies()
+    pool.admit(request, 0.0)
+    (copies,) = pool.take_copies()
     assert directory.find(copies.loads).indices.tolist() == []
-    residency.copied(copies, 0.001)
+    pool.copied(copies, 0.001)
     assert directory.find(copies.loads).indices.tolist() == [0, 1]
-    residency.leave(request)
+    pool.release(request)
     assert directory.find(copies.loads).indices.tolist() == [0, 1]
-    residency.enter(filled_request("second", 40), 0.0)
+    pool.admit(filled_request("second", 40), 0.0)
     assert directory.find(copies.loads).indices.tolist() == [0]
 
 
 def test_in_the_arena_nothing_is_copied() -> None:
-    residency, request = InArena(), filled_request("r", 40)
-    assert residency.enter(request, 0.0)
+    pool, request = ArenaPool(), filled_request("r", 40)
+    assert pool.admit(request, 0.0)
     assert request.pool_tables is request.tables
     filled = Filled(request.key, 40, b"context")
-    assert residency.tell(request, [filled], whole=True) == [filled]
-    assert residency.take_copies() == []
+    assert pool.when_stored(request, [filled], whole=True) == [filled]
+    assert pool.take_copies() == []

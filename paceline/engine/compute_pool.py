@@ -3,7 +3,7 @@
 A request always holds blocks of the arena (`Request.tables`). A device with a pool of its own has a copy of each that a
 running request needs (`Request.pool_tables`). Blocks are stored in the arena as they become full, where others find
 them; so a request can leave the pool at any time: only its last, partial blocks are to be stored then, and to come back
-means to load. Nothing is moved here: whoever moves blocks takes the `Copies` and says when they have been made.
+means to load. Nothing is moved here: whoever moves blocks takes the `CopyBatch` and says when they have been made.
 
 Pure, like the scheduler.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.block_pool import Counts
-from paceline.engine.pool_directory import Move
+from paceline.engine.pool_directory import BlockCopy
 from paceline.engine.request import Request
 from paceline.engine.step import Event
 
@@ -24,13 +24,13 @@ LAST = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copies:
+class CopyBatch:
     """Blocks of one request to be copied. Those of a request are copied in order."""
 
     request: Request
-    loads: list[Move] = field(default_factory=list)
+    loads: list[BlockCopy] = field(default_factory=list)
     """From the arena into the pool."""
-    stores: list[Move] = field(default_factory=list)
+    stores: list[BlockCopy] = field(default_factory=list)
     """The other way."""
     events: list[Event] = field(default_factory=list)
     """What is true once they have been made."""
@@ -42,17 +42,17 @@ class Copies:
         return 0 if self.loads else LAST
 
 
-class Residency(Protocol):
+class ComputePool(Protocol):
     """Owns `pool_tables`, `loading` and `copies` of all requests."""
 
-    def enter(self, request: Request, tokens_per_second: float) -> bool:
+    def admit(self, request: Request, tokens_per_second: float) -> bool:
         """Gives a request its blocks in the pool; False where it has to wait. It cannot run while `loading`.
 
         Args:
             tokens_per_second: at which prompts are computed; 0 where nobody knows.
         """
 
-    def cover(self, request: Request) -> bool:
+    def extend(self, request: Request) -> bool:
         """Gives it blocks for what its tables have grown by; False where there are not enough."""
 
     def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
@@ -61,31 +61,31 @@ class Residency(Protocol):
     def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
         """Blocks before this one are needed no more."""
 
-    def tell(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
+    def when_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
         """Of these events those that are true already. The others come from `copied`, once the arena has what was
         sealed before; where `whole`, also what is in partial blocks."""
 
-    def leave(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Takes back a request's blocks. No step includes it and none of its copies is under way."""
 
-    def take_copies(self) -> list[Copies]:
+    def take_copies(self) -> list[CopyBatch]:
         """What is to be copied since the last call, in order."""
 
-    def copied(self, copies: Copies, seconds: float) -> list[Event]:
+    def copied(self, copies: CopyBatch, seconds: float) -> list[Event]:
         """These have been made, in so much time. Returns what is true now."""
 
     def counts(self) -> Counts | None:
         """Return the slots of the device's own pool by their use; None without one. Any thread may call this."""
 
 
-class InArena:
+class ArenaPool:
     """The device computes in the arena: nothing is ever copied."""
 
-    def enter(self, request: Request, tokens_per_second: float) -> bool:
+    def admit(self, request: Request, tokens_per_second: float) -> bool:
         request.pool_tables = request.tables
         return True
 
-    def cover(self, request: Request) -> bool:
+    def extend(self, request: Request) -> bool:
         return True
 
     def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
@@ -94,16 +94,16 @@ class InArena:
     def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
         pass
 
-    def tell(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
+    def when_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
         return events
 
-    def leave(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         request.pool_tables = None
 
-    def take_copies(self) -> list[Copies]:
+    def take_copies(self) -> list[CopyBatch]:
         return []
 
-    def copied(self, copies: Copies, seconds: float) -> list[Event]:
+    def copied(self, copies: CopyBatch, seconds: float) -> list[Event]:
         return copies.events
 
     def counts(self) -> Counts | None:
