@@ -44,6 +44,28 @@ CONSTRAINT_KIND_GRAMMAR: ConstraintKind.ValueType  # 4
 """Lark or GBNF."""
 Global___ConstraintKind: _TypeAlias = ConstraintKind  # noqa: Y015
 
+class _WorkKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORK_KIND_UNKNOWN: _WorkKind.ValueType  # 0
+    WORK_KIND_GENERATE: _WorkKind.ValueType  # 1
+    """Tokens that continue the context, by Prefill.Run and Decode.Generate."""
+    WORK_KIND_SCORE: _WorkKind.ValueType  # 2
+    """Logprobs of the prompt's tokens and no new token, by Compute.Run."""
+
+class WorkKind(_WorkKind, metaclass=_WorkKindEnumTypeWrapper):
+    """What is to be done with a context. A worker is chosen by it, and so is the call."""
+
+WORK_KIND_UNKNOWN: WorkKind.ValueType  # 0
+WORK_KIND_GENERATE: WorkKind.ValueType  # 1
+"""Tokens that continue the context, by Prefill.Run and Decode.Generate."""
+WORK_KIND_SCORE: WorkKind.ValueType  # 2
+"""Logprobs of the prompt's tokens and no new token, by Compute.Run."""
+Global___WorkKind: _TypeAlias = WorkKind  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -249,6 +271,7 @@ class Work(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer; a worker of another model refuses."""
     prompt_tokens: _builtins.int
@@ -260,6 +283,7 @@ class Work(_message.Message):
     """
     priority: _builtins.int
     """A lower one is more urgent: where the cache policy heeds it, its blocks stay longer."""
+    kind: Global___WorkKind.ValueType
     @_builtins.property
     def key(self) -> Global___Key: ...
     @_builtins.property
@@ -279,10 +303,11 @@ class Work(_message.Message):
         cache_salt: _builtins.str = ...,
         prefix_source: _builtins.str = ...,
         priority: _builtins.int = ...,
+        kind: Global___WorkKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "kind", b"kind", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,61 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ComputeEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def opened(self) -> Global___Opened: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs: ...
+    @_builtins.property
+    def alive(self) -> _common_pb2.Alive: ...
+    @_builtins.property
+    def computed(self) -> Global___Computed: ...
+    @_builtins.property
+    def report(self) -> Global___Report: ...
+    def __init__(
+        self,
+        *,
+        opened: Global___Opened | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
+        alive: _common_pb2.Alive | None = ...,
+        computed: Global___Computed | None = ...,
+        report: Global___Report | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "computed", b"computed", "event", b"event", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "computed", b"computed", "event", b"event", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "prompt_logprobs", "alive", "computed"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ComputeEvent: _TypeAlias = ComputeEvent  # noqa: Y015
+
+@_typing.final
+class Computed(_message.Message):
+    """All that the work asked for has been sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Computed: _TypeAlias = Computed  # noqa: Y015
+
+@_typing.final
 class PrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from paceline.proto import common_pb2 as paceline_dot_proto_dot_common__pb2
 from paceline.proto import worker_pb2 as paceline_dot_proto_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -208,6 +209,83 @@ class Decode:
             '/paceline.v1.Decode/Events',
             paceline_dot_proto_dot_worker__pb2.EventsRequest.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.DecodeEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class ComputeStub:
+    """Work that needs no decoding. Prefill workers serve it; decode workers do where there is no prefill fleet.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Run = channel.unary_stream(
+                '/paceline.v1.Compute/Run',
+                request_serializer=paceline_dot_proto_dot_common__pb2.Work.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.ComputeEvent.FromString,
+                _registered_method=True)
+
+
+class ComputeServicer:
+    """Work that needs no decoding. Prefill workers serve it; decode workers do where there is no prefill fleet.
+    """
+
+    def Run(self, request, context):
+        """Computes the context in blocks that the worker reserves and releases itself. The first event is Opened, as soon as
+        the work is accepted; the last one is Computed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ComputeServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Run': grpc.unary_stream_rpc_method_handler(
+                    servicer.Run,
+                    request_deserializer=paceline_dot_proto_dot_common__pb2.Work.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.ComputeEvent.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'paceline.v1.Compute', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('paceline.v1.Compute', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Compute:
+    """Work that needs no decoding. Prefill workers serve it; decode workers do where there is no prefill fleet.
+    """
+
+    @staticmethod
+    def Run(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.Compute/Run',
+            paceline_dot_proto_dot_common__pb2.Work.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.ComputeEvent.FromString,
             options,
             channel_credentials,
             insecure,

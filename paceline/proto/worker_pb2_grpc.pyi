@@ -5,6 +5,7 @@ Between the gateway and a worker. Cancelling the call cancels the work and frees
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from paceline.proto import common_pb2 as _common_pb2
 from paceline.proto import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -108,3 +109,40 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class ComputeStub:
+    """Work that needs no decoding. Prefill workers serve it; decode workers do where there is no prefill fleet."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ComputeAsyncStub: ...
+    Run: _grpc.UnaryStreamMultiCallable[_common_pb2.Work, _worker_pb2.ComputeEvent]
+    """Computes the context in blocks that the worker reserves and releases itself. The first event is Opened, as soon as
+    the work is accepted; the last one is Computed.
+    """
+
+@_typing.type_check_only
+class ComputeAsyncStub(ComputeStub):
+    """Work that needs no decoding. Prefill workers serve it; decode workers do where there is no prefill fleet."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Run: _aio.UnaryStreamMultiCallable[_common_pb2.Work, _worker_pb2.ComputeEvent]  # type: ignore[assignment]
+    """Computes the context in blocks that the worker reserves and releases itself. The first event is Opened, as soon as
+    the work is accepted; the last one is Computed.
+    """
+
+class ComputeServicer(metaclass=_abc_1.ABCMeta):
+    """Work that needs no decoding. Prefill workers serve it; decode workers do where there is no prefill fleet."""
+
+    @_abc_1.abstractmethod
+    def Run(
+        self,
+        request: _common_pb2.Work,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ComputeEvent], _abc.AsyncIterator[_worker_pb2.ComputeEvent]]:
+        """Computes the context in blocks that the worker reserves and releases itself. The first event is Opened, as soon as
+        the work is accepted; the last one is Computed.
+        """
+
+def add_ComputeServicer_to_server(servicer: ComputeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,6 +26,7 @@ from paceline.engine.loading import Loaded, load
 from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.models.config import read_config
+from paceline.proto.worker_pb2_grpc import add_ComputeServicer_to_server
 from paceline.services.common.lifecycle import (
     announce_ready,
     reachable_address,
@@ -38,6 +39,7 @@ from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import read_secret
 from paceline.services.common.shared_memory import map_arena
 from paceline.services.common.unix_socket import Framed, UnixListener
+from paceline.services.worker.compute import ComputeService
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory, device_memory
 from paceline.services.worker.warm_up import warm_up
@@ -124,6 +126,7 @@ class WorkerProcess:
         steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
         limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
         worker = Worker(loaded, self._model_id, memory, self._kv, limits, turns)
+        add_ComputeServicer_to_server(ComputeService(worker), self._server.server)
         connection = add_service(self._server.server, worker)
         await warm_up(worker)
         worker.engine.start()
