@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.core.types import FinishReason, Key, SamplingParams, Token
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):  # a tuple, because many are made a step
     """The tokens of one request that one step computes.
 
     A chunk of a prompt is tokens [start, start + length), which the host knows. A chunk that `follows` continues after
