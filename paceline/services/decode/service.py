@@ -26,7 +26,7 @@ from paceline.services.common.wire import key_from_pb, key_to_pb
 from paceline.services.decode.attempt_stream import AttemptStream
 from paceline.services.decode.outbox import Outboxes
 from paceline.services.worker.event_stream import ALIVE_SECONDS
-from paceline.services.worker.kv_answers import Adopted, Hold
+from paceline.services.worker.leases import Adopted, Reservation
 from paceline.services.worker.reports import SHARED_MEMORY, count_blocks
 from paceline.services.worker.worker import Worker
 
@@ -87,28 +87,28 @@ class _Attempt:
 
     async def run(self, commands: Commands, context: CallContext) -> None:
         prefix_came = await self._fetch_prefix(self._work.prefix_source)
-        hold = await self._reserve()
+        reservation = await self._reserve()
         try:
             self._grammar = await self._worker.compile_constraint(self._work)
             admitted = worker_pb2.Admitted(
-                key=key_to_pb(hold.key),
-                cached_tokens=hold.filled_tokens,
-                blocks=sum(map(len, hold.tables)),
-                cached_blocks=count_blocks(self._worker.layout, hold, hold.filled_tokens),
+                key=key_to_pb(reservation.key),
+                cached_tokens=reservation.filled_tokens,
+                blocks=sum(map(len, reservation.tables)),
+                cached_blocks=count_blocks(self._worker.layout, reservation, reservation.filled_tokens),
                 prefix_failed=not prefix_came,
             )
             await context.write(worker_pb2.DecodeEvent(admitted=admitted))
-            adopting = asyncio.create_task(self._adopt(hold.key), name="adoption")
+            adopting = asyncio.create_task(self._adopt(reservation.key), name="adoption")
             try:
                 # The gateway's silence needs no deadline: when it goes, the call is cancelled.
                 command = await _next(commands, "handoff", "prefill_here", "fetch")
                 if command.HasField("fetch"):
-                    hold = await self._fetch(hold.key, command.fetch, commands, adopting)
+                    reservation = await self._fetch(reservation.key, command.fetch, commands, adopting)
                 elif command.HasField("handoff"):
-                    hold = await self._take_over(command.handoff, adopting)
+                    reservation = await self._take_over(command.handoff, adopting)
             finally:
                 await end_tasks(adopting)
-            reason = await self._generate(hold)
+            reason = await self._generate(reservation)
             log.info("decoded to the end: %s", reason.value)
         finally:
             self._worker.retire(self._key)
@@ -116,24 +116,24 @@ class _Attempt:
     async def _fetch_prefix(self, source: str = "") -> bool:
         return await self._worker.fetch_prefix(self._work, self._key, self._context, source)
 
-    async def _reserve(self) -> Hold:
+    async def _reserve(self) -> Reservation:
         """Blocks for the context and the first tokens to come. Raises BusyError where there are none."""
         context = len(self._context)
         output_left = self._work.sampling.max_tokens - (context - self._work.prompt_tokens)
         token_count = min(context + min(output_left, GROWTH_TOKENS), self._worker.limits.max_model_len)
-        hold = await self._worker.reserve(self._work, self._key, self._context, token_count)
-        self._key = hold.key
-        return hold
+        reservation = await self._worker.reserve(self._work, self._key, self._context, token_count)
+        self._key = reservation.key
+        return reservation
 
     async def _adopt(self, key: Key) -> tuple[Adopted, float]:
         """Waits for the blocks of the prompt, from the reservation on: that they are filled is heard from kvtransfer,
         sooner than by the gateway. Returns when they came, too, on time.monotonic()."""
         adopted = await self._worker.kv.adopt(key)
-        self._key = adopted.hold.key
-        log.info("adopted the blocks of %d tokens", adopted.hold.filled_tokens)
+        self._key = adopted.reservation.key
+        log.info("adopted the blocks of %d tokens", adopted.reservation.filled_tokens)
         return adopted, time.monotonic()
 
-    async def _fetch(self, key: Key, fetch: worker_pb2.Fetch, commands: Commands, adopting: Adopting) -> Hold:
+    async def _fetch(self, key: Key, fetch: worker_pb2.Fetch, commands: Commands, adopting: Adopting) -> Reservation:
         """Brings the prompt over while another host computes it, and takes it over once it has."""
         fetching = asyncio.create_task(self._worker.kv.fetch(key, fetch.source, key_from_pb(fetch.key)))
         handoff = asyncio.create_task(_next(commands, "handoff"))
@@ -160,7 +160,7 @@ class _Attempt:
         told: float | None = None,
         moved: int = 0,
         path: str = SHARED_MEMORY,
-    ) -> Hold:
+    ) -> Reservation:
         """Goes on with what a prefill worker has filled.
 
         Args:
@@ -174,31 +174,32 @@ class _Attempt:
                 adopted, came = await adopting
         except TimeoutError:
             raise UnavailableError(f"kvtransfer did not give {self._key} away in {ADOPT_SECONDS:g} s") from None
-        layout, hold = self._worker.layout, adopted.hold
-        if hold.filled_tokens != len(self._context):
-            raise UnavailableError(f"{hold.key} has {hold.filled_tokens} tokens, not {len(self._context)}")
-        hold.check_context(self._context, layout.fingerprint)
+        layout, reservation = self._worker.layout, adopted.reservation
+        if reservation.filled_tokens != len(self._context):
+            filled = reservation.filled_tokens
+            raise UnavailableError(f"{reservation.key} has {filled} tokens, not {len(self._context)}")
+        reservation.check_context(self._context, layout.fingerprint)
         links = self._context.links(layout.fingerprint)
-        names = [full_block_names(group, links, hold.filled_tokens) for group in layout.groups]
+        names = [full_block_names(group, links, reservation.filled_tokens) for group in layout.groups]
         self._worker.kv.seal_adopted(adopted, names)
-        blocks = count_blocks(layout, hold, len(self._context))
+        blocks = count_blocks(layout, reservation, len(self._context))
         self._events.reporter.adopted(blocks, moved, path, max(0.0, came - told))
         self._context.token_ids.append(handoff.first_token_id)
-        return hold
+        return reservation
 
-    async def _generate(self, hold: Hold) -> FinishReason:
+    async def _generate(self, reservation: Reservation) -> FinishReason:
         """Runs the request in the engine, over preemptions, until it ends."""
         while True:
-            request = self._worker.make_request(self._work, hold, self._context, self._grammar)
+            request = self._worker.make_request(self._work, reservation, self._context, self._grammar)
             request.stats = self._events.reporter.effort
             self._worker.submit(request, self._events)
             event = await self._events.end()
             if isinstance(event, Sampled):
                 assert event.reason is not None
                 return event.reason
-            hold = await self._reserve_again()
+            reservation = await self._reserve_again()
 
-    async def _reserve_again(self) -> Hold:
+    async def _reserve_again(self) -> Reservation:
         """After a preemption: waits until blocks are free. What is still cached need not be computed again."""
         with self._worker.admission.waiting_for_blocks(self._key) as is_first:
             while True:

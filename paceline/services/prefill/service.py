@@ -14,7 +14,7 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
 from paceline.services.worker.event_stream import EventStream, RequestEvent
-from paceline.services.worker.kv_answers import Hold
+from paceline.services.worker.leases import Reservation
 from paceline.services.worker.reports import Reporter
 from paceline.services.worker.worker import Worker
 
@@ -42,22 +42,22 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         """Computes the context, reports on the way, and ends with the key under which the blocks can be adopted."""
         worker, work = self._worker, request.work
         grammar = await worker.compile_constraint(work)
-        hold, prefix_came = await self._open(request)
+        reservation, prefix_came = await self._open(request)
         try:
             opened = worker_pb2.Opened(
-                key=key_to_pb(hold.key),
-                source=worker.kv.source,
-                cached_tokens=hold.filled_tokens,
+                key=key_to_pb(reservation.key),
+                source=worker.kv.session.source,
+                cached_tokens=reservation.filled_tokens,
                 prefix_failed=not prefix_came,
             )
             await context.write(worker_pb2.PrefillEvent(opened=opened))
             computed = worker.make_request(
                 work,
-                hold,
+                reservation,
                 Context(work.token_ids, work.cache_salt),
                 grammar,
                 only_first_token=True,
-                has_readers=request.host_id != worker.kv.host_id,
+                has_readers=request.host_id != worker.kv.session.host_id,
             )
             if computed.capacity < len(work.token_ids):  # it would wait for blocks that nobody adds
                 raise InvalidRequestError(
@@ -77,30 +77,30 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             # The client gets its first token and the decode worker its blocks, by ways of their own.
             await context.write(worker_pb2.PrefillEvent(first_token=first, report=reporter.take()))
             if event.reason is not None:
-                worker.retire(hold.key)
+                worker.retire(reservation.key)
                 return
             while not any(isinstance(event, Filled) for event in batch):
                 batch = await events.batch()
             log.info("prefilled %d tokens", len(work.token_ids), extra={"sealed_at": events.sealed_at})
         except BaseException:
-            worker.retire(hold.key)
+            worker.retire(reservation.key)
             raise
-        worker.forget(hold.key)
-        await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(hold.key))))
+        worker.forget(reservation.key)
+        await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(reservation.key))))
 
-    async def _open(self, request: worker_pb2.PrefillRequest) -> tuple[Hold, bool]:
+    async def _open(self, request: worker_pb2.PrefillRequest) -> tuple[Reservation, bool]:
         """Becomes the writer of what decode has reserved; where that is on another host, of blocks of this one, which
         are brought over from here. Also says whether a prefix from elsewhere came where one was to come."""
         worker, work, key = self._worker, request.work, key_from_pb(request.work.key)
-        if request.host_id == worker.kv.host_id:
+        if request.host_id == worker.kv.session.host_id:
             return await worker.kv.open(key), True
         own = Context(work.token_ids, work.cache_salt)
         prefix_came = await worker.fetch_prefix(work, key, own, work.prefix_source)
-        hold = await worker.reserve(work, key, own, len(own))
+        reservation = await worker.reserve(work, key, own, len(own))
         try:
-            return await worker.kv.open(hold.key), prefix_came
+            return await worker.kv.open(reservation.key), prefix_came
         except BaseException:
-            worker.kv.release(hold.key)
+            worker.kv.release(reservation.key)
             raise
 
     async def _report_scores(self, batch: list[RequestEvent], context: CallContext) -> None:

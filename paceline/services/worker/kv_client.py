@@ -1,4 +1,4 @@
-"""A worker's side of kvtransfer: blocks for its requests."""
+"""A worker's operations on blocks, as kvtransfer carries them out."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from paceline.core.errors import PacelineError, StaleError, UnavailableError
-from paceline.core.kv_layout import KVLayout
 from paceline.core.telemetry import trace_headers, traceparent
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.rpc import heeding_cancellation, unmapped_error
 from paceline.services.common.secret import Secret
 from paceline.services.common.wire import key_to_pb
-from paceline.services.worker.kv_answers import Adopted, Fetched, Hold, checked, hold_from_pb
-from paceline.services.worker.kv_holds import KVHolds
-from paceline.services.worker.kv_session import Arena, KVSession
+from paceline.services.worker.kv_session import KVSession
+from paceline.services.worker.leases import Adopted, Fetched, Leases, Reservation, checked, reservation_from_pb
 
 T = TypeVar("T")
 
@@ -27,66 +25,43 @@ log = logging.getLogger(__name__)
 
 
 class KVClient:
-    """One worker's session with its host's kvtransfer service.
+    """Blocks for the requests of one worker.
 
-    Operations are applied in the order of the calls. Holds are renewed until they are released. Every operation comes
-    to an end: an answer, or UnavailableError where none came in time, the session has broken or was closed.
+    Operations are applied in the order of the calls. Leases are renewed until they are released. Every operation ends:
+    with an answer, or with UnavailableError if none came in time or the session has ended.
 
-    A session that breaks because the service ended does not end what runs here. A decode worker goes on in the blocks
-    that its engine has, which nobody else can get, and claims them from the service that is started again. What else
-    was under way is lost, and operations wait; they change nothing where they are carried out a second time.
-
-    `lost` is done when the session is over: every hold is void from then on. `on_hold_lost` is called for a hold whose
-    lease ended before it was renewed, or that cannot be claimed.
+    `on_lease_lost` is called for a lease that ended before it was renewed, or that cannot be claimed from a service
+    that was started again.
     """
 
     def __init__(self, address: str, worker_id: str, role: str, secret: Secret) -> None:
-        self.on_hold_lost: Callable[[Key], None] = lambda key: None
-        self._address = address
-        self._holds = KVHolds(lambda key: self.on_hold_lost(key))
-        self._session = KVSession(address, worker_id, role, secret, self._holds)
-        self.lost = self._session.lost
-        # What prefill seals is on its way to another host as soon as it is known.
+        self.on_lease_lost: Callable[[Key], None] = lambda key: None
+        self._leases = Leases(lambda key: self.on_lease_lost(key))
+        self.session = KVSession(address, worker_id, role, secret, self._leases)
+        # What prefill seals is sent to another host as soon as kvtransfer knows it.
         self._may_linger = role == "decode"
 
-    async def attach(self, layout: KVLayout, context_tokens: int) -> Arena:
-        """See `KVSession.attach`."""
-        return await self._session.attach(layout, context_tokens)
-
-    async def close(self) -> None:
-        """See `KVSession.close`."""
-        await self._session.close()
-
-    @property
-    def session(self) -> int:
-        return self._session.id
-
-    @property
-    def host_id(self) -> str:
-        return self._session.host_id
-
-    @property
-    def source(self) -> str:
-        """Where services of other hosts reach that of this one."""
-        return self._session.source
-
-    @property
-    def has_disk(self) -> bool:
-        """Whether there is a tier below this host's arena."""
-        return self._session.has_disk
-
-    def holds(self, key: Key) -> bool:
-        """Whether the blocks of `key` are this worker's, as far as it knows."""
-        return not self.lost.done() and key in self._holds
+    def has(self, key: Key) -> bool:
+        """Return whether this worker has a lease under `key`, as far as it knows."""
+        return not self.session.lost.done() and key in self._leases
 
     def use(self, key: Key) -> None:
-        """The engine gets the blocks of `key`, which must be held, and may touch them until `fill` or `release`."""
-        self._holds.blocks.use(key)
+        """Give the blocks of a lease to the engine, which may touch them until `fill` or `release`."""
+        self._leases.use(key)
 
     async def reserve(
         self, key: Key, hashes: Sequence[bytes], token_count: int, max_cached_tokens: int, priority: int = 0
-    ) -> Hold:
-        """Blocks for token_count tokens, the longest cached prefix among them. Raises BusyError if there are none."""
+    ) -> Reservation:
+        """Reserve blocks for `token_count` tokens, with the longest cached prefix among them.
+
+        Args:
+            hashes: links of the context.
+            max_cached_tokens: tokens that may come from the cache, at most.
+            priority: that of the request; lower is more urgent.
+
+        Raises:
+            BusyError: there are not enough free blocks.
+        """
         operation = pb.Reserve(
             key=key_to_pb(key),
             hashes=hashes,
@@ -96,19 +71,22 @@ class KVClient:
         )
         return await self._obtain(pb.Operation(reserve=operation), key)
 
-    async def open(self, key: Key) -> Hold:
-        """Becomes the writer of what another worker reserved."""
-        return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), _next(key))
+    async def open(self, key: Key) -> Reservation:
+        """Become the writer of blocks that another worker reserved."""
+        opened = key._replace(generation=key.generation + 1)
+        return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), opened)
 
     def fill(self, key: Key, filled_tokens: int, context_hash: bytes, traceparent: str = "") -> asyncio.Future[None]:
-        """Ends writing; the one who reserved the blocks gets them. What is returned is done when it does.
+        """End writing, so that the worker that reserved the blocks gets them.
 
         Args:
-            context_hash: names these tokens (`Context.name`).
-            traceparent: of the request, where it is traced.
+            context_hash: name of the filled tokens (`Context.name`).
+            traceparent: that of the request, if it is traced.
+
+        Returns:
+            A future that is done when the other worker can have the blocks.
         """
-        self._holds.let_go(key)  # before: a renewal behind it would be refused and taken for a loss
-        self._holds.blocks.give_back(key)
+        self._leases.release(key)  # before the fill: a renewal after it would be refused and taken for a loss
         fill = pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens, context_hash=context_hash)
         filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -121,138 +99,139 @@ class KVClient:
                     self.release(key)  # nobody here knows whether it was filled
                 filled.set_exception(error)
 
-        self._session.sender.submit(pb.Operation(fill=fill, traceparent=traceparent)).add_done_callback(answer)
+        self.session.sender.submit(pb.Operation(fill=fill, traceparent=traceparent)).add_done_callback(answer)
         return filled
 
     async def adopt(self, key: Key) -> Adopted:
-        """Takes over blocks that this worker has reserved, as soon as they are filled. `seal_adopted` belongs to it.
+        """Wait until blocks that this worker has reserved are filled, and take them over. Call `seal_adopted` then.
 
-        Takes as long as the prompt does. Where it fails or is cancelled, releasing `key` ends the hold in either case.
+        This takes as long as the prompt. If it fails or is cancelled, releasing `key` ends the lease in either case.
         """
         adopt = pb.Operation(adopt=pb.Adopt(key=key_to_pb(key)), traceparent=traceparent())
-        (result,) = (await self._session.call([adopt])).results
+        (result,) = (await self.session.call([adopt])).results
         adoption = checked(result).adoption
-        if not self.holds(key):
+        if not self.has(key):
             raise StaleError(f"the blocks of {key} were lost while they changed hands")
-        adopted, tables = self._holds.adopt(key, adoption)
-        return Adopted(Hold(adopted, adoption.filled_tokens, tables, adoption.context_hash), adoption.sealed_blocks)
+        return Adopted(self._leases.adopt(key, adoption), adoption.sealed_blocks)
 
     async def fetch(self, key: Key, source: str, source_key: Key) -> Fetched:
-        """Brings over what another host computes.
+        """Fetch the blocks of a prompt while another host computes it.
 
-        Takes as long as the prompt does. A hold whose transfer failed has ended. Cancelling ends the transfer.
+        This takes as long as the prompt. If the transfer fails, the lease has ended. Cancelling ends the transfer.
 
         Args:
             source: address of that host's kvtransfer service.
-            source_key: of the hold there.
+            source_key: key of the lease there.
 
         Raises:
-            TransferError: the blocks could not be brought over.
+            TransferError: the blocks could not be fetched.
         """
         request = pb.FetchRequest(
-            session=self.session, key=key_to_pb(key), source=source, source_key=key_to_pb(source_key)
+            session=self.session.id, key=key_to_pb(key), source=source, source_key=key_to_pb(source_key)
         )
-        reply = await self._answer(self._session.stub.Fetch(request, metadata=trace_headers()))
+        reply = await self._answer(self.session.stub.Fetch(request, metadata=trace_headers()))
         log.info("%d blocks came over %s", reply.blocks, reply.path, extra={"request_id": key.request_id})
         return Fetched(reply.bytes, reply.path)
 
     async def fetch_prefix(self, key: Key, source: str, hashes: Sequence[bytes]) -> None:
-        """Brings into this host's cache what its disk or another host has of a context; `reserve` finds it then.
+        """Bring blocks of a context from the disk tier or from another host into this host's cache, for `reserve`.
 
         Args:
-            key: of the request that will be reserved.
-            source: address of that host's kvtransfer service; empty where only the disk is to be asked.
-            hashes: chain of the context, no more of it than can be reused.
+            key: key under which the blocks will be reserved.
+            source: address of that host's kvtransfer service; empty to ask only the disk.
+            hashes: links of the context, as many as can be reused.
 
         Raises:
-            BusyError: there is no room for it.
-            TransferError: it could not be brought over.
+            BusyError: there are not enough free blocks.
+            TransferError: the blocks could not be fetched.
         """
-        request = pb.FetchPrefixRequest(session=self.session, key=key_to_pb(key), source=source, hashes=hashes)
-        reply = await self._answer(self._session.stub.FetchPrefix(request, metadata=trace_headers()))
+        request = pb.FetchPrefixRequest(session=self.session.id, key=key_to_pb(key), source=source, hashes=hashes)
+        reply = await self._answer(self.session.stub.FetchPrefix(request, metadata=trace_headers()))
         if source:
             extra = {"request_id": key.request_id}
             log.info("%d blocks of a prefix came over %s", reply.blocks, reply.path, extra=extra)
 
-    def extend(self, key: Key, token_count: int, on_answer: Callable[[Hold | PacelineError], None]) -> None:
-        """Grows a hold; the answer is BusyError where there are no blocks now."""
+    def extend(self, key: Key, token_count: int, on_answer: Callable[[Reservation | PacelineError], None]) -> None:
+        """Ask for blocks up to `token_count` tokens. The answer is BusyError if there are not enough free blocks."""
         operation = pb.Operation(extend=pb.Extend(key=key_to_pb(key), token_count=token_count))
 
         def answer(done: asyncio.Future[pb.Result]) -> None:
-            outcome: Hold | PacelineError
+            outcome: Reservation | PacelineError
             try:
-                outcome = hold_from_pb(checked(done.result()).hold)
-                self._holds.blocks.grow(key, outcome.tables)
+                outcome = reservation_from_pb(checked(done.result()).hold)
+                self._leases.grow(key, outcome.tables)
             except PacelineError as error:
                 outcome = error
             on_answer(outcome)
 
-        self._session.sender.submit(operation).add_done_callback(answer)
+        self.session.sender.submit(operation).add_done_callback(answer)
 
     def seal(self, key: Key, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
-        self._holds.blocks.seal(key, group, first_block, hashes)
+        """Publish full blocks of one group under their names."""
+        self._leases.seal(key, group, first_block, hashes)
         seal = pb.Seal(key=key_to_pb(key), group=group, first_block=first_block, hashes=hashes)
-        self._tell(pb.Operation(seal=seal), self._may_linger)
+        self._submit(pb.Operation(seal=seal), self._may_linger)
 
     def seal_adopted(self, adopted: Adopted, hashes: Sequence[Sequence[bytes]]) -> None:
-        """Publishes full blocks that the prefill worker has left unsealed.
+        """Publish full blocks that the prefill worker has left unsealed.
 
         Args:
-            hashes: for each group those of all full blocks.
+            hashes: for each group, the names of all full blocks.
         """
+        key = adopted.reservation.key
         for group, (names, sealed) in enumerate(zip(hashes, adopted.sealed_blocks)):
-            self._holds.blocks.seal(adopted.hold.key, group, 0, names)
+            self._leases.seal(key, group, 0, names)
             if left := names[sealed:]:
-                seal = pb.Seal(key=key_to_pb(adopted.hold.key), group=group, first_block=sealed, hashes=left)
-                self._tell(pb.Operation(seal=seal))
+                seal = pb.Seal(key=key_to_pb(key), group=group, first_block=sealed, hashes=left)
+                self._submit(pb.Operation(seal=seal))
 
     def trim(self, key: Key, group: int, first_kept_block: int) -> None:
-        self._holds.blocks.trim(key, group, first_kept_block)
+        """Release the blocks of a windowed group before one block."""
+        self._leases.trim(key, group, first_kept_block)
         trim = pb.Trim(key=key_to_pb(key), group=group, first_kept_block=first_kept_block)
-        self._tell(pb.Operation(trim=trim), self._may_linger)
+        self._submit(pb.Operation(trim=trim), self._may_linger)
 
     def release(self, key: Key) -> None:
-        """Ends a hold; harmless where it has ended already."""
-        self._holds.give_back(key)
-        self._tell(pb.Operation(release=pb.Release(key=key_to_pb(key))))
+        """End a lease. Releasing one that has ended is no error."""
+        self._leases.release(key)
+        self._submit(pb.Operation(release=pb.Release(key=key_to_pb(key))))
 
     async def _answer(self, call: grpc.aio.UnaryUnaryCall[Any, T]) -> T:
-        """Of a call that takes its time. Ends it where nobody waits for it any more."""
+        """Return the reply of a long call. The call ends if the caller is cancelled."""
         try:
             return await heeding_cancellation(call)
         except grpc.aio.AioRpcError as error:
-            raise unmapped_error(error, f"kvtransfer at {self._address}") from error
+            raise unmapped_error(error, f"kvtransfer at {self.session.address}") from error
         finally:
             call.cancel()
 
-    def _tell(self, operation: pb.Operation, may_linger: bool = False) -> None:
-        """Submits what needs no answer; a failure is logged."""
+    def _submit(self, operation: pb.Operation, may_linger: bool = False) -> None:
+        """Send an operation whose answer nobody waits for. A failure is logged."""
 
         def note(done: asyncio.Future[pb.Result]) -> None:
             try:
                 checked(done.result())
             except PacelineError as error:
-                # Stale is what a cancelled request becomes for the step that was under way.
+                # A cancelled request is stale for the step that was under way.
                 level = logging.DEBUG if isinstance(error, StaleError) else logging.WARNING
                 name = operation.WhichOneof("op") or ""
                 request_id = getattr(operation, name).key.request_id
                 log.log(level, "%s was not carried out: %s", name, error, extra={"request_id": request_id})
 
-        self._session.sender.submit(operation, may_linger).add_done_callback(note)
+        self.session.sender.submit(operation, may_linger).add_done_callback(note)
 
-    async def _obtain(self, operation: pb.Operation, key: Key) -> Hold:
-        """Submits what yields a hold under `key`.
+    async def _obtain(self, operation: pb.Operation, key: Key) -> Reservation:
+        """Send an operation that gives a lease under `key`.
 
-        Where the caller is cancelled meanwhile, or no answer comes, nobody here knows of the hold that may have been
-        made: it is given back.
+        If the caller is cancelled or no answer comes, nobody here knows whether there is a lease. Then it is released.
         """
         operation.traceparent = traceparent()
-        future = self._session.sender.submit(operation)
+        future = self.session.sender.submit(operation)
 
         def keep(done: asyncio.Future[pb.Result]) -> None:
-            # With the answer, not when the caller gets to see it: a session that breaks in between breaks this hold.
+            # With the answer, not when the caller sees it: a session that breaks in between ends this lease, too.
             if done.exception() is None and done.result().code == pb.CODE_OK:
-                self._holds.keep(done.result().hold)
+                self._leases.add(done.result().hold)
 
         def give_back(done: asyncio.Future[pb.Result]) -> None:
             if done.exception() is not None or done.result().code == pb.CODE_OK:
@@ -267,9 +246,4 @@ class KVClient:
         except UnavailableError:
             self.release(key)
             raise
-        return hold_from_pb(checked(result).hold)
-
-
-def _next(key: Key) -> Key:
-    """What a hold is called after it changed hands."""
-    return key._replace(generation=key.generation + 1)
+        return reservation_from_pb(checked(result).hold)

@@ -1,4 +1,4 @@
-"""A worker's session with kvtransfer: it begins, is renewed, comes back to a service that was killed, and ends."""
+"""A worker's session with kvtransfer: it begins, is renewed, returns to a service that was killed, and ends."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import heeding_cancellation, open_channel, unmapped_error
 from paceline.services.common.secret import Secret
+from paceline.services.common.shared_memory import map_arena
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb
 from paceline.services.worker.batch_sender import BatchSender, HostConnection
-from paceline.services.worker.kv_holds import KVHolds
+from paceline.services.worker.leases import Leases
 
 ATTACH_SECONDS = 60.0
-"""kvtransfer may start after its workers."""
+"""Time for a service to start, because it may start after its workers."""
 CALL_SECONDS = 5.0
 RETURN_SECONDS = 10.0
-"""For a service that was killed to be back."""
+"""Time for a service that was killed to be started again."""
 
 Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
 
@@ -37,34 +38,44 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
-    """The shared memory to map, and this worker's place in it."""
+class MappedArena:
+    """The host's arena in this worker's address space."""
 
-    host_id: str
     path: Path
-    size: int
     slots: int
+    blocks: memoryview
+    """All slots."""
+    turns: memoryview
+    """The page after the slots; see `paceline.core.turns`."""
 
 
 class KVSession:
-    """Lives from `attach` to `close`, or until `lost` is done. Its holds are renewed meanwhile.
+    """One worker's session, from `attach` to `close` or until `lost` is done. It renews the leases meanwhile.
+
+    If the session breaks because the service has ended, what runs here does not end. A decode worker goes on in the
+    blocks that its engine has, which nobody else can get, and claims them from the service that is started again.
+    Leases that the engine does not have are lost. Operations wait, and are sent again. They change nothing if they are
+    carried out twice.
 
     Args:
-        address: of the service of this worker's host.
-        holds: what is claimed from a service that is started again.
+        address: address of the kvtransfer service of this worker's host.
+        leases: what is renewed, and claimed from a service that is started again.
     """
 
-    def __init__(self, address: str, worker_id: str, role: str, secret: Secret, holds: KVHolds) -> None:
+    def __init__(self, address: str, worker_id: str, role: str, secret: Secret, leases: Leases) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the session is over. All leases have ended then."""
         self.sender = BatchSender(self._send)
+        self.address = address
         self.id = 0
         self.host_id = ""
         self.source = ""
-        """Where services of other hosts reach that of this one."""
-        self._address = address
+        """Address at which services of other hosts reach the kvtransfer service of this one."""
+        self.has_disk = False
+        """Whether the arena has a disk tier."""
         self._worker_id = worker_id
         self._role = role
-        self._holds = holds
+        self._leases = leases
         self._channel = open_channel(address, secret)
         self.stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
         self._lease_seconds = 10.0
@@ -76,21 +87,21 @@ class KVSession:
         self._connecting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def attach(self, layout: KVLayout, context_tokens: int) -> Arena:
-        """Joins the arena; waits a while for the service to come up. Raises PacelineError.
+    async def attach(self, layout: KVLayout, context_tokens: int) -> MappedArena:
+        """Join the host's arena and map it. Wait some time for the service to start. Raises PacelineError.
 
         Args:
-            context_tokens: of the longest context that this worker would take; an arena of automatic size has room for
-                one.
+            context_tokens: tokens of the longest context that this worker would take. An arena of automatic size has
+                room for one such context.
         """
         self._layout, self._context_tokens = layout, context_tokens
         try:
             async with asyncio.timeout(ATTACH_SECONDS):
                 call, event = await self._try_to_attach(self._attach_request(layout))
         except TimeoutError:
-            raise UnavailableError(f"kvtransfer at {self._address} does not answer; is it running?") from None
+            raise UnavailableError(f"kvtransfer at {self.address} does not answer; is it running?") from None
         if not isinstance(event, pb.AttachEvent):
-            raise UnavailableError(f"kvtransfer at {self._address} ended the session at once")
+            raise UnavailableError(f"kvtransfer at {self.address} ended the session at once")
         self._take_in(event)
         self._tasks = [
             asyncio.create_task(self._watch(call), name="kv-session"),
@@ -99,14 +110,39 @@ class KVSession:
         ]
         for task in self._tasks:
             task.add_done_callback(self._end_with)
-        return Arena(event.host_id, self._arena_path, event.arena_bytes, event.slots)
+        mapped = map_arena(self._arena_path, event.arena_bytes)
+        return MappedArena(
+            self._arena_path, event.slots, mapped[: event.arena_bytes], turns=mapped[event.arena_bytes :]
+        )
 
     async def close(self) -> None:
-        """Ends the session, after what was submitted has been answered; what is not in time fails."""
+        """End the session after all operations have been answered. Operations that are too late fail."""
         await self.sender.answered(CALL_SECONDS)
         self._end()
         await end_tasks(*self._tasks)
         await self._channel.close(None)
+
+    async def call(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
+        """Send one request outside of the order of `sender`. Raises UnavailableError."""
+        if self.lost.done():
+            raise UnavailableError("this worker has no session with kvtransfer")
+        async with self._connecting:
+            if self._connection is None or not self._connection.is_open:
+                try:
+                    self._connection = await HostConnection.connect(self._socket_path)
+                except OSError as error:
+                    raise UnavailableError(f"kvtransfer cannot be reached at {self._socket_path}: {error}") from error
+        return await self._connection.call(pb.BatchRequest(session=self.id, operations=operations))
+
+    async def _send(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
+        """Send a batch, which is answered soon. Raises UnavailableError."""
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                return await self.call(operations)
+        except TimeoutError:
+            raise UnavailableError(f"kvtransfer does not answer within {CALL_SECONDS:g} s") from None
+
+    # ---- the begin
 
     def _take_in(self, event: pb.AttachEvent) -> None:
         self.id, self._arena_path = event.session, Path(event.arena_path)
@@ -115,15 +151,18 @@ class KVSession:
         self._socket_path = event.socket_path
 
     async def _try_to_attach(self, request: pb.AttachRequest) -> tuple[Stream, object]:
-        """The stream and what it says first. A service that goes away meanwhile is asked again, as long as there is the
-        arena that this worker has mapped: one that ends in order removes it."""
+        """Return the stream of a new session and its first message.
+
+        If the service goes away meanwhile, ask again. A worker that returns does so until the file of its arena is
+        gone: a service that ends in order removes it.
+        """
         while not request.arena_path or _exists(request.arena_path):
             call = self.stub.Attach(request, wait_for_ready=True)
             try:
                 return call, await heeding_cancellation(call.read())
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise unmapped_error(error, f"kvtransfer at {self._address}") from error
+                    raise unmapped_error(error, f"kvtransfer at {self.address}") from error
             except asyncio.CancelledError:
                 call.cancel()
                 raise
@@ -139,34 +178,14 @@ class KVSession:
             **again,
         )
 
-    async def call(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
-        """One request of its own, beside those of `sender`. Raises UnavailableError."""
-        if self.lost.done():
-            raise UnavailableError("this worker has no session with kvtransfer")
-        async with self._connecting:
-            if self._connection is None or not self._connection.is_open:
-                try:
-                    self._connection = await HostConnection.connect(self._socket_path)
-                except OSError as error:
-                    raise UnavailableError(f"kvtransfer cannot be reached at {self._socket_path}: {error}") from error
-        return await self._connection.call(pb.BatchRequest(session=self.id, operations=operations))
-
-    async def _send(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
-        """A batch, which is answered soon. Raises UnavailableError."""
-        try:
-            async with asyncio.timeout(CALL_SECONDS):
-                return await self.call(operations)
-        except TimeoutError:
-            raise UnavailableError(f"kvtransfer does not answer within {CALL_SECONDS:g} s") from None
-
     # ---- leases
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._lease_seconds / 3)
-            if keys := self._holds.keys():
+            if keys := self._leases.keys():
                 renew = pb.Renew(keys=[key_to_pb(key) for key in keys])
-                # Unanswered ones are not waited for: the next is due before a lease ends.
+                # The answer is not waited for: the next renewal is due before a lease ends.
                 self.sender.submit(pb.Operation(renew=renew)).add_done_callback(self._note_losses)
 
     def _note_losses(self, done: asyncio.Future[pb.Result]) -> None:
@@ -174,40 +193,40 @@ class KVSession:
             log.warning("leases were not renewed: %s", error)
             return
         for key in map(key_from_pb, done.result().lost):
-            if key in self._holds and not self.lost.done():
+            if key in self._leases and not self.lost.done():
                 log.warning("the lease of %s ended", key, extra={"request_id": key.request_id})
-                self._holds.lose(key)
+                self._leases.lose(key)
 
     # ---- a service that ends
 
     async def _watch(self, call: Stream) -> None:
-        """Returns when the session is over and there is no other."""
+        """Return when the session is over and there is no other."""
         again: Stream | None = call
         while again is not None:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                await again.read()  # nothing more is ever said; this ends with the session
-            again = await self._come_back()
+                await again.read()  # no second message comes; this ends with the session
+            again = await self._return()
         log.info("the session with kvtransfer ended")
 
-    async def _come_back(self) -> Stream | None:
-        """The stream of a new session in the same arena; None where no service comes back to it in time.
+    async def _return(self) -> Stream | None:
+        """Begin a new session in the same arena. Return its stream, or None if no service is started again in time.
 
-        What is told to others meanwhile waits. So the claims are what this worker held when the session broke, and what
-        has become of it since is told behind them.
+        Operations wait meanwhile. So the claims are the leases at the moment when the session broke, and later changes
+        are sent after them.
         """
         assert self._layout is not None
         self.sender.pause()
         self._disconnect()
-        await asyncio.sleep(0)  # until the answers that have come are where they belong
-        self._holds.lose_all(keep_used=self._role == "decode")
-        claims = self._holds.claims(self._layout)
+        await asyncio.sleep(0)  # until answers that have come are taken in
+        self._leases.lose_all(keep_used=self._role == "decode")
+        claims = self._leases.claims(self._layout)
         try:
             async with asyncio.timeout(RETURN_SECONDS):
                 call, event = await self._try_to_attach(
                     self._attach_request(self._layout, arena_path=str(self._arena_path), claims=claims)
                 )
         except (TimeoutError, PacelineError) as error:
-            log.info("this worker cannot come back: %s", error or "no kvtransfer is started again")
+            log.info("this worker cannot return to its arena: %s", error or "no kvtransfer is started again")
             return None
         if not isinstance(event, pb.AttachEvent):
             return None
@@ -218,7 +237,7 @@ class KVSession:
     # ---- the end
 
     def _end_with(self, task: asyncio.Task[None]) -> None:
-        """Without any of its tasks a session is of no use."""
+        """End the session with any of its tasks."""
         if not task.cancelled() and (error := task.exception()):
             log.error("the session with kvtransfer cannot go on", exc_info=error)
         self._end()
@@ -232,7 +251,6 @@ class KVSession:
             self.lost.set_result(None)
 
     def _disconnect(self) -> None:
-        """Nobody hears answers of the service any more."""
         if self._connection is not None:
             self._connection.close()
 

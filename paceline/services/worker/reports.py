@@ -10,7 +10,7 @@ from paceline.engine.request import RequestStats
 from paceline.engine.step import Computed, Preempted
 from paceline.proto import worker_pb2
 from paceline.services.worker.event_stream import RequestEvent
-from paceline.services.worker.kv_answers import Hold
+from paceline.services.worker.leases import Reservation
 
 EFFORT_SECONDS = 1.0
 """How often totals are told while tokens come. What they come to is told with the end."""
@@ -73,7 +73,7 @@ class Reporter:
         return report
 
 
-def count_blocks(layout: KVLayout, hold: Hold, tokens: int) -> int:
+def count_blocks(layout: KVLayout, reservation: Reservation, tokens: int) -> int:
     """Blocks of a hold in which the first `tokens` tokens are."""
-    tables = zip(layout.groups, hold.tables)
+    tables = zip(layout.groups, reservation.tables)
     return sum(slot != NO_SLOT for group, table in tables for slot in table[: group.blocks_for(tokens)])

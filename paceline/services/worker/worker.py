@@ -48,9 +48,9 @@ from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.wire import sampling_from_pb
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, RequestEvent
-from paceline.services.worker.kv_answers import Hold
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
+from paceline.services.worker.leases import Reservation
 from paceline.services.worker.work_check import check_token, check_work
 
 Argument = TypeVar("Argument")
@@ -94,7 +94,7 @@ class Worker:
     ) -> None:
         self.model_id = model_id
         self.kv = kv
-        kv.on_hold_lost = self._on_hold_lost
+        kv.on_lease_lost = self._on_lease_lost
         self.memory = memory
         self.layout = loaded.layout
         self.limits = limits
@@ -182,7 +182,7 @@ class Worker:
         Args:
             source: address of the other host's kvtransfer service; empty where only the disk is to be asked.
         """
-        if not (source or self.kv.has_disk) or work.sampling.HasField("prompt_logprobs"):
+        if not (source or self.kv.session.has_disk) or work.sampling.HasField("prompt_logprobs"):
             return True
         links = context.links(self.layout.fingerprint)
         try:
@@ -194,7 +194,7 @@ class Worker:
             return not isinstance(error, TransferError)
         return True
 
-    async def reserve(self, work: pb.Work, key: Key, context: Context, token_count: int) -> Hold:
+    async def reserve(self, work: pb.Work, key: Key, context: Context, token_count: int) -> Reservation:
         """Reserve blocks for `token_count` tokens, with the cached blocks of the context among them.
 
         Raises BusyError if there are not enough free blocks.
@@ -207,29 +207,29 @@ class Worker:
     def make_request(
         self,
         work: pb.Work,
-        hold: Hold,
+        reservation: Reservation,
         context: Context,
         grammar: Grammar | None,
         only_first_token: bool = False,
         has_readers: bool = False,
     ) -> Request:
-        """Return the engine's view of `work` in the blocks of `hold`. The request adds its tokens to `context`.
+        """Return the engine's view of `work` in the blocks of `reservation`. The request adds its tokens to `context`.
 
         Raises InvalidRequestError if the blocks hold more than this context, UnavailableError if they hold another one.
         """
-        if not hold.filled_tokens < len(context):
-            raise InvalidRequestError(f"the blocks hold {hold.filled_tokens} tokens, the context has {len(context)}")
-        hold.check_context(
-            context, self.layout.fingerprint
-        )  # or it would go on behind what is cached of another, and publish that
+        if not reservation.filled_tokens < len(context):
+            filled = reservation.filled_tokens
+            raise InvalidRequestError(f"the blocks hold {filled} tokens, the context has {len(context)}")
+        # Otherwise the request would go on after the cache of another context, and publish that.
+        reservation.check_context(context, self.layout.fingerprint)
         return Request(
-            key=hold.key,
+            key=reservation.key,
             context=context,
             prompt_len=work.prompt_tokens,
             sampling=sampling_from_pb(work.sampling),
             layout=self.layout,
-            tables=hold.tables,
-            computed_len=hold.filled_tokens,
+            tables=reservation.tables,
+            computed_len=reservation.filled_tokens,
             only_first_token=only_first_token,
             has_readers=has_readers,
             grammar=grammar,
@@ -238,7 +238,7 @@ class Worker:
     def submit(self, request: Request, events: EventStream) -> None:
         """Runs a request; `events` takes what happens. Raises StaleError where its blocks were lost meanwhile."""
         # Nothing may be awaited between this and `add`: whoever loses the blocks from here on is told to stop.
-        if not self.kv.holds(request.key):
+        if not self.kv.has(request.key):
             raise _lost(request.key)
         self.kv.use(request.key)
         self._streams[request.key] = events
@@ -315,20 +315,20 @@ class Worker:
         if stream := self._streams.get(key):
             stream.put(event)
 
-    def _on_hold_lost(self, key: Key) -> None:
+    def _on_lease_lost(self, key: Key) -> None:
         self.engine.remove(key)
         self._tell(key, _lost(key))
 
     def _extend(self, key: Key, token_count: int) -> None:
-        def answer(outcome: Hold | PacelineError) -> None:
+        def answer(outcome: Reservation | PacelineError) -> None:
             if key not in self._streams:
                 return  # it left the engine meanwhile, and what it held is released
-            if isinstance(outcome, Hold):
+            if isinstance(outcome, Reservation):
                 self.engine.grow(key, outcome.tables)
             elif isinstance(outcome, BusyError):
                 self.engine.starve(key)
             else:
-                self._on_hold_lost(key)
+                self._on_lease_lost(key)
 
         self.kv.extend(key, token_count, answer)
 

@@ -37,7 +37,6 @@ from paceline.services.common.lifecycle import (
 from paceline.services.common.registry import Member, Registrar, Role, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import read_secret
-from paceline.services.common.shared_memory import map_arena
 from paceline.services.common.unix_socket import Framed, UnixListener
 from paceline.services.worker.compute import ComputeService
 from paceline.services.worker.kv_client import KVClient
@@ -107,19 +106,18 @@ class WorkerProcess:
 
     async def _start(self, add_service: AddService) -> None:
         config, undo = self._config, self._undo
-        undo.push_async_callback(self._kv.close)
+        undo.push_async_callback(self._kv.session.close)
         undo.push_async_callback(self._leave)
         self.address = reachable_address(config, await self._server.start())
         await self._registrar.start()
         torch.set_num_threads(config.threads or available_cores())
         kernels = _select_kernels(config)
         loaded = await asyncio.to_thread(_load, config, kernels)
-        arena = await self._kv.attach(loaded.layout, config.max_model_len or loaded.max_position)
-        mapped = map_arena(arena.path, arena.size)
-        blocks = torch.frombuffer(mapped[: arena.size], dtype=_dtype(config))
+        arena = await self._kv.session.attach(loaded.layout, config.max_model_len or loaded.max_position)
+        blocks = torch.frombuffer(arena.blocks, dtype=_dtype(config))
         memory = _kv_memory(config, loaded, blocks, arena.path)
         undo.callback(memory.close)
-        turns = _turns(config, self._role, mapped[arena.size :], self._kv.session)
+        turns = _turns(config, self._role, arena.turns, self._kv.session.id)
         if turns is not None:
             kernels.take_turns(turns)
         max_model_len = _max_model_len(config, loaded, arena.slots, memory.slots)
@@ -144,7 +142,7 @@ class WorkerProcess:
     async def wait(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set. Raises UnavailableError when the worker cannot go on."""
         await self._first(stop.wait())
-        if self._kv.lost.done() and not stop.is_set():
+        if self._kv.session.lost.done() and not stop.is_set():
             # The blocks are gone with their owner. A fresh process is the simplest way back to a clean state.
             raise UnavailableError("the kvtransfer service of this host went away")
 
@@ -158,14 +156,14 @@ class WorkerProcess:
         self._registrar.announce()
         await self._server.set_ready(False)
         await self._first(admission.drain(seconds))
-        if self._kv.lost.done() and admission.active:
+        if self._kv.session.lost.done() and admission.active:
             log.warning("the kvtransfer service of this host went away while %d requests ran", admission.active)
 
     async def _first(self, awaited: Coroutine[Any, Any, Any]) -> None:
         """Waits for this, or until nothing can go on. Raises UnavailableError where the engine failed."""
         task = asyncio.create_task(awaited)
         try:
-            await asyncio.wait((task, self._kv.lost, self.worker.failed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, self._kv.session.lost, self.worker.failed), return_when=asyncio.FIRST_COMPLETED)
         finally:
             task.cancel()
         if self.worker.failed.done():
@@ -197,7 +195,7 @@ class WorkerProcess:
             role=self._role,
             epoch=self._epoch,
             address=self.address,
-            host_id=self._kv.host_id,
+            host_id=self._kv.session.host_id,
             state="starting",
             model=self._model_id,
             max_seqs=self._config.max_seqs,

@@ -140,8 +140,8 @@ async def test_a_worker_that_kvtransfer_refuses_gives_up_at_once() -> None:
         client = KVClient(address, "w", "decode", OTHER)
         async with asyncio.timeout(20):  # it waits a minute for one that is not there
             with pytest.raises(RefusedError, match=f"kvtransfer at {address} refuses us: .*--auth-token-file"):
-                await client.attach(layout, 16)
-        await client.close()
+                await client.session.attach(layout, 16)
+        await client.session.close()
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ async def test_a_prompt_s_blocks_are_decode_s_before_the_gateway_says_so(start_l
         work.key.CopyFrom((await decode.read()).admitted.key)
         prefill = host.prefill_stub.Run(worker_pb2.PrefillRequest(work=work, host_id="host"), timeout=60)
         filled = [event async for event in prefill][-1].filled
-        assert not host.decode.worker.kv.holds(Key("early", 1, filled.key.generation))
+        assert not host.decode.worker.kv.has(Key("early", 1, filled.key.generation))
         async with asyncio.timeout(10):
-            while not host.decode.worker.kv.holds(Key("early", 1, filled.key.generation + 1)):
+            while not host.decode.worker.kv.has(Key("early", 1, filled.key.generation + 1)):
                 await asyncio.sleep(0.01)
         handoff = worker_pb2.Handoff(key=filled.key, first_token_id=expected[0])
         await decode.write(worker_pb2.DecodeCommand(handoff=handoff))

@@ -120,9 +120,9 @@ async def test_who_adopts_seals_what_the_writer_has_left(host: UnreliableHost) -
     host.prefill.seal(opened.key, 0, 0, names[:1])
     await host.prefill.fill(opened.key, 50, CONTEXT)
     adopted = await host.decode.adopt(KEY)
-    assert (list(adopted.sealed_blocks), adopted.hold.context_hash) == ([1], CONTEXT)
+    assert (list(adopted.sealed_blocks), adopted.reservation.context_hash) == ([1], CONTEXT)
     host.decode.seal_adopted(adopted, [names])
-    host.decode.release(adopted.hold.key)
+    host.decode.release(adopted.reservation.key)
     assert (await host.decode.reserve(Key("next", 1, 1), names, 64, 64)).filled_tokens == 48
 
 

@@ -12,7 +12,7 @@ from paceline.services.kvtransfer import keeper
 from paceline.services.kvtransfer.hold import State
 from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
 from paceline.services.worker import kv_session
-from paceline.services.worker.kv_answers import Hold
+from paceline.services.worker.leases import Reservation
 from tests.services.worker.unreliable_host import CONTEXT, KEY, LEASE, UnreliableHost
 
 
@@ -20,7 +20,7 @@ async def test_a_worker_learns_that_a_lease_ended_and_frees_the_blocks_when_it_i
     host: UnreliableHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost: list[Key] = []
-    host.decode.on_hold_lost = lost.append
+    host.decode.on_lease_lost = lost.append
     await host.decode.reserve(KEY, [], 64, 0)
     host.service.now += LEASE
     await host.until(lambda: lost == [KEY])
@@ -49,7 +49,7 @@ async def test_the_late_end_of_an_older_generation_touches_no_newer_one(host: Un
     again = await host.decode.reserve(Key("r", 1, 2), [], 64, 0)
     host.decode.release(KEY)  # removed, because an extension of the time before failed
     (hold,) = host.holds()
-    assert host.decode.holds(again.key)
+    assert host.decode.has(again.key)
     for _ in range(3):
         host.service.now += LEASE / 2
         await host.until(lambda: hold.deadline == host.service.now + LEASE)
@@ -57,25 +57,25 @@ async def test_the_late_end_of_an_older_generation_touches_no_newer_one(host: Un
 
 async def test_a_worker_knows_what_it_holds(host: UnreliableHost) -> None:
     reserved = await host.decode.reserve(KEY, [], 64, 0)
-    assert host.decode.holds(KEY)
+    assert host.decode.has(KEY)
     opened = await host.prefill.open(KEY)
-    assert host.prefill.holds(opened.key)
+    assert host.prefill.has(opened.key)
     await host.prefill.fill(opened.key, 64, CONTEXT)
-    assert not host.prefill.holds(opened.key)
-    adopted = (await host.decode.adopt(KEY)).hold
-    assert adopted == Hold(Key("r", 1, 3), 64, reserved.tables, CONTEXT)
-    assert not host.decode.holds(reserved.key)
-    assert host.decode.holds(adopted.key)
+    assert not host.prefill.has(opened.key)
+    adopted = (await host.decode.adopt(KEY)).reservation
+    assert adopted == Reservation(Key("r", 1, 3), 64, reserved.tables, CONTEXT)
+    assert not host.decode.has(reserved.key)
+    assert host.decode.has(adopted.key)
     host.decode.release(adopted.key)
-    assert not host.decode.holds(adopted.key)
+    assert not host.decode.has(adopted.key)
     other = await host.decode.reserve(Key("s", 1, 1), [], 64, 0)
     await host.service.close()
-    await host.until(lambda: not host.decode.holds(other.key))
+    await host.until(lambda: not host.decode.has(other.key))
 
 
 async def test_who_fills_has_lost_nothing(host: UnreliableHost) -> None:
     lost: list[Key] = []
-    host.prefill.on_hold_lost = lost.append
+    host.prefill.on_lease_lost = lost.append
     await host.decode.reserve(KEY, [], 64, 0)
     opened = await host.prefill.open(KEY)
     host.service.pause = LEASE
@@ -89,11 +89,11 @@ async def test_nobody_waits_for_a_session_that_broke(host: UnreliableHost) -> No
     await host.decode.reserve(KEY, [], 64, 0)
     await host.service.close()
     async with asyncio.timeout(10):
-        await host.decode.lost
+        await host.decode.session.lost
         host.decode.release(KEY)
         with pytest.raises(UnavailableError):
             await host.decode.reserve(Key("s", 1, 1), [], 64, 0)
-        await host.decode.close()
+        await host.decode.session.close()
 
 
 async def test_closing_ends_what_has_no_answer_yet(host: UnreliableHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ async def test_closing_ends_what_has_no_answer_yet(host: UnreliableHost, monkeyp
     await host.until(lambda: bool(host.holds()))
     monkeypatch.setattr(kv_session, "CALL_SECONDS", 0.1)
     async with asyncio.timeout(10):
-        await host.decode.close()
+        await host.decode.session.close()
         with pytest.raises(UnavailableError, match="no session"):
             await waiting
         with pytest.raises(UnavailableError, match="no session"):
@@ -117,7 +117,7 @@ async def test_an_answer_that_makes_no_sense_ends_the_session(host: UnreliableHo
     async with asyncio.timeout(10):
         with pytest.raises(UnavailableError, match="no session"):
             await host.decode.reserve(KEY, [], 64, 0)
-        await host.decode.lost
+        await host.decode.session.lost
     await host.until(lambda: host.service.snapshot().workers == 1)
     host.service.now += GRACE_SECONDS
     await host.all_free()

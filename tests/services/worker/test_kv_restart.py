@@ -11,7 +11,7 @@ from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.hold import State
 from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
-from paceline.services.worker.kv_answers import Hold
+from paceline.services.worker.leases import Reservation
 from tests.services.worker.unreliable_host import CONTEXT, KEY, Unreliable, UnreliableHost
 
 
@@ -32,25 +32,25 @@ async def restart(host: UnreliableHost) -> None:
 
 
 async def come_back(host: UnreliableHost) -> None:
-    sessions = [host.decode.session, host.prefill.session]
+    sessions = [host.decode.session.id, host.prefill.session.id]
     await host.until(lambda: host.service.sessions.reconciliation is not None)
     reconciliation = host.service.sessions.reconciliation
     assert reconciliation is not None
     await host.until(lambda: len(reconciliation.workers()) == 2)
     host.service.now += RECONCILE_SECONDS
-    await host.until(lambda: not {host.decode.session, host.prefill.session} & {*sessions})
+    await host.until(lambda: not {host.decode.session.id, host.prefill.session.id} & {*sessions})
 
 
 async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: UnreliableHost) -> None:
     lost: list[Key] = []
-    host.decode.on_hold_lost = host.prefill.on_hold_lost = lost.append
+    host.decode.on_lease_lost = host.prefill.on_lease_lost = lost.append
     await host.decode.reserve(KEY, [], 32, 0)
     opened = await host.prefill.open(KEY)
     host.prefill.use(opened.key)
     host.prefill.seal(opened.key, 0, 0, [bytes([1]) * 16])
     await host.prefill.fill(opened.key, 32, CONTEXT)
     answer = await host.decode.adopt(KEY)
-    adopted = answer.hold
+    adopted = answer.reservation
     host.decode.seal_adopted(answer, [[bytes([1]) * 16]])
     host.decode.use(adopted.key)
     await host.decode.reserve(Key("waits", 1, 1), [], 16, 0)
@@ -67,11 +67,11 @@ async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: U
         (adopted.key, State.ACTIVE),
         (writing.key, State.DRAINING),
     ]
-    assert isinstance(answers[0], Hold)
+    assert isinstance(answers[0], Reservation)
     assert answers[0].tables[0][:2] == adopted.tables[0]
     assert {*lost} == {Key("waits", 1, 1), Key("prefills", 1, 1), writing.key}
-    assert host.decode.holds(adopted.key)
-    assert not any(client.holds(key) for client in (host.decode, host.prefill) for key in lost)
+    assert host.decode.has(adopted.key)
+    assert not any(client.has(key) for client in (host.decode, host.prefill) for key in lost)
     host.prefill.release(writing.key)
     host.decode.release(adopted.key)
     await host.until(lambda: not host.holds())
@@ -99,5 +99,5 @@ async def test_who_had_blocks_before_the_service_came_back_without_its_arena_is_
     shaped.arena.path.unlink()
     await restart(host)
     async with asyncio.timeout(10):
-        await host.decode.lost
-    assert not host.decode.holds(KEY)
+        await host.decode.session.lost
+    assert not host.decode.has(KEY)

@@ -62,10 +62,10 @@ async def test_blocks_lost_between_reservation_and_first_step_are_not_computed_i
         call = host.decode_call(30)
         await call.write(worker_pb2.DecodeCommand(admit=host.work("r", [5, 6, 7], 20)))
         held = key_from_pb((await call.read()).admitted.key)
-        assert worker.kv.holds(held)
+        assert worker.kv.has(held)
         host.clock.ahead = 60.0
         async with asyncio.timeout(10):
-            while worker.kv.holds(held):
+            while worker.kv.has(held):
                 await asyncio.sleep(0.01)
         await call.write(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
         with pytest.raises(grpc.aio.AioRpcError, match="its lease ended") as refused:

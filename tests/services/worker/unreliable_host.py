@@ -100,10 +100,10 @@ async def start_unreliable_host(folder: Path) -> AsyncIterator[UnreliableHost]:
     address = f"127.0.0.1:{(port := await server.start())}"
     clients = [KVClient(address, role, role, Secret()) for role in ("decode", "prefill")]
     for client in clients:
-        await client.attach(LAYOUT, context_tokens=64)
+        await client.session.attach(LAYOUT, context_tokens=64)
     running = UnreliableHost(unreliable, server, port, *clients)
     yield running
     for client in clients:
-        await client.close()
+        await client.session.close()
     await running.service.close()
     await running.server.close(0)

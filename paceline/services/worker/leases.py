@@ -1,0 +1,205 @@
+"""A worker's leases of blocks, and the answers of kvtransfer that give, change or end them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paceline.core.context import Context
+from paceline.core.errors import BusyError, PacelineError, StaleError, UnavailableError
+from paceline.core.kv_layout import NO_SLOT, KVLayout
+from paceline.core.types import Key
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.wire import key_from_pb, key_to_pb
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks that belong to `key` until they are released or their lease ends."""
+
+    key: Key
+    filled_tokens: int
+    """Tokens at the front whose KV is in the blocks."""
+    tables: list[list[int]]
+    """One block table for each group."""
+    context_hash: bytes = b""
+    """Name of the filled tokens, as the cache or the prefill worker that filled the blocks gave it."""
+
+    def check_context(self, context: Context, layout: str) -> None:
+        """Raise UnavailableError if the blocks do not hold the front of `context`.
+
+        Args:
+            layout: fingerprint of the KV layout.
+        """
+        length = self.filled_tokens
+        if length and (length > len(context) or self.context_hash != context.name(layout, length)):
+            raise UnavailableError(f"{self.key} has blocks of another context")
+
+
+class Adopted(NamedTuple):
+    """A reservation after the prefill worker has filled it."""
+
+    reservation: Reservation
+    sealed_blocks: Sequence[int]
+    """For each group, the number of blocks at the front that are sealed or were released."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The result of a transfer from another host."""
+
+    bytes: int
+    path: str
+    """Name of the transport; empty if no block had to be moved."""
+
+
+def checked(result: pb.Result) -> pb.Result:
+    """Return the result of an operation that was carried out. Raises BusyError, StaleError, or PacelineError."""
+    if result.code == pb.CODE_OK:
+        return result
+    if result.code == pb.CODE_EXHAUSTED:
+        raise BusyError(result.message)
+    if result.code == pb.CODE_INVALID:
+        # Workers check what clients ask for, so the mistake is in one of the two services.
+        raise PacelineError(f"kvtransfer refused an operation: {result.message}")
+    raise StaleError(result.message)
+
+
+def reservation_from_pb(message: pb.Hold) -> Reservation:
+    tables = [list(table.slots) for table in message.tables]
+    return Reservation(key_from_pb(message.key), message.filled_tokens, tables, message.context_hash)
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """The blocks of one lease, as they change."""
+
+    filled_tokens: int
+    tables: list[list[int]]
+    names: dict[int, bytes] = field(default_factory=dict)
+    """Names of sealed blocks, by slot."""
+    first_kept: dict[int, int] = field(default_factory=dict)
+    """By group: blocks before this one were released."""
+    in_use: bool = False
+    """Whether the engine may read and write the blocks."""
+
+    def trim(self) -> None:
+        """Forget released blocks. Their slots may come again with another content."""
+        for group, first_kept in self.first_kept.items():
+            table = self.tables[group]
+            for block, slot in enumerate(table[:first_kept]):
+                self.names.pop(slot, None)
+                table[block] = NO_SLOT
+
+    def claim(self, key: Key, layout: KVLayout, active: bool) -> pb.Claim:
+        tables = [
+            pb.BlockTable(slots=table, hashes=[b"" if slot == NO_SLOT else self.names.get(slot, b"") for slot in table])
+            for table in self.tables
+        ]
+        # Any token count will do that needs as many blocks as the tables have.
+        tokens = min(len(table) * group.block_tokens for group, table in zip(layout.groups, self.tables))
+        return pb.Claim(
+            key=key_to_pb(key), token_count=tokens, filled_tokens=self.filled_tokens, tables=tables, active=active
+        )
+
+
+class Leases:
+    """The newest lease of each attempt, which has to be renewed, and the blocks that the engine may touch.
+
+    A kvtransfer service that was started again knows neither. It learns them from `claims`.
+
+    Args:
+        on_lost: called for a lease that ended although this worker did not release it.
+    """
+
+    def __init__(self, on_lost: Callable[[Key], None]) -> None:
+        self._on_lost = on_lost
+        self._newest: dict[tuple[str, int], Key] = {}
+        self._blocks: dict[Key, _Blocks] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return self._newest.get(key[:2]) == key
+
+    def keys(self) -> list[Key]:
+        """Return the keys of all leases that have to be renewed."""
+        return list(self._newest.values())
+
+    def add(self, message: pb.Hold) -> None:
+        """Note a lease that kvtransfer has given."""
+        key = key_from_pb(message.key)
+        self._forget_unused(key)
+        blocks = _Blocks(message.filled_tokens, [list(table.slots) for table in message.tables])
+        for table in message.tables:
+            blocks.names |= {slot: digest for slot, digest in zip(table.slots, table.hashes) if digest}
+        self._newest[key[:2]] = key
+        self._blocks[key] = blocks
+
+    def adopt(self, key: Key, adoption: pb.Adoption) -> Reservation:
+        """Note that the reservation under `key` is filled and has another key from now on. Return its new state."""
+        adopted = self._newest[key[:2]] = key_from_pb(adoption.key)
+        blocks = self._blocks[adopted] = self._blocks.pop(key)
+        blocks.filled_tokens = adoption.filled_tokens
+        blocks.first_kept = {group: count for group, count in enumerate(adoption.trimmed_blocks) if count}
+        blocks.trim()
+        tables = [list(table) for table in blocks.tables]
+        return Reservation(adopted, adoption.filled_tokens, tables, adoption.context_hash)
+
+    def use(self, key: Key) -> None:
+        """Note that the engine may read and write the blocks from now on."""
+        self._blocks[key].in_use = True
+
+    def grow(self, key: Key, tables: Sequence[Sequence[int]]) -> None:
+        if blocks := self._blocks.get(key):
+            blocks.tables = [list(table) for table in tables]
+            blocks.trim()  # blocks that were released since the tables were asked for
+
+    def seal(self, key: Key, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
+        if blocks := self._blocks.get(key):
+            blocks.names |= dict(zip(blocks.tables[group][first_block:], hashes))
+
+    def trim(self, key: Key, group: int, first_kept_block: int) -> None:
+        if blocks := self._blocks.get(key):
+            blocks.first_kept[group] = first_kept_block
+            blocks.trim()
+
+    def release(self, key: Key) -> None:
+        """Note that the engine touches the blocks no more and the lease needs no renewal."""
+        self._stop_renewing(key)
+        self._blocks.pop(key, None)
+        self._forget_unused(key)
+
+    def lose(self, key: Key) -> None:
+        """Note that a lease has ended. The engine may touch the blocks until they are released."""
+        self._stop_renewing(key)
+        self._on_lost(key)
+
+    def lose_all(self, keep_used: bool) -> None:
+        """Note that the service has ended.
+
+        Args:
+            keep_used: whether leases whose blocks the engine has go on in the next service.
+        """
+        for key in self.keys():
+            if not (keep_used and key in self._blocks and self._blocks[key].in_use):
+                self.lose(key)
+
+    def claims(self, layout: KVLayout) -> list[pb.Claim]:
+        """Return a claim for all blocks that the engine has.
+
+        If the lease has ended, the claim only keeps others from the blocks until the engine has released them.
+        """
+        return [blocks.claim(key, layout, key in self) for key, blocks in self._blocks.items() if blocks.in_use]
+
+    def _stop_renewing(self, key: Key) -> None:
+        # An older generation may come late, when the attempt has new blocks. These stay.
+        newest = self._newest.get(key[:2])
+        if newest is not None and newest.generation <= key.generation:
+            del self._newest[key[:2]]
+
+    def _forget_unused(self, key: Key) -> None:
+        """Forget leases of older generations, which changed hands or were never used."""
+        older = [each for each in self._blocks if each[:2] == key[:2] and each.generation <= key.generation]
+        for each in older:
+            if not self._blocks[each].in_use:
+                del self._blocks[each]
