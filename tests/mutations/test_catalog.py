@@ -1,0 +1,31 @@
+"""The mutations fit the source as it is."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import pytest
+
+from tests.mutations.catalog import ROOT, Mutation, load_mutations
+
+MUTATIONS = load_mutations()
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_each_applies_and_leaves_valid_python(mutation: Mutation) -> None:
+    source = (ROOT / mutation.file).read_text()
+    mutated = mutation.apply(source)
+    assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
+    assert all((ROOT / test).exists() for test in mutation.tests), mutation.tests
+
+
+def test_there_are_many_and_each_has_a_name_of_its_own() -> None:
+    assert len(MUTATIONS) >= 60
+    assert [name for name, count in Counter(mutation.name for mutation in MUTATIONS).items() if count > 1] == []
+
+
+def test_a_text_that_stands_twice_is_refused() -> None:
+    twice = Mutation("twice", "file", "", "a", "b", ())
+    with pytest.raises(ValueError, match="contains its text 2 times"):
+        twice.apply("a a")
