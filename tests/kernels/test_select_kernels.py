@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from paceline import kernels as backends
 from paceline.core.errors import ConfigError
 from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
-from paceline.kernels.native.library import load_library
+from paceline.kernels.native.library import FILE_NAME, load_library
 
 
 def test_auto_finds_a_backend_for_the_cpu() -> None:
@@ -76,7 +75,7 @@ def test_without_a_compiled_library_auto_runs_on_torch_and_says_how_to_get_the_f
 
 
 def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
-    file = tmp_path / f"_library{EXTENSION_SUFFIXES[0]}"
+    file = tmp_path / FILE_NAME
     file.write_bytes(b"no library")
     with pytest.raises(ConfigError, match=f"do not load: .*{re.escape(file.name)}"):
         load_library(tmp_path)
@@ -103,7 +102,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("layout", ["*op = 8, *step = 8, *kinds = 1;", None], ids=["another", "unknown"])
 def test_a_library_from_another_source_is_not_used(tmp_path: Path, layout: str | None) -> None:
     body = f"void paceline_layout(long long *op, long long *step, long long *kinds) {{ {layout} }}" if layout else ""
-    library = tmp_path / f"_library{EXTENSION_SUFFIXES[0]}"
+    library = tmp_path / FILE_NAME
     compiler = ["g++", "-shared", "-fPIC", "-xc++", "-", "-o", str(library)]
     subprocess.run(compiler, input=f'extern "C" {{ {body} }}', text=True, timeout=60, check=True)
     with pytest.raises(ConfigError, match="another source; install a C"):

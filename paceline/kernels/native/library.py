@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -17,6 +16,8 @@ from paceline.core.errors import ConfigError
 from paceline.kernels.interface import GroupTables
 
 _FOLDER = Path(__file__).parent
+FILE_NAME = "_library.abi3.so"
+"""The name that setuptools gives a library that fits every version of Python."""
 
 HOW_TO_BUILD = (
     "the native CPU kernels are not compiled, or from another source; install a C++ compiler (g++ 11 or newer) and "
@@ -184,8 +185,8 @@ def library_digest(folder: Path = _FOLDER) -> str:
 
 
 def _library_file(folder: Path) -> Path:
-    file = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_library{suffix}").exists()), None)
-    if file is None:
+    file = folder / FILE_NAME
+    if not file.exists():
         raise ConfigError(HOW_TO_BUILD)
     return file
 
