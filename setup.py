@@ -8,13 +8,13 @@ SOURCES = "paceline/kernels/native/src"
 
 setup(
     ext_modules=[
-        # Not a Python module: a library with a C interface. Where it cannot be compiled, installing goes on without it.
+        # A library with a C interface, not a Python module. If it cannot be compiled, the installation goes on without it.
         Extension(
             "paceline.kernels.native._library",
             sources=sorted(glob(f"{SOURCES}/*.cpp")),
             depends=sorted(glob(f"{SOURCES}/*.h")),
             language="c++",
-            # A product and a sum are fused where the source says so, never where the compiler likes: results must not
+            # A product and a sum are fused only if the source says so, not as the compiler likes: results must not
             # depend on how a loop was unrolled. There is no -march: the library chooses its instructions when it runs.
             extra_compile_args=[
                 "-std=c++17",
@@ -24,8 +24,8 @@ setup(
                 "-pthread",
                 "-Wno-psabi",
             ],
-            # The C++ runtime is linked in, so that the library runs on systems with an older one.
-            extra_link_args=["-pthread", "-static-libstdc++", "-static-libgcc"],
+            # The C++ runtime is linked in, without the parts that need a newer glibc, so that older systems can run it.
+            extra_link_args=["-pthread", "-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections"],
             # It uses nothing of Python, so one build serves every version.
             py_limited_api=True,
             optional=True,

@@ -37,7 +37,7 @@ def test_the_wheel_serves_a_model_where_there_is_no_compiler(wheel: Path, tmp_pa
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {"PATH": str(venv / "bin"), "PACELINE_CACHE": str(tmp_path / "cache")}
-    install = [venv / "bin/python", "-m", "pip", "install", "--quiet", "--only-binary=:all:"]
+    install: list[str | Path] = [venv / "bin/python", "-m", "pip", "install", "--quiet", "--only-binary=:all:"]
     subprocess.run(
         [*install, "-c", ROOT / "requirements.lock", f"{wheel}[serve]"], check=True, env=environment, timeout=1200
     )
