@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 REQUESTS = 12
 MAX_TOKENS = 120
-LEAST = {"parkings": 0, "swap_ins": REQUESTS, "stored_blocks": 0, "device_blocks": 0, "blocks_total": 0}
+LEAST = {"swap_outs": 0, "swap_ins": REQUESTS, "stored_blocks": 0, "device_blocks": 0, "blocks_total": 0}
 """Counters of a decode worker, and the value that each has to exceed."""
 
 
