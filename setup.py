@@ -8,7 +8,8 @@ SOURCES = "paceline/kernels/native/src"
 
 setup(
     ext_modules=[
-        # A library with a C interface, not a Python module. If it cannot be compiled, the installation goes on without it.
+        # A library with a C interface, not a Python module. If it cannot be compiled, the package is installed without
+        # it.
         Extension(
             "paceline.kernels.native._library",
             sources=sorted(glob(f"{SOURCES}/*.cpp")),

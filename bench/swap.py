@@ -138,14 +138,14 @@ def main() -> int:
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
     options = parser.parse_args()
     ending_on_sigterm()
-    pool = ("--kv-pool=device", "--kv-tier-memory=1GiB", *options.flags)
+    pool = ("--kv-pool=device", "--kv-memory=1GiB", *options.flags)
     sizes = (options.prompts, options.prompt_tokens, options.tokens, options.rounds, options.concurrency)
     rounds = make_rounds(*sizes)
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
-            serving(Path(folder, "small"), options.model, f"--kv-memory={options.small}", *pool) as (_, small),
-            serving(Path(folder, "large"), options.model, f"--kv-memory={options.large}", *pool) as (_, large),
+            serving(Path(folder, "small"), options.model, f"--kv-pool-memory={options.small}", *pool) as (_, small),
+            serving(Path(folder, "large"), options.model, f"--kv-pool-memory={options.large}", *pool) as (_, large),
         ):
             found = asyncio.run(measure({"small": small, "large": large}, rounds))
     except (RuntimeError, ServerError) as error:

@@ -15,7 +15,7 @@ import signal
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -29,8 +29,9 @@ from paceline.core.config import (
     ServiceConfig,
     WorkerConfig,
 )
-from paceline.core.config_source import load_config
+from paceline.core.config_source import RENAMED, load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
+from paceline.core.options import Options, flag, group_of
 from paceline.scale import scale
 from paceline.services.common.secret import make_secret
 from paceline.top import top
@@ -129,11 +130,10 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--config", type=Path, metavar="FILE", help=f"TOML file: keys at its top and in [{name}]; flags win"
         )
-        _add_fields(command, service.config, dataclasses.fields(service.config))
+        _add_options(command, service.config, service.config.model_fields)
     prepare = _add_command(commands, "prepare", "MODEL [options]", "Fetch or convert a model and print its folder.")
     prepare.add_argument("model", metavar="MODEL", help="bundled name, Hugging Face folder or GGUF file")
-    fields = [field for field in dataclasses.fields(ServeConfig) if field.name in ("cache_dir", "quantization")]
-    _add_fields(prepare, ServeConfig, fields)
+    _add_options(prepare, ServeConfig, ("cache_dir", "quantization"))
     watch = _add_command(commands, "top", "[options]", "Show the fleet and its speed, live; Ctrl-C ends it.")
     _add_gateway(watch)
     watch.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks [%(default)s]")
@@ -190,7 +190,7 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         env.quiet_grpc()
         run = importlib.import_module(f"paceline.services.{name}.main").run
         # A worker's name in its logs and traces is its name in the cluster.
-        _setup_telemetry(getattr(config, "worker_id", "") or name, config)
+        telemetry.setup(getattr(config, "worker_id", "") or name, config.log_level, config.log_format)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run(config))
 
@@ -211,18 +211,7 @@ def _load(name: str, file: Path | None, flags: dict[str, Any]) -> ServiceConfig 
     config = load_config(SERVICES[name].config, name, file, flags)
     if not getattr(config, "model", True):
         raise ConfigError(f"{name} needs a model: paceline {name} MODEL")
-    for field, hint in typing.get_type_hints(type(config)).items():
-        value = getattr(config, field)
-        if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
-            raise ConfigError(f"{field.replace('_', '-')} must be {_alternatives(hint)}, not {value!r}")
     return config
-
-
-def _setup_telemetry(service: str, config: ServiceConfig | ServeConfig) -> None:
-    try:
-        telemetry.setup(service, config.log_level, config.log_format)
-    except ValueError as error:
-        raise ConfigError(f"log-level must be debug, info, warning or error, not {config.log_level!r}") from error
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -259,7 +248,7 @@ class _Formatter(argparse.HelpFormatter):
 
     def _wrap(self, line: str, width: int) -> list[str]:
         indent = line[: len(line) - len(line.lstrip())]
-        return textwrap.wrap(line, width, subsequent_indent=indent + indent)
+        return textwrap.wrap(line, width, subsequent_indent=indent + indent, break_on_hyphens=False)
 
 
 def _add_command(commands: Any, name: str, arguments: str, description: str) -> argparse.ArgumentParser:
@@ -273,45 +262,38 @@ def _add_command(commands: Any, name: str, arguments: str, description: str) -> 
     return parser
 
 
-def _add_fields(parser: argparse.ArgumentParser, config: type, fields: Sequence[dataclasses.Field[Any]]) -> None:
+def _add_options(parser: argparse.ArgumentParser, config: type[Options], names: Iterable[str]) -> None:
     hints = typing.get_type_hints(config)
     groups: dict[str, Any] = {}
-    for field in sorted(fields, key=_place):
-        title = field.metadata["group"]
-        if field.name == "model":
-            groups["model"] = parser.add_argument_group("model")
-            text = _help(field)
-            groups["model"].add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
-            continue
+    for name in sorted(names, key=lambda name: _GROUPS.index(group_of(config, name))):
+        title = group_of(config, name)
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
-        # Only given flags may override the file, so that a default must not look like one.
+        if name == "model":
+            help = _help(config, name)
+            group.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help)
+            continue
+        # A default must not look like a given flag, because only given flags override the file.
         group.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            *_SHORT.get(field.name, ()),
+            flag(name),
+            *_SHORT.get(name, ()),
             default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS if field.name in _HIDDEN else _help(field),
-            **_kind(field.name, hints[field.name]),
+            help=argparse.SUPPRESS if name in _HIDDEN else _help(config, name),
+            **_kind(name, hints[name]),
         )
-
-
-def _place(field: dataclasses.Field[Any]) -> int:
-    group = field.metadata["group"]
-    return _GROUPS.index(group) if group in _GROUPS else len(_GROUPS)
+    for name in RENAMED.get(config, {}):
+        parser.add_argument(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def _kind(name: str, hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is Literal:
-        return {"choices": typing.get_args(hint)}
+        return {"choices": typing.get_args(hint), "type": str.lower}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     fallback = "N" if hint is int else name.split("_")[-1].upper()
     return {"type": hint, "metavar": _METAVARS.get(name, fallback)}
 
 
-def _help(field: dataclasses.Field[Any]) -> str:
-    text = str(field.metadata["help"]).replace("%", "%%")
+def _help(config: type[Options], name: str) -> str:
+    field = config.model_fields[name]
+    text = str(field.description).replace("%", "%%")
     return text if field.default in ("", 0, "auto") else f"{text} [{field.default}]"
-
-
-def _alternatives(hint: Any) -> str:
-    return " or ".join(map(str, typing.get_args(hint)))

@@ -1,86 +1,75 @@
-"""From files and flags to a config.
+"""The way from flags and a TOML file to a config.
 
-A TOML file may hold keys for all services at its top and keys for one service in a table of its name:
+A TOML file holds keys for all services at its top, and keys for one service in a table with the service's name:
 
     redis = "redis://redis:6379/0"
     model = "/models/smollm2-135m-instruct"
     [decode]
     max-seqs = 128
 
-Order of precedence: flag, table of the service, top of the file, default.
+A flag takes precedence over the service's table, the table over the top, and the top over the default.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.core.config import ServeConfig, ServiceConfig, WorkerConfig
+from paceline.core.config import KVTransferConfig, ServeConfig, ServiceConfig, WorkerConfig, has_pools
 from paceline.core.errors import ConfigError
+from paceline.core.options import Options, flag
 
 Config = TypeVar("Config", bound="ServiceConfig | ServeConfig")
 
+_TIER = "it is --kv-memory now, and what was --kv-memory is --kv-pool-memory"
+RENAMED: dict[type[Options], dict[str, str]] = {
+    ServeConfig: {"kv_tier_memory": _TIER},
+    KVTransferConfig: {"kv_tier_memory": _TIER},
+    WorkerConfig: {"kv_memory": "the size of a worker's own pool is --kv-pool-memory now"},
+}
+"""Options that earlier releases had, and what to write instead."""
+
 
 def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping[str, Any]) -> Config:
-    """Merges a TOML file and flags into a config.
+    """Return a config from flags and a TOML file.
 
     Args:
         table: the service's table in the file.
-        flags: field names to values; only flags that the user gave.
+        flags: values by field name, of flags that the user gave.
+
+    Raises ConfigError.
     """
-    values: dict[str, Any] = {}
-    if file is not None:
-        values = _read_toml(cls, table, file)
-    try:
-        config = cls(**{**values, **flags})
-    except TypeError as error:
-        raise ConfigError(str(error)) from error
-    check_numbers(config)
+    shared, own = ({}, {}) if file is None else _read_toml(table, file)
+    renamed = RENAMED.get(cls, {})
+    for name in (*own, *flags):
+        if name in renamed:
+            raise ConfigError(f"there is no option {flag(name)}: {renamed[name]}")
+    if unknown := own.keys() - cls.model_fields.keys():
+        key = min(unknown).replace("_", "-")
+        raise ConfigError(f"{file}: [{table}] has no option {key!r}; see paceline {table} --help")
+    known = {name: value for name, value in shared.items() if name in cls.model_fields}
+    config = cls(**{**known, **own, **flags})
+    # Earlier releases took a pool's size from the key at the top that is the size of the shared memory now.
+    old_pool = "kv_memory" in shared and "kv_pool_memory" not in config.model_fields_set
+    if old_pool and isinstance(config, WorkerConfig) and has_pools(config):
+        raise ConfigError(f"{file}: give kv-pool-memory, too; kv-memory is the size of the shared memory alone now")
     return config
 
 
-def check_numbers(config: ServiceConfig | ServeConfig) -> None:
-    """Raises ConfigError for numbers that no service could work with."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        least, most = field.metadata["range"]
-        if isinstance(value, (int, float)) and not least <= value <= most:
-            flag = "--" + field.name.replace("_", "-")
-            wanted = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-            raise ConfigError(f"{flag} must be {wanted}, not {value:g}")
-    if isinstance(config, (WorkerConfig, ServeConfig)) and config.max_batched_tokens < config.max_seqs:
-        raise ConfigError(
-            f"--max-batched-tokens {config.max_batched_tokens} is less than --max-seqs {config.max_seqs}: "
-            "a step has to give every running request a token; raise the first or lower the second"
-        )
-
-
-def _read_toml(cls: type[Config], table: str, file: Path) -> dict[str, Any]:
+def _read_toml(table: str, file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keys at the top of a file and those of a table, as field names."""
     try:
         document = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-    shared = {key: value for key, value in document.items() if not isinstance(value, dict)}
     own = document.get(table, {})
     if not isinstance(own, dict):
         raise ConfigError(f"{file}: {table} must be a table of options, [{table}]")
-    values: dict[str, Any] = {}
-    for source, must_know in ((shared, False), (own, True)):
-        for key, value in source.items():
-            name = key.replace("-", "_")
-            if name not in types:
-                if must_know:
-                    raise ConfigError(f"{file}: [{table}] has no option {key!r}; see paceline {table} --help")
-                continue
-            wanted = types[name]
-            if wanted is float and type(value) is int:
-                value = float(value)
-            if type(value) is not wanted:
-                raise ConfigError(f"{file}: {key} must be of type {wanted.__name__}, not {type(value).__name__}")
-            values[name] = value
-    return values
+    shared = {key: value for key, value in document.items() if not isinstance(value, dict)}
+    return _as_names(shared), _as_names(own)
+
+
+def _as_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace("-", "_"): value for key, value in values.items()}

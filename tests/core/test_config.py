@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from paceline.core.config import (
     GIB,
@@ -17,11 +17,10 @@ from paceline.core.config import (
     ServeConfig,
     ServiceConfig,
     WorkerConfig,
-    option,
-    parse_bytes,
 )
 from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError
+from paceline.core.options import flag, parse_bytes, range_of
 
 CONFIGS: list[type[Any]] = [GatewayConfig, WorkerConfig, KVTransferConfig, ServeConfig]
 
@@ -104,42 +103,82 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
 
 
 def test_a_flag_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_sequences"):
+    with pytest.raises(ConfigError, match="there is no option --max-sequences"):
         load_config(WorkerConfig, "decode", None, {"max_sequences": 3})
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
-def test_every_option_is_told_and_its_default_passes(cls: type[Any]) -> None:
+def test_every_option_has_a_help_text_and_a_valid_default(cls: type[Any]) -> None:
     assert load_config(cls, "any", None, {}) == cls()
-    assert all(field.metadata["help"] and field.metadata["group"] for field in dataclasses.fields(cls))
+    assert all(field.description for field in cls.model_fields.values())
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_a_number_beyond_its_range_names_its_flag(cls: type[Any]) -> None:
-    for field in dataclasses.fields(cls):
-        for bound, beyond in zip(field.metadata["range"], (-1, 1)):
-            if abs(bound) == float("inf"):
+    for name, field in cls.model_fields.items():
+        for bound, beyond in zip(range_of(cls, name), (-1, 1)):
+            if bound is None:
                 continue
-            with pytest.raises(ConfigError, match=f"^--{field.name.replace('_', '-')} must be "):
-                load_config(cls, "any", None, {field.name: type(field.default)(bound + beyond)})
+            with pytest.raises(ConfigError, match=f"^{flag(name)} must be "):
+                load_config(cls, "any", None, {name: type(field.default)(bound + beyond)})
 
 
 def test_an_option_of_serve_means_what_it_means_in_its_service() -> None:
     services: list[type[ServiceConfig]] = [GatewayConfig, WorkerConfig, KVTransferConfig]
-    others = {field.name: field for cls in services for field in dataclasses.fields(cls)}
-    same = [field for field in dataclasses.fields(ServeConfig) if field.name in others]
+    owners = {name: cls for cls in services for name in cls.model_fields}
+    same = [name for name in ServeConfig.model_fields if name in owners]
     assert len(same) >= 15
-    for field in same:
-        assert field.type == others[field.name].type
-        if field.name not in ("model", "redis", "host", "port"):
-            assert field.metadata["range"] == others[field.name].metadata["range"]
+    for name in same:
+        assert ServeConfig.model_fields[name].annotation == owners[name].model_fields[name].annotation
+        if name not in ("model", "redis", "host", "port"):
+            assert range_of(ServeConfig, name) == range_of(owners[name], name)
 
 
 def test_options_are_immutable() -> None:
-    with pytest.raises(TypeError, match="immutable"):
-        option([], "a list")
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(ValidationError, match="frozen"):
         WorkerConfig().max_seqs = 3  # type: ignore[misc]
+
+
+POOLS = {"kv_pool": "device", "kv_pool_memory": "1GiB", "kv_memory": "8GiB"}
+
+
+def test_memory_of_pools_and_of_the_host_are_two_options(tmp_path: Path) -> None:
+    ServeConfig(**POOLS)
+    with pytest.raises(ConfigError, match="give --kv-pool-memory, too"):
+        ServeConfig(kv_pool="device", kv_memory="1GiB")
+    with pytest.raises(ConfigError, match="--kv-pool-memory needs --kv-pool device"):
+        ServeConfig(kv_pool_memory="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("cls", "table", "toml", "sentence"),
+    [
+        (
+            ServeConfig,
+            "serve",
+            "[serve]\nkv-tier-memory = '1GiB'",
+            "it is --kv-memory now, and what was --kv-memory is",
+        ),
+        (WorkerConfig, "decode", "[decode]\nkv-memory = '1GiB'", "own pool is --kv-pool-memory now"),
+        (
+            WorkerConfig,
+            "decode",
+            "kv-pool = 'device'\nkv-memory = '1GiB'",
+            "give kv-pool-memory, too; kv-memory is the",
+        ),
+    ],
+)
+def test_a_file_of_an_earlier_release_gets_the_new_name(
+    tmp_path: Path, cls: type[Any], table: str, toml: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(tmp_path, toml, cls, table)
+
+
+def test_a_file_of_an_earlier_release_without_pools_goes_on_to_work(tmp_path: Path) -> None:
+    toml = "kv-memory = '1GiB'\n[decode]\nmax-seqs = 8\n"
+    assert load(tmp_path, toml, KVTransferConfig, "kvtransfer").kv_memory == "1GiB"
+    assert load(tmp_path, toml).max_seqs == 8
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ TWO_WORKERS = (
     "--kv-memory=1GiB",
 )
 # Each pool takes two or three contexts; the tier takes all blocks that running requests hold, and little more.
-POOLS = ("--kv-pool=device", "--kv-memory=12MiB", "--kv-tier-memory=96MiB")
+POOLS = ("--kv-pool=device", "--kv-pool-memory=12MiB", "--kv-memory=96MiB")
 _DRAFT_LAYERS = 8
 
 

@@ -81,7 +81,7 @@ async def checked(plan: Plan, folder: Path, expected: Sequence[list[int]]) -> As
     ("memory", "options"),
     [
         ("2MiB", ("--threads=1", "--max-batched-tokens=32", "--max-seqs=32")),
-        ("1MiB", ("--kv-pool=device", "--kv-tier-memory=4MiB", "--max-model-len=1024")),
+        ("4MiB", ("--kv-pool=device", "--kv-pool-memory=1MiB", "--max-model-len=1024")),
     ],
     ids=["in the arena, chunked prefill", "pools of their own"],
 )

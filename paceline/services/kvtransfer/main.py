@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 from paceline.core.cache_policy.registry import find_policy
-from paceline.core.config import GIB, KV_TOKENS, KVTransferConfig, parse_bytes
+from paceline.core.config import GIB, KV_TOKENS, KVTransferConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_memory, give_back_large_memory
+from paceline.core.options import parse_bytes
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
 from paceline.services.common.registry import Member, Registrar, metrics_to_pb
@@ -41,7 +42,7 @@ async def run(config: KVTransferConfig) -> None:
         Path(config.arena_dir),
         config.lease_seconds,
         secret,
-        enough_tokens=KV_TOKENS if _size(config) == "auto" else 0,
+        enough_tokens=KV_TOKENS if config.kv_memory == "auto" else 0,
         disk=_disk(config),
         cache_policy=find_policy(config.cache_policy),
         make_transports=await fast_transports(config.transport, is_loopback(config.host)),
@@ -79,18 +80,14 @@ async def run(config: KVTransferConfig) -> None:
 
 def _kv_memory(config: KVTransferConfig) -> int:
     """Most bytes of the arena; "auto" leaves most of the machine to weights and to others."""
-    if _size(config) != "auto":
-        return parse_bytes(_size(config))
+    if config.kv_memory != "auto":
+        return parse_bytes(config.kv_memory)
     try:
         folder = os.statvfs(config.arena_dir)
     except OSError as error:
         raise ConfigError(f"cannot use {config.arena_dir} ({error.strerror}); choose another --arena-dir") from error
     room = min(available_memory() or _AUTO_MOST, folder.f_bavail * folder.f_frsize)
     return min(_AUTO_MOST, room // 4)
-
-
-def _size(config: KVTransferConfig) -> str:
-    return config.kv_tier_memory or config.kv_memory
 
 
 def _disk(config: KVTransferConfig) -> DiskOptions | None:

@@ -1,34 +1,31 @@
-"""What a stack's services are told: one TOML file that all of them read."""
+"""The TOML file that all services of a stack read."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.core.config import ServeConfig, has_pools
+from paceline.core.config import ServeConfig
 
 _GATEWAY = ("host", "port", "api_key")
-"""Options of `serve` that concern the HTTP API alone."""
+"""Options of `serve` that are for the gateway alone."""
 _SERVE = ("prefill", "decode", "cache_dir")
 """Options of `serve` that no service has."""
 
 
 def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, secret: Path) -> str:
-    """TOML: every option of `config` under the name that it has in the services.
+    """Return the file's text: every option of `config` under the name that it has in the services.
 
     Args:
         model: the folder that `config.model` was resolved to.
         redis: URL.
-        secret: the file with the secret by which the services know each other.
+        secret: file with the secret that the services share.
     """
-    options = dataclasses.asdict(config)
+    options = config.model_dump()
     shared = {name: value for name, value in options.items() if name not in (*_GATEWAY, *_SERVE)}
     shared |= {"model": str(model), "served_model_name": served_name(config), "redis": redis, "cluster": cluster}
-    # Without a size of its own kvtransfer would take that of the pools.
-    shared["kv_tier_memory"] = (config.kv_tier_memory or "auto") if has_pools(config) else ""
     shared["auth_token_file"] = str(secret)
     shared["packed_dir"] = str(Path(config.cache_dir).expanduser().absolute() / "packed")
     gateway = {name: options[name] for name in _GATEWAY}
@@ -36,10 +33,10 @@ def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
 
 
 def served_name(config: ServeConfig) -> str:
-    """What clients call the model."""
+    """Return the name of the model in the API."""
     return config.served_model_name or Path(config.model).resolve().name.removesuffix(".gguf")
 
 
 def _lines(values: Mapping[str, Any]) -> str:
-    # A JSON scalar is a TOML scalar as long as nothing is escaped into surrogates.
+    # A JSON scalar is a TOML scalar, unless characters are escaped into surrogates.
     return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())

@@ -1,4 +1,4 @@
-"""The first request to a stack: ours, to see that it serves, and one to paste."""
+"""The first requests to a stack: a health check, and a command for the user to paste."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.core.errors import UnavailableError
 from paceline.services.serve.settings import served_name
 
 SERVING_SECONDS = 30.0
-"""For the gateway to see the workers, which are ready already."""
+"""Time that the gateway gets to see the workers, which are ready already."""
 
 
 async def wait_until_serving(host: str, port: int) -> None:
-    """Returns once the gateway would place a request. Raises UnavailableError after a while."""
+    """Wait until the gateway would place a request. Raises UnavailableError after SERVING_SECONDS."""
     try:
         async with asyncio.timeout(SERVING_SECONDS):
             while True:
@@ -29,10 +29,10 @@ async def wait_until_serving(host: str, port: int) -> None:
 
 
 def first_request(config: ServeConfig, model: Path, port: int) -> str:
-    """A curl command that gets an answer from the stack.
+    """Return a curl command that gets an answer from the stack.
 
     Args:
-        model: the model's folder; with a chat template the request is a chat.
+        model: the model's folder; if it has a chat template, the request is a chat.
     """
     host = f"[{_local(config.host)}]" if ":" in config.host else _local(config.host)
     body: dict[str, object] = {"model": served_name(config), "max_tokens": 64}
@@ -49,13 +49,10 @@ def first_request(config: ServeConfig, model: Path, port: int) -> str:
 
 
 def _key_lines(config: ServeConfig) -> list[str]:
+    # A key is never printed, because output ends up in logs.
     if config.api_key:
-        key = config.api_key.split(",")[0].strip()
-        return [f"-H {shlex.quote(f'Authorization: Bearer {key}')}"]
-    if env.api_keys():
-        # Not spelled out: what came by way of the environment should not end up in a log.
-        return ['-H "Authorization: Bearer ${PACELINE_API_KEY%%,*}"']
-    return []
+        return ["-H 'Authorization: Bearer YOUR_KEY'"]
+    return ['-H "Authorization: Bearer ${PACELINE_API_KEY%%,*}"'] if env.api_keys() else []
 
 
 def _has_chat_template(model: Path) -> bool:
@@ -68,7 +65,7 @@ def _has_chat_template(model: Path) -> bool:
 
 
 def _local(host: str) -> str:
-    """An address at which this machine reaches a server that listens on `host`."""
+    """Return an address by which this machine reaches a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from paceline.core.config import KV_TOKENS, parse_bytes
+from paceline.core.config import KV_TOKENS
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.machine import available_memory
+from paceline.core.options import parse_bytes
 from paceline.engine.compute_pool import ArenaPool, ComputePool
 from paceline.engine.device_pool import DevicePool
 from paceline.kernels.block_copies import BlockCopies
@@ -93,7 +94,7 @@ def _check_room(size: int, device: torch.device) -> None:
     if room is not None and room < size:
         raise ConfigError(
             f"the KV pool needs {size >> 20:,} MiB and {device} has only {room >> 20:,} MiB free; "
-            "lower it with --kv-memory"
+            "lower it with --kv-pool-memory"
         )
 
 
@@ -103,4 +104,4 @@ def _pin(arena: torch.Tensor) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0)
     if int(code) != 0:
-        raise ConfigError(f"the arena cannot be pinned for the GPU (CUDA error {int(code)}); lower --kv-tier-memory")
+        raise ConfigError(f"the arena cannot be pinned for the GPU (CUDA error {int(code)}); lower --kv-memory")

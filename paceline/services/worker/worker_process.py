@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 import torch
 
-from paceline.core.config import WorkerConfig, has_pools
+from paceline.core.config import WorkerConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_cores
 from paceline.core.model_folder import model_digest
@@ -23,9 +23,6 @@ from paceline.core.speculative import parse_speculative_config
 from paceline.core.turns import DecodeTurns, PrefillTurns, Turns
 from paceline.engine.engine import STEPS_IN_FLIGHT
 from paceline.engine.loading import Loaded, load
-from paceline.kernels import select_kernels
-from paceline.kernels.interface import Kernels
-from paceline.models.config import read_config
 from paceline.proto.worker_pb2_grpc import add_ComputeServicer_to_server
 from paceline.services.common.lifecycle import (
     announce_ready,
@@ -39,14 +36,13 @@ from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import read_secret
 from paceline.services.common.unix_socket import Framed, UnixListener
 from paceline.services.worker.compute import ComputeService
+from paceline.services.worker.compute_options import ComputeOptions
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory, device_memory
 from paceline.services.worker.warm_up import warm_up
 from paceline.services.worker.worker import Worker, WorkerLimits
 
 log = logging.getLogger(__name__)
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 AddService = Callable[[grpc.aio.Server, Worker], Callable[[], Framed] | None]
 """Returns what makes connections of a Unix socket for others of this host, where the service has one."""
@@ -98,7 +94,8 @@ class WorkerProcess:
 
         If this fails or is cancelled, it leaves nothing.
         """
-        process = cls(replace(config, worker_id=config.worker_id or unique_name(role)), role)
+        worker_id = config.worker_id or unique_name(role)
+        process = cls(config.model_copy(update={"worker_id": worker_id}), role)
         async with process._undo:
             await process._start(add_service)
             process._undo = process._undo.pop_all()
@@ -111,15 +108,15 @@ class WorkerProcess:
         self.address = reachable_address(config, await self._server.start())
         await self._registrar.start()
         torch.set_num_threads(config.threads or available_cores())
-        kernels = _select_kernels(config)
-        loaded = await asyncio.to_thread(_load, config, kernels)
+        compute = await asyncio.to_thread(ComputeOptions.resolve, config)
+        loaded = await asyncio.to_thread(_load, config, compute)
         arena = await self._kv.session.attach(loaded.layout, config.max_model_len or loaded.max_position)
-        blocks = torch.frombuffer(arena.blocks, dtype=_dtype(config))
-        memory = _kv_memory(config, loaded, blocks, arena.path)
+        blocks = torch.frombuffer(arena.blocks, dtype=compute.dtype)
+        memory = _kv_memory(config, compute, loaded, blocks, arena.path)
         undo.callback(memory.close)
-        turns = _turns(config, self._role, arena.turns, self._kv.session.id)
+        turns = _turns(config, compute.device, self._role, arena.turns, self._kv.session.id)
         if turns is not None:
-            kernels.take_turns(turns)
+            compute.kernels.take_turns(turns)
         max_model_len = _max_model_len(config, loaded, arena.slots, memory.slots)
         steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
         limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
@@ -213,54 +210,33 @@ class WorkerProcess:
         )
 
 
-def _select_kernels(config: WorkerConfig) -> Kernels:
-    device = _device(config)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {config.device}: torch finds no GPU here; use cpu, or install torch with CUDA")
-    if device.type == "cuda" and not has_pools(config):
-        raise ConfigError(f"{device} cannot compute in the arena; leave out --kv-pool, or set it to device")
-    return select_kernels(device, config.kernels)
-
-
-def _device(config: WorkerConfig) -> torch.device:
-    with contextlib.suppress(RuntimeError):  # of what is no device at all
-        if (device := torch.device(config.device)).type in ("cpu", "cuda"):
-            return device
-    raise ConfigError(f"--device {config.device} is not supported; use cpu or cuda")
-
-
-def _load(config: WorkerConfig, kernels: Kernels) -> Loaded:
+def _load(config: WorkerConfig, compute: ComputeOptions) -> Loaded:
     speculative = parse_speculative_config(config.speculative_config)
     packed_dir = Path(config.packed_dir) if config.packed_dir else None
-    folder, device, dtype = Path(config.model), torch.device(config.device), _dtype(config)
-    return load(folder, dtype, device, kernels, speculative, packed_dir, config.quantization)
+    folder, kernels = Path(config.model), compute.kernels
+    return load(folder, compute.dtype, compute.device, kernels, speculative, packed_dir, config.quantization)
 
 
-def _turns(config: WorkerConfig, role: Role, page: memoryview, session: int) -> Turns | None:
-    """None where the worker leaves some of the machine's cores to others, or computes elsewhere."""
-    if torch.device(config.device).type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
+def _turns(config: WorkerConfig, device: torch.device, role: Role, page: memoryview, session: int) -> Turns | None:
+    """Return the worker's time slices; None if it leaves cores of the machine to others, or computes on a GPU."""
+    if device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
         return None
     return PrefillTurns(page) if role == "prefill" else DecodeTurns(page, session, config.itl_target_ms / 1000)
 
 
-def _dtype(config: WorkerConfig) -> torch.dtype:
-    name = read_config(Path(config.model)).dtype if config.dtype == "auto" else config.dtype
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype {name} is not supported; choose one with --dtype {' or --dtype '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _kv_memory(config: WorkerConfig, loaded: Loaded, arena: torch.Tensor, path: Path) -> KVMemory:
-    if not has_pools(config):
+def _kv_memory(
+    config: WorkerConfig, compute: ComputeOptions, loaded: Loaded, arena: torch.Tensor, path: Path
+) -> KVMemory:
+    if not compute.has_pool:
         return KVMemory(loaded.layout, arena)
     context_tokens = config.max_model_len or loaded.max_position
-    return device_memory(loaded.layout, arena, path, torch.device(config.device), config.kv_memory, context_tokens)
+    return device_memory(loaded.layout, arena, path, compute.device, config.kv_pool_memory, context_tokens)
 
 
 def _max_model_len(config: WorkerConfig, loaded: Loaded, arena_slots: int, pool_slots: int) -> int:
     """The longest context that the model, the KV memory and the user allow."""
     layout, slots = loaded.layout, min(arena_slots, pool_slots)
-    option = "--kv-tier-memory" if arena_slots < pool_slots else "--kv-memory"
+    option = "--kv-pool-memory" if pool_slots < arena_slots else "--kv-memory"
     wanted = config.max_model_len or loaded.max_position
     if wanted > loaded.max_position:
         raise ConfigError(f"--max-model-len {wanted} is more than the model's {loaded.max_position}")

@@ -188,7 +188,7 @@ class Reader:
 
 
 def _fields(config: GatewayConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in GatewayConfig.__dataclass_fields__}
+    return dict(config)
 
 
 StartStack = Callable[..., Awaitable[Stack]]

@@ -219,7 +219,7 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
     """Starts a host for the model in a folder."""
 
     @contextlib.asynccontextmanager
-    async def start(folder: Path, kv_memory: int = 4 << 20, **options: object) -> AsyncIterator[Host]:
+    async def start(folder: Path, kv_memory: int = 4 << 20, **options: Any) -> AsyncIterator[Host]:
         clock = Clock()
         service = KVTransferService(HostOptions("host", kv_memory, tmp_path, 3, Secret(), clock=clock))
         server = RpcServer("127.0.0.1", 0, Secret())
@@ -227,7 +227,8 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
         await service.start()
         address = f"127.0.0.1:{await server.start()}"
         places = {"redis": redis_server, "cluster": "workers", "kvtransfer_address": address}
-        config = WorkerConfig(model=str(folder), threads=1, **places, **options)  # type: ignore[arg-type]
+        sizes = {"max_seqs": min(64, options.get("max_batched_tokens", 64)), "threads": 1}
+        config = WorkerConfig(**{"model": str(folder), **sizes, **places, **options})
         prefill = await WorkerProcess.start(config, "prefill", add_prefill)
         decode = await WorkerProcess.start(config, "decode", add_decode)
         host = Host(prefill, decode, address, service, clock)

@@ -55,5 +55,5 @@ def test_blocks_go_down_into_the_arena_and_come_back(tmp_path: Path) -> None:
 
 
 def test_a_pool_for_which_there_is_no_memory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="lower it with --kv-memory"):
+    with pytest.raises(ConfigError, match="lower it with --kv-pool-memory"):
         device_memory(LAYOUT, arena(4), tmp_path / "arena", CPU, "1000TiB", 64)

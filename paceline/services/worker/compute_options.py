@@ -1,0 +1,52 @@
+"""Where and with what a worker computes, after "auto" and 0 have been resolved for its machine and model."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.core.config import WorkerConfig, has_pools
+from paceline.core.errors import ConfigError
+from paceline.kernels import select_kernels
+from paceline.kernels.interface import Kernels
+from paceline.models.config import read_config
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeOptions:
+    """Resolved options of a worker's computation."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Kernels
+    has_pool: bool
+    """Whether the worker computes in a pool of its own, above the arena."""
+
+    @classmethod
+    def resolve(cls, config: WorkerConfig) -> ComputeOptions:
+        """Read the model's config and look for the device. Raises ConfigError or ModelError."""
+        device, has_pool = _device(config), has_pools(config)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"--device {config.device}: torch finds no GPU here; use cpu, or install torch with CUDA")
+        if device.type == "cuda" and not has_pool:
+            raise ConfigError(f"{device} cannot compute in the arena; leave out --kv-pool, or set it to device")
+        return cls(device, _dtype(config), select_kernels(device, config.kernels), has_pool)
+
+
+def _device(config: WorkerConfig) -> torch.device:
+    with contextlib.suppress(RuntimeError):  # torch knows no such device
+        if (device := torch.device(config.device)).type in ("cpu", "cuda"):
+            return device
+    raise ConfigError(f"--device {config.device} is not supported; use cpu or cuda")
+
+
+def _dtype(config: WorkerConfig) -> torch.dtype:
+    name = read_config(Path(config.model)).dtype if config.dtype == "auto" else config.dtype
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {name} is not supported; choose one with --dtype {' or --dtype '.join(_DTYPES)}")
+    return _DTYPES[name]
