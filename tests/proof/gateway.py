@@ -1,4 +1,4 @@
-"""What the gateway does (services/gateway/request.py and attempt.py): it starts attempts, links their two workers, and
+"""What the gateway does (services/gateway/runner.py and attempt.py): it starts attempts, links their two workers, and
 begins anew where one fails. That it has given an attempt up reaches a worker later, as a move of its own
 (`worker.cancel`)."""
 

@@ -1,9 +1,11 @@
-"""Ending background tasks."""
+"""Small parts of asyncio code: ending background tasks, noticing silence, waiting until nothing runs."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _AGAIN_SECONDS = 0.2
@@ -25,3 +27,75 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         if not task.cancelled() and (error := task.exception()):
             log.debug("%s ended with %r", task.get_name(), error)
+
+
+class StallWatch:
+    """A cheap timeout for waits that are frequent and rarely time out. Must be closed.
+
+    One timer serves many waits and looks now and then, because a timer for each wait would cost as much as the work
+    that is waited for.
+
+    Args:
+        seconds: the longest wait.
+        on_stall: called once when a wait takes longer.
+    """
+
+    def __init__(self, seconds: float, on_stall: Callable[[], object]) -> None:
+        self._seconds = seconds
+        self._on_stall = on_stall
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self._look_again: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Start to measure a wait; a wait that was already measured starts again."""
+        self._since = self._loop.time()
+        if self._look_again is None:
+            self._look_again = self._loop.call_later(self._seconds, self._look)
+
+    def end(self) -> None:
+        """Stop measuring: the wait is over."""
+        self._since = None
+
+    def close(self) -> None:
+        self.end()
+        if self._look_again is not None:
+            self._look_again.cancel()
+            self._look_again = None
+
+    def _look(self) -> None:
+        waited = 0.0 if self._since is None else self._loop.time() - self._since
+        if waited >= self._seconds:
+            self._on_stall()
+        else:
+            self._look_again = self._loop.call_later(self._seconds - waited, self._look)
+
+
+class InUse:
+    """A count of what runs now, for those who wait until nothing does."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin(self) -> None:
+        self.count += 1
+        self._idle.clear()
+
+    def end(self) -> None:
+        self.count -= 1
+        if self.count == 0:
+            self._idle.set()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the body of a `with` statement."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    async def wait_until_idle(self) -> None:
+        await self._idle.wait()

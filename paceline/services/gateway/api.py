@@ -25,7 +25,7 @@ from paceline.services.gateway.schemas import (
     TokenizeRequest,
 )
 from paceline.services.gateway.streaming import EventStreamResponse, event_stream, until_disconnect
-from paceline.services.gateway.traces import Trace
+from paceline.services.gateway.traces import RequestTrace
 
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -93,7 +93,7 @@ async def _respond(
         request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
     generation = Generation(
         plan,
-        Trace.of(
+        RequestTrace.of(
             plan, request.state.request_id, request_id, request.url.path, request.state.arrived, bool(body.stream)
         ),
         runner=gateway.runner,

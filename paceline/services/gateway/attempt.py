@@ -24,12 +24,11 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import reason_from_pb, token_from_pb
-from paceline.services.gateway.decode_call import DecodeCall
 from paceline.services.gateway.fleet import Fleet
-from paceline.services.gateway.fleet_worker import Worker
-from paceline.services.gateway.record import AttemptRecord
+from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.router import Link
-from paceline.services.gateway.worker_call import ADMIT_SECONDS, WorkerCall, WorkerFailedError, out_of_turn
+from paceline.services.gateway.traces import AttemptTrace
+from paceline.services.gateway.worker_call import ADMIT_SECONDS, DecodeCall, WorkerCall, WorkerFailedError, out_of_turn
 
 QUIET_SECONDS = 1.0
 """Every so long without an answer the worker's health is asked. Most answer within milliseconds; one that reads a large
@@ -69,7 +68,7 @@ Event = PromptScores | Generated | HandedOver | Ended
 class NotCachedError(PacelineError):
     """A decode worker was to compute the little that is not cached, and it is more: this is not the place."""
 
-    def __init__(self, worker: Worker, cached_tokens: int) -> None:
+    def __init__(self, worker: RemoteWorker, cached_tokens: int) -> None:
         super().__init__(f"{worker} has only {cached_tokens} tokens cached")
         self.worker = worker
         self.cached_tokens = cached_tokens
@@ -91,27 +90,27 @@ class Attempt:
     def __init__(
         self,
         fleet: Fleet,
-        decode: Worker,
-        prefill: Worker | None,
+        decode: RemoteWorker,
+        prefill: RemoteWorker | None,
         work: common_pb2.Work,
         *,
         seconds: float,
         stall_seconds: float,
-        record: AttemptRecord | None = None,
-        source: Worker | None = None,
+        record: AttemptTrace | None = None,
+        source: RemoteWorker | None = None,
         cached_tokens: int = 0,
         least_cached_tokens: int = 0,
     ) -> None:
         self.decode = decode
         self.prefill = prefill
-        self.record = record or AttemptRecord()
+        self.record = record or AttemptTrace()
         self.record.ask(
             decode.member, prefill.member if prefill is not None else None, work.key.attempt, len(work.token_ids)
         )
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
-        self._links = fleet.links
+        self._fleet = fleet
         self._source = source
         self._least_cached_tokens = least_cached_tokens
         self._resources = contextlib.ExitStack()
@@ -147,7 +146,7 @@ class Attempt:
         else:
             await self._start_prefill(self.prefill, admitted.key)
 
-    async def _answer(self, asking: Coroutine[Any, Any, Answer], worker: Worker) -> Answer:
+    async def _answer(self, asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> Answer:
         """What a worker answers to an admission.
 
         One that stands still (stopped, swapped out, its machine gone) fails soon: others wait behind this request, and
@@ -166,7 +165,7 @@ class Attempt:
         finally:
             await end_tasks(answer)
 
-    async def _start_prefill(self, worker: Worker, key: common_pb2.Key) -> None:
+    async def _start_prefill(self, worker: RemoteWorker, key: common_pb2.Key) -> None:
         work = self._work_with_source(self._link is not None)
         work.key.CopyFrom(key)
         call = worker_pb2_grpc.PrefillStub(worker.channel).Run(
@@ -194,9 +193,9 @@ class Attempt:
             work.prefix_source = self._source.member.address
         return work
 
-    def _note_prefix(self, worker: Worker, failed: bool) -> None:
+    def _note_prefix(self, worker: RemoteWorker, failed: bool) -> None:
         if failed and self._source is not None:
-            self._links.avoid((self._source.member.host_id, worker.member.host_id))
+            self._fleet.avoid_link((self._source.member.host_id, worker.member.host_id))
 
     async def run(self, take: Callable[[Event], object]) -> None:
         """Tells `take` what happens, Ended last. Raises what `admit` does, and what `take` raises."""

@@ -27,8 +27,8 @@ from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.layout import layout_from_pb
 from paceline.services.common.rpc import heeding_cancellation
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.prefix_index import HostBlocks, PrefixIndex
+from paceline.services.gateway.remote_worker import RemoteWorker
 
 _WATCH_SECONDS = 0.5
 _ASK_SECONDS = 1.0
@@ -68,7 +68,9 @@ class BlockFeed:
         hosts: the kvtransfer services that are known now.
     """
 
-    def __init__(self, redis: Redis, cluster: str, hosts: Callable[[], Iterable[Worker]], index: PrefixIndex) -> None:
+    def __init__(
+        self, redis: Redis, cluster: str, hosts: Callable[[], Iterable[RemoteWorker]], index: PrefixIndex
+    ) -> None:
         self._redis = redis
         self._stream = blocks_stream(cluster)
         self._hosts = hosts

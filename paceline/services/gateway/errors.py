@@ -1,8 +1,10 @@
-"""Errors as the OpenAI API spells them."""
+"""Errors as the OpenAI API reports them, with the field names that the client wrote."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,11 +13,60 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
-from paceline.services.gateway.complaints import Complaint, most_telling
-
-RETRY_AFTER_SECONDS = 1
 
 log = logging.getLogger(__name__)
+
+_ALL_THAT_FITS = "Input should be "
+_AN_OBJECT = "Input should be a JSON object"
+_NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
+_NAME_CHARACTERS = 80
+"""Of a name that the client made up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """One rule that a body breaks."""
+
+    place: str
+    """The innermost field: "messages[0].role"."""
+    rule: str
+    """Its name: "missing", "int_type", "less_than_equal"."""
+    message: str
+    indexes: tuple[int, ...]
+    """Those on the way. Of several types that a list could have, the one whose complaint comes last was meant."""
+
+    @classmethod
+    def of(cls, error: Mapping[str, Any], body: object) -> Complaint:
+        """One entry of pydantic's `errors()` about a request whose JSON was `body`."""
+        place, indexes = "", []
+        _, *path = error["loc"]
+        for depth, part in enumerate(path, 1):
+            if isinstance(body, list) and isinstance(part, int):
+                place, body = f"{place}[{part}]", body[part] if part < len(body) else None
+                indexes.append(part)
+            elif isinstance(body, dict) and (part in body or (depth == len(path) and error["type"] == "missing")):
+                name = str(part)[:_NAME_CHARACTERS]
+                place, body = f"{place}.{name}" if place else name, body.get(part)
+        message = _AN_OBJECT if error["type"] in _NO_OBJECT else error["msg"]
+        return cls(place, error["type"], message, tuple(indexes))
+
+    @property
+    def is_about_type(self) -> bool:
+        """Where a field may have several types, all but one of them complain of that."""
+        return self.rule.endswith("_type")
+
+
+def most_specific(complaints: Sequence[Complaint]) -> Complaint:
+    """The one to answer with; of what could have stood at its place, all that is known."""
+    first = next((complaint for complaint in complaints if not complaint.is_about_type), None)
+    if first is not None:
+        return first
+    furthest = max(complaints, key=lambda complaint: complaint.indexes)
+    fitting = [c.message.removeprefix(_ALL_THAT_FITS) for c in complaints if c.place == furthest.place]
+    return replace(furthest, message=_ALL_THAT_FITS + " or ".join(dict.fromkeys(fitting)))
+
+
+RETRY_AFTER_SECONDS = 1
 
 
 class ApiError(Exception):
@@ -108,7 +159,7 @@ def _validation_error(request: Request, error: Exception) -> JSONResponse:
         return ApiError(400, f"the body is not valid JSON: {errors[0]['ctx']['error']}").response()
     query = dict(request.query_params)
     complaints = [Complaint.of(each, query if each["loc"][0] == "query" else error.body) for each in errors]
-    told = most_telling(complaints)
+    told = most_specific(complaints)
     if not told.place:
         message = "the body must be a JSON object, sent with the header Content-Type: application/json"
         return ApiError(400, message).response()

@@ -1,4 +1,4 @@
-"""What a decode worker tells of all attempts of this gateway: one stream of events, handed on to whom they concern."""
+"""From who may not wait to the one task that does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import itertools
 import operator
 import secrets
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
@@ -17,7 +18,33 @@ from paceline.proto import worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.unix_socket import Framed, socket_address
-from paceline.services.gateway.mailbox import Mailbox
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """Items in order, as many as come. An asyncio.Queue would take more calls, and this is for every token."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._items
+
+    async def get(self) -> T:
+        while not self._items:
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        return self._items.popleft()
+
 
 Heard = list[Token] | worker_pb2.DecodeEvent | Exception
 """Tokens of which nothing else is told, and that came together; or anything else."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -19,16 +18,20 @@ from redis.exceptions import RedisError
 
 from paceline.core.errors import RefusedError
 from paceline.proto.fleet_pb2 import HostReport
+from paceline.services.common.avoid import Avoided
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.fleet_worker import Worker
-from paceline.services.gateway.links import Links
-from paceline.services.gateway.router import Candidate
+from paceline.services.gateway.remote_worker import RemoteWorker
+from paceline.services.gateway.router import Candidate, Link
 
 REFRESH_SECONDS = 0.5
 FAILED_PROBES = 2
+PROBE_SECONDS = (0.25, 0.75)
+"""A worker that failed gets a health check after a time between these."""
+LINK_SECONDS = (10.0, 20.0)
+"""A link between hosts over which blocks did not get through is tried again after a time between these."""
 MEASURED_BYTES = 16 << 20
 
 log = logging.getLogger(__name__)
@@ -46,9 +49,11 @@ class Fleet:
         self._redis = redis
         self._cluster = cluster
         self.model = model
-        self.links = Links()
+        self._failed_links: Avoided[Link] = Avoided(LINK_SECONDS)
+        self._failed_workers: Avoided[str] = Avoided(PROBE_SECONDS)
+        """Workers for which it is too early for a health check."""
         self._secret = secret
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, RemoteWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._redis_answers = True
@@ -62,7 +67,7 @@ class Fleet:
         await end_tasks(*self._tasks)
         await asyncio.gather(*self._closing, *(worker.close() for worker in self._workers.values()))
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[RemoteWorker]:
         """All members that are not known to be gone, by name."""
         return [self._workers[name] for name in sorted(self._workers)]
 
@@ -75,15 +80,15 @@ class Fleet:
             if worker.available and worker.member.model == self.model
         ]
 
-    def hosts(self) -> list[Worker]:
+    def hosts(self) -> list[RemoteWorker]:
         """The kvtransfer services."""
         return [worker for worker in self.workers() if worker.member.role == "kvtransfer"]
 
-    def host(self, host_id: str) -> Worker | None:
+    def host(self, host_id: str) -> RemoteWorker | None:
         """The kvtransfer service of a host."""
         return next((host for host in self.hosts() if host.member.host_id == host_id), None)
 
-    def worker(self, worker_id: str) -> Worker:
+    def worker(self, worker_id: str) -> RemoteWorker:
         return self._workers[worker_id]
 
     def max_model_len(self) -> int:
@@ -95,8 +100,22 @@ class Fleet:
         )
         return max((m.max_model_len for m in members if m.role == "decode" and m.state == "ready"), default=0)
 
+    def set_aside(self, worker: RemoteWorker) -> None:
+        """Give a worker no new work until a health check succeeds, which comes after a short time."""
+        worker.set_aside = True
+        self._failed_workers.add(worker.member.worker_id)
+
+    def avoid_link(self, link: Link) -> None:
+        """Send no blocks over a link between hosts for a while."""
+        self._failed_links.add(link)
+        log.warning("KV blocks do not get from host %s to host %s; routing avoids this link for a while", *link)
+
+    def failed_links(self) -> frozenset[Link]:
+        """Return the links between hosts over which blocks did not get through recently."""
+        return self._failed_links.now()
+
     @contextlib.contextmanager
-    def call(self, worker: Worker, tokens: int = 0) -> Iterator[Callable[[], None]]:
+    def call(self, worker: RemoteWorker, tokens: int = 0) -> Iterator[Callable[[], None]]:
         """Counts a call, and keeps the channel open for it even when the member goes meanwhile. Yields what tells that
         its tokens have been computed, which the end of the call says in any case.
 
@@ -127,10 +146,10 @@ class Fleet:
             if self._redis_answers:
                 log.warning("Redis does not answer (%s); routing goes on with what is known", error)
             self._redis_answers = False
-        now = time.monotonic()
+        too_early = self._failed_workers.now()
         for worker in self.workers():
             in_place = worker.available or worker.refuses_us
-            doubtful = not worker.listed if in_place else now >= (worker.aside_until or 0.0)
+            doubtful = not worker.listed if in_place else worker.member.worker_id not in too_early
             if doubtful and worker.probe is None:
                 worker.probe = _spawn(self._probe(worker), self._tasks)
 
@@ -144,7 +163,7 @@ class Fleet:
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
                     self._drop(worker)
-                self._workers[name] = Worker(member, self._secret)
+                self._workers[name] = RemoteWorker(member, self._secret)
                 _spawn(self._greet(self._workers[name]), self._tasks)
                 log.info("%s %s joined at %s", member.role, name, member.address)
                 if member.role in ("prefill", "decode") and member.model != self.model:
@@ -153,26 +172,26 @@ class Fleet:
         for name, worker in self._workers.items():
             worker.note_listed(name in listed)
 
-    async def _greet(self, worker: Worker) -> None:
+    async def _greet(self, worker: RemoteWorker) -> None:
         """Finds out before the first request whether a newcomer knows us. Whether it serves, its calls will tell."""
         await self._is_serving(worker)
 
-    async def _probe(self, worker: Worker) -> None:
+    async def _probe(self, worker: RemoteWorker) -> None:
         """Half-open: one health check decides whether a doubtful worker is used again, stays aside, or is dropped."""
         try:
             if await self._is_serving(worker):
-                worker.aside_until, worker.failed_probes = None, 0
+                worker.set_aside, worker.failed_probes = False, 0
                 return
         finally:
             worker.probe = None
         worker.failed_probes += 1
-        worker.set_aside()
+        self.set_aside(worker)
         if worker.failed_probes >= FAILED_PROBES and not worker.listed and not worker.gone:
             log.info("%s %s is gone", worker.member.role, worker.member.worker_id)
             del self._workers[worker.member.worker_id]
             self._drop(worker)
 
-    async def _is_serving(self, worker: Worker) -> bool:
+    async def _is_serving(self, worker: RemoteWorker) -> bool:
         try:
             return await is_serving(worker.channel, worker.member.worker_id)
         except RefusedError as error:
@@ -181,11 +200,11 @@ class Fleet:
             worker.refuses_us = True
             return False
 
-    def _drop(self, worker: Worker) -> None:
+    def _drop(self, worker: RemoteWorker) -> None:
         worker.gone = True
         self._close_when_idle(worker)
 
-    def _close_when_idle(self, worker: Worker) -> None:
+    def _close_when_idle(self, worker: RemoteWorker) -> None:
         if worker.gone and worker.in_flight == 0:
             _spawn(worker.close(), self._closing)
 

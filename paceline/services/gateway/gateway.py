@@ -20,9 +20,9 @@ from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
-from paceline.services.gateway.request import RequestRunner
+from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.tokenizer import Tokenizer
-from paceline.services.gateway.traces import TraceBook
+from paceline.services.gateway.trace_book import TraceBook
 
 
 class Gateway:
@@ -47,7 +47,7 @@ class Gateway:
         self._placements = PlacementLog(self._redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
-        self.runner = RequestRunner(config, self.fleet, self._placements, self._prefixes)
+        self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
         self.traces = TraceBook()
         self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
         self._worker_id = unique_name("gateway")
@@ -78,8 +78,8 @@ class Gateway:
         self._registrar.announce()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.runner.idle.wait()
-                await self.traces.idle.wait()  # what a slow client has not taken yet is here
+                await self.runner.sequences.wait_until_idle()
+                await self.traces.requests.wait_until_idle()  # what a slow client has not taken yet is here
         self.runner.abort()
 
     def check_ready(self) -> None:
@@ -104,7 +104,7 @@ class Gateway:
             raise UnavailableError("this gateway is shutting down; try another one")
 
     def _describe(self) -> Member:
-        waiting = len(self.runner.line)
+        waiting = len(self.runner.queue)
         return Member(
             worker_id=self._worker_id,
             role="gateway",
@@ -112,7 +112,7 @@ class Gateway:
             address=self._address,
             host_id="",
             state="draining" if self.draining else "ready",
-            load=LoadReport(running=self.runner.active - waiting, waiting=waiting),
+            load=LoadReport(running=self.runner.sequences.count - waiting, waiting=waiting),
         )
 
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 from paceline.core.telemetry import request_span
 from paceline.core.types import Token
+from paceline.services.gateway.answer_format import name_client_field
 from paceline.services.gateway.attempt import Ended, Event, Generated, PromptScores
 from paceline.services.gateway.detokenizer import Detokenizer
-from paceline.services.gateway.mailbox import Mailbox
+from paceline.services.gateway.event_feed import Mailbox
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan, PromptPlan
-from paceline.services.gateway.progress import GenerateRequest
-from paceline.services.gateway.record import RequestRecord
-from paceline.services.gateway.request import RequestRunner
-from paceline.services.gateway.structured import at_its_place
+from paceline.services.gateway.runner import SequenceRunner
+from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.tokenizer import Tokenizer
-from paceline.services.gateway.traces import Trace, TraceBook
+from paceline.services.gateway.trace_book import TraceBook
+from paceline.services.gateway.traces import RequestTrace, SequenceTrace
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ class Generation:
     def __init__(
         self,
         plan: Plan,
-        trace: Trace,
+        trace: RequestTrace,
         *,
-        runner: RequestRunner,
+        runner: SequenceRunner,
         tokenizer: Tokenizer,
         metrics: Metrics,
         traces: TraceBook,
@@ -104,7 +104,7 @@ class Generation:
                 self._traces.close(self._trace)
 
     async def batch(self) -> list[Delta]:
-        """Waits for what comes; empty when all choices have ended. Raises what RequestRunner.run raises."""
+        """Waits for what comes; empty when all choices have ended. Raises what SequenceRunner.run raises."""
         batch: list[Delta] = []
         while self._left and not (batch and self._came.is_empty):
             item = await self._came.get()
@@ -135,14 +135,6 @@ class Generation:
         if sibling:
             # By then the prompt's blocks are cached, so that only one choice computes it.
             await self._has_begun[which].wait()
-        request = GenerateRequest(
-            request_id=self._trace.sequence_id(index),
-            token_ids=prompt.token_ids,
-            sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + index) % 2**64),
-            cache_salt=self.plan.cache_salt,
-            priority=self.plan.priority,
-            follows=index > 0,
-        )
         choice = _Choice(index, prompt, self.plan, self._tokenizer)
         record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
         begun = self._has_begun[which]
@@ -157,13 +149,23 @@ class Generation:
             if choice.ended_by_text:
                 raise _TextEndedError
 
-        with request_span("request", request.request_id) as span:
+        sequence_id = self._trace.sequence_id(index)
+        with request_span("request", sequence_id) as span:
             try:
+                sequence = SequenceRun(
+                    request_id=sequence_id,
+                    prompt_ids=prompt.token_ids,
+                    sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + index) % 2**64),
+                    cache_salt=self.plan.cache_salt,
+                    priority=self.plan.priority,
+                    follows=index > 0,
+                    trace=record,
+                )
                 with contextlib.suppress(_TextEndedError):
-                    await self._runner.run(request, record, take)
+                    await self._runner.run(sequence, take)
                 self._came.put(None)
             except Exception as error:
-                error = at_its_place(error, prompt.sampling.constraint)
+                error = name_client_field(error, prompt.sampling.constraint)
                 choice.outcome, choice.why = "error", str(error)
                 self._came.put(error)
             finally:
@@ -248,7 +250,7 @@ class _Choice:
         return delta
 
 
-def _log(record: RequestRecord, choice: _Choice) -> None:
+def _log(record: SequenceTrace, choice: _Choice) -> None:
     seconds = time.monotonic() - record.arrived
     times = record.token_times
     first = times[0] - record.arrived if times else None

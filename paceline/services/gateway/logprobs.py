@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.types import Logprob, Token
-from paceline.services.gateway.vocabulary import Vocabulary
+from paceline.services.gateway.tokenizer import Vocabulary
 
 _LEAST = -9999.0
 """JSON has no infinity; vLLM's stand-in for the logprob of an excluded token."""

@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.services.common.lifecycle import announce_ready, reachable_address, start_unless_stopped, stop_on_signals
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway, load_tokenizer
-from paceline.services.gateway.http_protocol import BoundedHttp
+from paceline.services.gateway.middleware import BoundedHttp
 
 LAST_WORDS_SECONDS = 5
 """After the drain, time for the last bytes to reach their clients."""

@@ -13,10 +13,10 @@ from prometheus_client.registry import Collector
 from paceline.core.types import FinishReason
 from paceline.proto import fleet_pb2
 from paceline.proto.fleet_pb2 import MetricFamily
-from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.plan import Plan
-from paceline.services.gateway.record import RequestRecord
-from paceline.services.gateway.request import RequestRunner
+from paceline.services.gateway.remote_worker import RemoteWorker
+from paceline.services.gateway.runner import SequenceRunner
+from paceline.services.gateway.traces import SequenceTrace
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -31,7 +31,7 @@ _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 class Metrics:
     """The metrics of one gateway, in a registry of their own."""
 
-    def __init__(self, model: str, workers: Callable[[], Iterable[Worker]], runner: RequestRunner) -> None:
+    def __init__(self, model: str, workers: Callable[[], Iterable[RemoteWorker]], runner: SequenceRunner) -> None:
         self.registry = CollectorRegistry()
         self._model = model
 
@@ -49,8 +49,8 @@ class Metrics:
             return Gauge(f"paceline:{name}", help, ["model_name"], registry=self.registry).labels(model)
 
         running = gauge("num_requests_running", "Sequences that are being generated")
-        running.set_function(lambda: runner.active - len(runner.line))
-        gauge("num_requests_waiting", "Sequences that wait for a worker").set_function(lambda: len(runner.line))
+        running.set_function(lambda: runner.sequences.count - len(runner.queue))
+        gauge("num_requests_waiting", "Sequences that wait for a worker").set_function(lambda: len(runner.queue))
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache").labels(
             model
         )
@@ -85,7 +85,7 @@ class Metrics:
             self._n.observe(plan.n)
             self._max_tokens.observe(prompt.sampling.max_tokens)
 
-    def observe(self, record: RequestRecord, generated_tokens: int, outcome: str) -> None:
+    def observe(self, record: SequenceTrace, generated_tokens: int, outcome: str) -> None:
         """Counts a sequence that has ended. `outcome` is its finish reason, "abort" or "error"."""
         now = time.monotonic()
         self._success.labels(self._model, outcome).inc()
@@ -127,7 +127,7 @@ def figures(families: Iterable[MetricFamily]) -> dict[str, float]:
 class _FleetCollector(Collector):
     """The metrics that members counted themselves, as of their last heartbeats, with labels for the member."""
 
-    def __init__(self, model: str, workers: Callable[[], Iterable[Worker]]) -> None:
+    def __init__(self, model: str, workers: Callable[[], Iterable[RemoteWorker]]) -> None:
         self._model = model
         self._workers = workers
 

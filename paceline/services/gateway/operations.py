@@ -17,11 +17,10 @@ from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.services.common.rpc import is_cancelled
 from paceline.services.gateway.errors import ApiError, to_api_error
-from paceline.services.gateway.fleet_worker import Worker
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.metrics import figures
-from paceline.services.gateway.timeline import describe
-from paceline.services.gateway.traces import KEPT
+from paceline.services.gateway.remote_worker import RemoteWorker
+from paceline.services.gateway.trace_book import KEPT, describe
 
 LEDGER_SECONDS = 1.0
 
@@ -52,7 +51,7 @@ def make_operations(gateway: Gateway) -> APIRouter:
 
     @router.get("/load")
     async def load() -> dict[str, int]:
-        return {"server_load": gateway.runner.active}
+        return {"server_load": gateway.runner.sequences.count}
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -68,7 +67,7 @@ def make_operations(gateway: Gateway) -> APIRouter:
                 {"worker_id": host.member.worker_id, "address": host.member.address, **ledger}
                 for host, ledger in zip(hosts, ledgers)
             ],
-            "waiting": len(gateway.runner.line),
+            "waiting": len(gateway.runner.queue),
         }
 
     @router.get("/trace/{request_id:path}")
@@ -85,7 +84,7 @@ def make_operations(gateway: Gateway) -> APIRouter:
     return router
 
 
-def _describe(worker: Worker) -> dict[str, Any]:
+def _describe(worker: RemoteWorker) -> dict[str, Any]:
     member = worker.member
     return {
         "worker_id": member.worker_id,
@@ -104,7 +103,7 @@ def _describe(worker: Worker) -> dict[str, Any]:
     }
 
 
-async def _ledger(host: Worker, most_holds: int) -> dict[str, Any]:
+async def _ledger(host: RemoteWorker, most_holds: int) -> dict[str, Any]:
     """A host's block ledger as it is at this moment, or why it is not to be had."""
     stub = kvtransfer_pb2_grpc.KVTransferStub(host.channel)
     request = kvtransfer_pb2.LedgerRequest(with_holds=True, max_holds=most_holds)

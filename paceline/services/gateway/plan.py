@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.types import SamplingParams
+from paceline.services.gateway.answer_format import constraint_of
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.schemas import ChatFields, ChatRequest, CompletionRequest, GenerationRequest
-from paceline.services.gateway.structured import constraint_of
 from paceline.services.gateway.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from paceline.services.gateway.answer_format import AnswerFormat, Choices, StructuredOutputs
-from paceline.services.gateway.body import Body
+from paceline.services.gateway.answer_format import AnswerFormat, Body, Choices, StructuredOutputs
 from paceline.services.gateway.errors import ApiError
 
 MAX_CHOICES = 128

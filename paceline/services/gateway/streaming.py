@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paceline.services.common.tasks import StallWatch
 from paceline.services.gateway.errors import to_api_error
 from paceline.services.gateway.generation import Delta, Generation
 from paceline.services.gateway.responses import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.schemas import StreamOptions
-from paceline.services.gateway.stall_watch import StallWatch
 
 T = TypeVar("T")
 

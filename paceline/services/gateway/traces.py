@@ -1,29 +1,232 @@
-"""The lives of the newest requests, for who asks what became of one. In memory, bounded, of this gateway alone."""
+"""What happened to one sequence: its waits, its attempts, and what their workers reported of them.
+
+Log lines, metrics and traces are made of this. All instants are of time.monotonic(), in seconds.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import re
+import itertools
+import math
 import time
-from collections import deque
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
+from paceline.proto import worker_pb2
+from paceline.services.common.registry import Member
 from paceline.services.gateway.plan import Plan
-from paceline.services.gateway.record import RequestRecord
 
-KEPT = 1000
-"""Sequences of ended requests."""
+CHUNKS_KEPT = 32
+"""Chunks of an attempt that are kept one by one; of later ones only the totals are."""
 
-KEPT_OF_ONE = 100
-"""Sequences of one ended request."""
+REASONS_KEPT = 8
+"""Different reasons of one wait."""
 
-_CHOICE = re.compile(r"(.+)-(\d{1,9})")
+OTHER_REASONS = "other reasons"
+
+_REASON_CHARACTERS = 300
+
+SEQUENCES_KEPT = 100
+"""Sequences of one request whose traces are kept once it has ended."""
+
+
+class WorkerName(NamedTuple):
+    worker: str
+    host: str
+
+
+class ChunkTrace(NamedTuple):
+    """A step computed tokens [first, first + tokens) of the context."""
+
+    at: float
+    """When the worker's word came."""
+    worker: str
+    first: int
+    tokens: int
+    step_seconds: float
+
+
+class Gaps(NamedTuple):
+    """Times between two messages with tokens, in seconds."""
+
+    p50: float
+    p99: float
+    longest: float
+
+
+@dataclass(slots=True)
+class ChunkTotals:
+    """All chunks of an attempt."""
+
+    count: int = 0
+    tokens: int = 0
+    step_seconds: float = 0.0
+    began: float = 0.0
+    """When the first one's step began, as far as the gateway can know."""
+    ended: float = 0.0
+    kept: list[ChunkTrace] = field(default_factory=list)
+
+    def add(self, chunk: ChunkTrace) -> None:
+        if not self.count:
+            self.began = chunk.at - chunk.step_seconds
+        self.count += 1
+        self.tokens += chunk.tokens
+        self.step_seconds += chunk.step_seconds
+        self.ended = chunk.at
+        if len(self.kept) < CHUNKS_KEPT:
+            self.kept.append(chunk)
+
+
+@dataclass(slots=True)
+class AttemptTrace:
+    """One try, from its place in the queue to its end. What has not happened is None."""
+
+    queued: float = field(default_factory=time.monotonic)
+    ahead: int = 0
+    """Sequences that waited already."""
+    waited_for: Counter[str] = field(default_factory=Counter)
+    """Why it was not admitted, and how often it heard so."""
+    number: int = 0
+    """`Key.attempt` of the messages and holds."""
+    decode: WorkerName | None = None
+    """The worker that was asked last, at `asked`; and the prefill worker beside it."""
+    prefill: WorkerName | None = None
+    asked: float | None = None
+    admitted: float | None = None
+    context_tokens: int = 0
+    """Prompt, and what earlier attempts have generated."""
+    cached_tokens: int = 0
+    """That the worker which computes it found on its host."""
+    blocks: int = 0
+    cached_blocks: int = 0
+    chunks: ChunkTotals = field(default_factory=ChunkTotals)
+    filled: float | None = None
+    handed_over: float | None = None
+    """When the decode worker was told."""
+    adopted: worker_pb2.Adopted | None = None
+    effort: worker_pb2.Effort | None = None
+    token_times: list[float] = field(default_factory=list)
+    """When each message with tokens came; after `close` only the first two and the last one."""
+    tokens: int = 0
+    gaps: Gaps | None = None
+    """Of `decode_times`; set by `close`."""
+    failed: float | None = None
+    failure: str = ""
+
+    @property
+    def decode_times(self) -> list[float]:
+        """When each message with tokens of the decode worker came. A prefill worker sends one."""
+        return self.token_times if self.prefill is None else self.token_times[1:]
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.tokens if self.prefill is None else max(0, self.tokens - 1)
+
+    def wait_for(self, reason: str) -> None:
+        """Notes why it was not admitted just now."""
+        reason = reason[:_REASON_CHARACTERS]
+        if reason not in self.waited_for and len(self.waited_for) >= REASONS_KEPT:
+            reason = OTHER_REASONS
+        self.waited_for[reason] += 1
+
+    def ask(self, decode: Member, prefill: Member | None, number: int, context_tokens: int) -> None:
+        """These workers are asked to admit it."""
+        self.decode, self.asked = WorkerName(decode.worker_id, decode.host_id), time.monotonic()
+        self.prefill = None if prefill is None else WorkerName(prefill.worker_id, prefill.host_id)
+        self.number, self.context_tokens = number, context_tokens
+
+    def reserve(self, admitted: worker_pb2.Admitted) -> None:
+        """The decode worker has room. It counts as `admitted` once the prefill worker has taken it, too."""
+        self.cached_tokens = admitted.cached_tokens
+        self.blocks, self.cached_blocks = admitted.blocks, admitted.cached_blocks
+
+    def take(self, report: worker_pb2.Report, worker_id: str) -> None:
+        """What a worker says of its part."""
+        now = time.monotonic()
+        for chunk in report.chunks:
+            self.chunks.add(ChunkTrace(now, worker_id, chunk.first, chunk.tokens, chunk.step_ms / 1000))
+        # Copies, because a part of a message keeps all of it in memory.
+        if report.HasField("adopted"):
+            self.adopted = worker_pb2.Adopted()
+            self.adopted.CopyFrom(report.adopted)
+        if report.HasField("effort"):
+            self.effort = worker_pb2.Effort()
+            self.effort.CopyFrom(report.effort)
+
+    def fail(self, reason: str) -> None:
+        self.failed, self.failure = time.monotonic(), reason[:_REASON_CHARACTERS]
+
+    def close(self) -> None:
+        """It is over: of many instants a few figures stay."""
+        self.gaps = gaps_of(self.decode_times)
+        if len(self.token_times) > 3:
+            self.token_times = [*self.token_times[:2], self.token_times[-1]]
+
+
+@dataclass(slots=True)
+class SequenceTrace:
+    """What happened to one sequence."""
+
+    index: int = 0
+    """Which of the request's choices it is."""
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    tries: list[AttemptTrace] = field(default_factory=list)
+    """In order; the last one may not have been admitted."""
+    ended: float | None = None
+    outcome: str = ""
+    """Its finish reason, "abort" or "error"; empty while it runs."""
+    why: str = ""
+    """More about the end, for people."""
+    generated_tokens: int = 0
+
+    @property
+    def admitted(self) -> float | None:
+        """When the first attempt was."""
+        return next((attempt.admitted for attempt in self.tries if attempt.admitted is not None), None)
+
+    @property
+    def attempts(self) -> int:
+        """Those that workers admitted."""
+        return sum(attempt.admitted is not None for attempt in self.tries)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first attempt found in the cache."""
+        return next((attempt.cached_tokens for attempt in self.tries if attempt.admitted is not None), 0)
+
+    @property
+    def token_times(self) -> list[float]:
+        """When each message with tokens came."""
+        return list(itertools.chain.from_iterable(attempt.token_times for attempt in self.tries))
+
+    @property
+    def handed_over(self) -> float | None:
+        """When a decode worker was told last."""
+        told = (attempt.handed_over for attempt in reversed(self.tries))
+        return next((instant for instant in told if instant is not None), None)
+
+    @property
+    def workers(self) -> tuple[str, str]:
+        """Ids of the last prefill and decode worker that took it; "" where there is none."""
+        taken = [attempt for attempt in self.tries if attempt.admitted is not None]
+        if not taken:
+            return "", ""
+        prefill, decode = taken[-1].prefill, taken[-1].decode
+        return prefill.worker if prefill else "", decode.worker if decode else ""
+
+    def end(self, outcome: str, why: str, generated_tokens: int) -> None:
+        """Must come behind everything that reads `token_times`."""
+        self.ended, self.outcome, self.why, self.generated_tokens = time.monotonic(), outcome, why, generated_tokens
+        for attempt in self.tries:
+            attempt.close()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Trace:
+class RequestTrace:
     """One request of a client: what it asked for, and what happened to each of its sequences. No text of anybody's."""
 
     request_id: str
@@ -38,7 +241,7 @@ class Trace:
     arrived: float
     """On time.monotonic()."""
     clock: datetime = field(default_factory=lambda: datetime.now(UTC))
-    records: list[RequestRecord] = field(default_factory=list)
+    records: list[SequenceTrace] = field(default_factory=list)
     """Of sequences that have begun, in the order of their beginning."""
     left_out: int = 0
     ended: float | None = None
@@ -46,9 +249,9 @@ class Trace:
     """finished, failed or "client gone"; empty while it runs."""
 
     @staticmethod
-    def of(plan: Plan, request_id: str, own_id: str, endpoint: str, arrived: float, streamed: bool) -> Trace:
+    def of(plan: Plan, request_id: str, own_id: str, endpoint: str, arrived: float, streamed: bool) -> RequestTrace:
         """A request that is about to run. `arrived` is on time.monotonic()."""
-        return Trace(
+        return RequestTrace(
             request_id=request_id,
             own_id=own_id,
             endpoint=endpoint,
@@ -62,9 +265,9 @@ class Trace:
         """The id under which workers know a sequence."""
         return self.own_id if self.sequences == 1 else f"{self.own_id}-{index}"
 
-    def begin(self, index: int, prompt_tokens: int, max_tokens: int) -> RequestRecord:
+    def begin(self, index: int, prompt_tokens: int, max_tokens: int) -> SequenceTrace:
         """A sequence begins; who runs it fills in the record."""
-        record = RequestRecord(index, prompt_tokens, max_tokens)
+        record = SequenceTrace(index, prompt_tokens, max_tokens)
         self.records.append(record)
         return record
 
@@ -77,69 +280,17 @@ class Trace:
         else:
             left = outcomes & {"abort", ""} or len(self.records) < self.sequences
             self.outcome = "client gone" if left else "finished"
-        self.left_out = max(0, len(self.records) - KEPT_OF_ONE)
-        del self.records[KEPT_OF_ONE:]
+        self.left_out = max(0, len(self.records) - SEQUENCES_KEPT)
+        del self.records[SEQUENCES_KEPT:]
 
 
-class TraceBook:
-    """Owns the traces of requests that run, and of those that ended last.
-
-    Args:
-        kept: sequences of ended requests, at most.
-    """
-
-    def __init__(self, kept: int = KEPT) -> None:
-        self._kept = kept
-        self._by_id: dict[str, list[Trace]] = {}
-        self._ended: deque[Trace] = deque()
-        self._sequences = 0
-        """Of ended requests."""
-        self._running = 0
-        self.idle = asyncio.Event()
-        """Set while no request runs, or waits for its client to take what is there."""
-        self.idle.set()
-
-    def open(self, trace: Trace) -> None:
-        self._running += 1
-        self.idle.clear()
-        for name in _names(trace):
-            self._by_id.setdefault(name, []).append(trace)
-
-    def close(self, trace: Trace) -> None:
-        """The request has ended; the oldest ended ones make room for it."""
-        trace.end()
-        self._running -= 1
-        if self._running == 0:
-            self.idle.set()
-        self._ended.append(trace)
-        self._sequences += len(trace.records)
-        # A request without any sequence takes room, too.
-        while self._sequences > self._kept or len(self._ended) > self._kept:
-            oldest = self._ended.popleft()
-            self._sequences -= len(oldest.records)
-            for name in _names(oldest):
-                self._by_id[name].remove(oldest)
-                if not self._by_id[name]:
-                    del self._by_id[name]
-
-    def find(self, name: str) -> Trace | None:
-        """The newest request with this id: the client's, our own, or that of a sequence as workers know it."""
-        if traces := self._by_id.get(name):
-            return traces[-1]
-        if (choice := _CHOICE.fullmatch(name)) is None:
-            return None
-        own_id, index = choice[1], int(choice[2])
-        candidates = (trace for trace in self._by_id.get(own_id, []) if trace.own_id == own_id)
-        return next((trace for trace in candidates if index < trace.sequences), None)
-
-    def earlier(self, trace: Trace) -> list[Trace]:
-        """Older requests of the client with the same id, the newest first."""
-        traces = self._by_id.get(trace.request_id, [])
-        return traces[: traces.index(trace)][::-1] if trace in traces else []
-
-
-def _names(trace: Trace) -> set[str]:
-    return {trace.request_id, trace.own_id}
+def gaps_of(times: Sequence[float]) -> Gaps | None:
+    """None where there are fewer than two instants. Percentiles are by nearest rank."""
+    gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
+    if not gaps:
+        return None
+    p50, p99 = (gaps[math.ceil(share * len(gaps)) - 1] for share in (0.5, 0.99))
+    return Gaps(p50, p99, gaps[-1])
 
 
 def _asked(plan: Plan) -> dict[str, Any]:

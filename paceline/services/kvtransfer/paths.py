@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
-import time
 from collections.abc import Callable, Sequence
 
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.avoid import Avoided
 from paceline.services.kvtransfer.transport import Source, Transport
 
 RETRY_SECONDS = (20.0, 40.0)
@@ -26,8 +25,8 @@ class Paths:
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._transports = transports
-        self._shut: dict[tuple[str, str], float] = {}
-        """By host and name of transport: when it may be tried again, on time.monotonic()."""
+        self._avoided: Avoided[tuple[str, str]] = Avoided(RETRY_SECONDS)
+        """Hosts with the name of a transport that failed."""
 
     async def read(
         self, offer: pb.Offer, address: str, slots: Sequence[tuple[int, int]], damaged: Callable[[], int]
@@ -42,10 +41,9 @@ class Paths:
         Raises:
             UnavailableError: no path works.
         """
-        now = time.monotonic()
-        self._shut = {place: until for place, until in self._shut.items() if until > now}
+        avoided = self._avoided.now()
         offered = [transport for transport in self._transports if transport.name in offer.transports]
-        usable = [each for each in offered if (offer.host_id, each.name) not in self._shut]
+        usable = [each for each in offered if (offer.host_id, each.name) not in avoided]
         # The last one is what is left where all have failed lately, and where those that have not fail now.
         order = usable + [each for each in offered[-1:] if each not in usable]
         failures: list[str] = []
@@ -67,5 +65,5 @@ class Paths:
         raise UnavailableError("; ".join(failures) or "it offers no path that is known here")
 
     def _avoid(self, host_id: str, transport: Transport, reason: str) -> None:
-        self._shut[host_id, transport.name] = time.monotonic() + random.uniform(*RETRY_SECONDS)
+        self._avoided.add((host_id, transport.name))
         log.warning("blocks of host %s cannot be read over %s: %s", host_id, transport.name, reason)

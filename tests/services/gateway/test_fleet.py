@@ -13,7 +13,7 @@ from paceline.proto.fleet_pb2 import HostReport, LoadReport
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.gateway import fleet
-from paceline.services.gateway.fleet_worker import Fading
+from paceline.services.gateway.remote_worker import DecayingSum
 from tests.services.gateway.conftest import Cluster, eventually
 
 
@@ -49,7 +49,7 @@ async def test_who_is_not_listed_and_does_not_serve_goes(cluster: Cluster) -> No
 async def test_a_crashed_member_is_set_aside_and_dropped_when_redis_forgets_it(cluster: Cluster) -> None:
     worker = await cluster.add()
     await worker.crash()
-    cluster.fleet.worker("d").set_aside()
+    cluster.fleet.set_aside(cluster.fleet.worker("d"))
     assert cluster.usable() == []
     assert cluster.fleet.max_model_len() == 512
     await worker.leave_redis()
@@ -59,7 +59,7 @@ async def test_a_crashed_member_is_set_aside_and_dropped_when_redis_forgets_it(c
 
 async def test_who_was_set_aside_comes_back_when_it_serves(cluster: Cluster) -> None:
     await cluster.add()
-    cluster.fleet.worker("d").set_aside()
+    cluster.fleet.set_aside(cluster.fleet.worker("d"))
     assert cluster.usable() == []
     await eventually(lambda: cluster.usable() == ["d"])
 
@@ -203,7 +203,7 @@ async def test_what_a_worker_has_computed_since_it_reported_is_not_queued_any_mo
 
 
 def test_a_part_is_halved_again_and_again() -> None:
-    recent = Fading(half_life=10)
+    recent = DecayingSum(half_life=10)
     recent.add(80, now=100)
     assert [recent.value(now) for now in (100, 110, 130)] == [80, 40, 10]
     recent.add(10, now=130)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from paceline.services.gateway import http_protocol
+from paceline.services.gateway import middleware
 from tests.services.gateway.conftest import PATIENCE, StartStack
 
 HEALTH = b"GET /ping HTTP/1.1\r\nHost: x\r\n"
@@ -29,14 +29,14 @@ async def test_an_endless_head_is_cut_off(
     writer.write(HEALTH + b"X-Endless: ")
     sent = 0
     try:
-        while sent < 100 * http_protocol.MAX_HEAD_BYTES and not reader.at_eof():
+        while sent < 100 * middleware.MAX_HEAD_BYTES and not reader.at_eof():
             writer.write(b"a" * 4096)
             await writer.drain()
             sent += 4096
         assert b"400" in await reader.readline()
     except ConnectionError:
         pass  # it was closed while we wrote
-    assert sent < 100 * http_protocol.MAX_HEAD_BYTES
+    assert sent < 100 * middleware.MAX_HEAD_BYTES
 
 
 async def test_a_large_head_within_the_bounds_is_answered(
@@ -56,7 +56,7 @@ async def test_a_large_head_within_the_bounds_is_answered(
 async def test_a_head_that_does_not_come_ends_the_connection(
     begun: bytes, start_stack: StartStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(middleware, "HEAD_SECONDS", 0.2)
     stack = await start_stack()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
     writer.write(begun)
@@ -68,7 +68,7 @@ async def test_a_head_that_does_not_come_ends_the_connection(
 async def test_a_connection_whose_request_is_answered_stays(
     start_stack: StartStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(middleware, "HEAD_SECONDS", 0.2)
     stack = await start_stack()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
     async with asyncio.timeout(PATIENCE):

@@ -15,7 +15,8 @@ import pytest
 from paceline.core.errors import InvalidRequestError
 from paceline.core.types import SamplingParams
 from paceline.services.gateway.plan import Plan, PromptPlan
-from paceline.services.gateway.traces import KEPT_OF_ONE, Trace, TraceBook
+from paceline.services.gateway.trace_book import TraceBook
+from paceline.services.gateway.traces import SEQUENCES_KEPT, RequestTrace
 from paceline.trace import trace as print_trace
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 
@@ -229,13 +230,13 @@ async def test_an_id_that_a_client_repeats_leads_to_the_newest_and_names_the_oth
     assert (await trace(stack, first))["earlier"] == []
 
 
-def request(name: str, sequences: int = 1, own_id: str = "") -> Trace:
+def request(name: str, sequences: int = 1, own_id: str = "") -> RequestTrace:
     prompt = PromptPlan(text=None, token_ids=[1], sampling=SamplingParams())
     plan = Plan(prompts=[prompt], n=sequences, stop=(), include_stop=False, skip_special_tokens=True, cache_salt="")
-    return Trace.of(plan, name, own_id or f"{name}-own", "/v1/completions", 0.0, False)
+    return RequestTrace.of(plan, name, own_id or f"{name}-own", "/v1/completions", 0.0, False)
 
 
-def run(book: TraceBook, trace: Trace) -> None:
+def run(book: TraceBook, trace: RequestTrace) -> None:
     book.open(trace)
     for index in range(trace.sequences):
         trace.begin(index, 1, 1).end("stop", "", 1)
@@ -244,19 +245,19 @@ def run(book: TraceBook, trace: Trace) -> None:
 
 def test_the_oldest_ended_ones_make_room_and_running_ones_stay() -> None:
     book = TraceBook(kept=5)
-    assert book.idle.is_set()
+    assert book.requests.count == 0
     running = request("running")
     book.open(running)
     for name in "abcdefgh":
         run(book, request(name))
     assert [name for name in "abcdefgh" if book.find(name)] == list("defgh")
     assert book.find("running") is running
-    assert not book.idle.is_set()
+    assert book.requests.count == 1
     run(book, request("many", sequences=4))
     assert [name for name in "abcdefgh" if book.find(name)] == ["h"]
     assert (len(book._by_id), book._sequences) == (2 * 3, 5)
     book.close(running)
-    assert book.idle.is_set()
+    assert book.requests.count == 0
 
 
 def test_a_client_that_always_has_the_same_id_takes_no_more_room() -> None:
@@ -281,6 +282,6 @@ def test_a_request_without_any_sequence_takes_room_too() -> None:
 
 def test_a_request_of_very_many_sequences_is_cut() -> None:
     book = TraceBook()
-    many = request("many", sequences=KEPT_OF_ONE + 7)
+    many = request("many", sequences=SEQUENCES_KEPT + 7)
     run(book, many)
-    assert (len(many.records), many.left_out, many.outcome) == (KEPT_OF_ONE, 7, "finished")
+    assert (len(many.records), many.left_out, many.outcome) == (SEQUENCES_KEPT, 7, "finished")

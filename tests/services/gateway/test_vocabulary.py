@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from paceline.core.errors import ModelError
-from paceline.services.gateway.tokenizer import Tokenizer
-from paceline.services.gateway.vocabulary import Vocabulary
+from paceline.services.gateway.tokenizer import Tokenizer, Vocabulary
 
 
 def sentencepiece() -> tokenizers.Tokenizer:

@@ -24,7 +24,7 @@ from tests.services.kvtransfer.kv_pair import TOKENS, Pair, Strange, failure, of
 def shut_paths(two: Pair) -> list[tuple[str, str]]:
     memory = two.destination.service.sessions.memory
     assert memory is not None
-    return list(memory.fetches._paths._shut)
+    return list(memory.fetches._paths._avoided.now())
 
 
 @pytest.mark.parametrize("fallback", [True, False])
@@ -146,10 +146,10 @@ async def test_a_path_that_failed_is_left_out_for_a_while_and_tried_again(tmp_pa
         assert shut_paths(two) == [("source", "broken")]
         memory = two.destination.service.sessions.memory
         assert memory is not None
-        shut = memory.fetches._paths._shut
-        shut.update(dict.fromkeys(shut, 0.0))
+        until = memory.fetches._paths._avoided._until
+        until.update(dict.fromkeys(until, 0.0))
         await transfer(two, "third")
         assert made[0].reads == 2
         # Where all have failed lately the last one is what is left.
-        memory.fetches._paths._shut["source", "grpc"] = math.inf
+        until["source", "grpc"] = math.inf
         await transfer(two, "fourth")

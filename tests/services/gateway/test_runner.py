@@ -9,35 +9,34 @@ import pytest
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.core.types import FinishReason, SamplingParams
-from paceline.services.gateway import waiting
+from paceline.services.gateway import admission_queue
 from paceline.services.gateway.attempt import Ended, Event, Generated
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
-from paceline.services.gateway.progress import GenerateRequest
-from paceline.services.gateway.record import RequestRecord
-from paceline.services.gateway.request import RequestRunner
+from paceline.services.gateway.runner import SequenceRunner
+from paceline.services.gateway.sequence import SequenceRun
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
 
 BROKEN = UnavailableError("kvtransfer does not answer")
 
 
-def runner_of(cluster: Cluster, queue_seconds: float = 0.3) -> RequestRunner:
+def runner_of(cluster: Cluster, queue_seconds: float = 0.3) -> SequenceRunner:
     config = GatewayConfig(queue_seconds=queue_seconds, stall_seconds=PATIENCE, local_prefill_tokens=0)
-    return RequestRunner(config, cluster.fleet, PlacementLog(cluster.redis, cluster.name), PrefixIndex())
+    return SequenceRunner(config, cluster.fleet, PlacementLog(cluster.redis, cluster.name), PrefixIndex())
 
 
 class Request:
     """A request that runs in the background."""
 
-    def __init__(self, runner: RequestRunner, request_id: str = "r", follows: bool = False) -> None:
+    def __init__(self, runner: SequenceRunner, request_id: str = "r", follows: bool = False) -> None:
         self.events: list[Event] = []
-        request = GenerateRequest(
-            request_id=request_id, token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=9), follows=follows
+        request = SequenceRun(
+            request_id=request_id, prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=9), follows=follows
         )
         self.task = asyncio.create_task(self._run(runner, request))
 
-    async def _run(self, runner: RequestRunner, request: GenerateRequest) -> Event:
-        await runner.run(request, RequestRecord(), self.events.append)
+    async def _run(self, runner: SequenceRunner, request: SequenceRun) -> Event:
+        await runner.run(request, self.events.append)
         return self.events[-1]
 
     def has_begun(self) -> bool:
@@ -77,14 +76,14 @@ async def test_a_patient_request_waits_longer_than_the_others_for_full_workers(c
 
 
 async def test_a_handoff_lets_the_next_request_in(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "POLL_SECONDS", (PATIENCE, PATIENCE))
+    monkeypatch.setattr(admission_queue, "POLL_SECONDS", (PATIENCE, PATIENCE))
     decode, prefill = await cluster.add("d"), await cluster.add("p", "prefill", max_seqs=1)
     decode.pause_after = prefill.pause_after = 1
     runner = runner_of(cluster, queue_seconds=2 * PATIENCE)
     first = Request(runner, "first")
     await eventually(first.has_begun)
     second = Request(runner, "second")
-    await eventually(lambda: len(runner.line) == 1)
+    await eventually(lambda: len(runner.queue) == 1)
     prefill.resume.set()
     await eventually(second.has_begun)
     assert not first.task.done()

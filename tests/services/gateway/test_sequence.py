@@ -2,15 +2,13 @@ from __future__ import annotations
 
 from paceline.core.types import FinishReason, SamplingParams, Token
 from paceline.services.gateway.attempt import Generated, HandedOver, PromptScores
-from paceline.services.gateway.progress import GenerateRequest, Progress
-from paceline.services.gateway.record import AttemptRecord
+from paceline.services.gateway.sequence import SequenceRun
+from paceline.services.gateway.traces import AttemptTrace
 
 
-def progress(**sampling: object) -> Progress:
+def sequence(**sampling: object) -> SequenceRun:
     params = SamplingParams(**{"max_tokens": 4, **sampling})  # type: ignore[arg-type]
-    return Progress(
-        GenerateRequest(request_id="r", token_ids=[1, 2, 3], sampling=params, cache_salt="salt", priority=-2)
-    )
+    return SequenceRun(request_id="r", prompt_ids=[1, 2, 3], sampling=params, cache_salt="salt", priority=-2)
 
 
 def tokens(*ids: int) -> list[Token]:
@@ -18,7 +16,7 @@ def tokens(*ids: int) -> list[Token]:
 
 
 def test_a_try_goes_on_from_what_has_come() -> None:
-    own, record = progress(), AttemptRecord()
+    own, record = sequence(), AttemptTrace()
     first = own.work("model")
     assert (first.key.request_id, first.key.attempt, first.key.generation) == ("r", 1, 1)
     assert list(first.token_ids) == [1, 2, 3]
@@ -29,13 +27,13 @@ def test_a_try_goes_on_from_what_has_come() -> None:
     second = own.work("model")
     assert second.key.attempt == 2
     assert (list(second.token_ids), second.prompt_tokens) == ([1, 2, 3, 7, 8, 9], 3)
-    assert own.known == 3
+    assert own.generated_before == 3
     assert (record.tokens, len(record.token_times)) == (3, 2)
     assert record.handed_over is not None
 
 
 def test_scores_are_told_once_and_asked_for_until_all_have_come() -> None:
-    own, record = progress(prompt_logprobs=0), AttemptRecord()
+    own, record = sequence(prompt_logprobs=0), AttemptTrace()
     assert own.needs_scores
     assert own.work("model").sampling.HasField("prompt_logprobs")
     assert own.note(PromptScores(1, tokens(2)), record) == PromptScores(1, tokens(2))
@@ -47,11 +45,11 @@ def test_scores_are_told_once_and_asked_for_until_all_have_come() -> None:
 
 
 def test_an_end_that_was_reached_is_known_without_the_worker() -> None:
-    own, record = progress(stop_token_ids=frozenset({5})), AttemptRecord()
+    own, record = sequence(stop_token_ids=frozenset({5})), AttemptTrace()
     assert own.end() is None
     own.note(Generated(tokens(6, 5)), record)
     assert own.end() is FinishReason.STOP
-    own = progress()
+    own = sequence()
     own.note(Generated(tokens(6, 5, 6)), record)
     assert own.end() is None
     own.note(Generated(tokens(6)), record)
@@ -59,5 +57,5 @@ def test_an_end_that_was_reached_is_known_without_the_worker() -> None:
 
 
 def test_who_could_not_be_reached_is_named_where_it_is_known() -> None:
-    own = progress()
+    own = sequence()
     assert "no worker has come back" in str(own.unreachable())

@@ -32,7 +32,7 @@ class _Turn:
     """It asks, and others do not wait for the answer."""
 
 
-class WaitingLine:
+class AdmissionQueue:
     """First come, first served among the equally urgent; for two kinds of requests there are rules of their own.
 
     Those that lost their worker stand before all others.

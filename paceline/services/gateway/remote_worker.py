@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
 import time
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from paceline.services.common.secret import Secret
 from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.gateway.router import Candidate
 
-ASIDE_SECONDS = (0.25, 0.75)
 FIGURES_SECONDS = 3 * HEARTBEAT_SECONDS
 """After which figures are none any more, when no new ones come."""
 RECENT_SECONDS = 10.0
@@ -32,7 +30,7 @@ class Begun(NamedTuple):
     """Of prompts, to compute."""
 
 
-class Fading:
+class DecayingSum:
     """A sum whose parts are forgotten: each is halved every `half_life` seconds. Instants are of one clock."""
 
     def __init__(self, half_life: float) -> None:
@@ -47,7 +45,7 @@ class Fading:
         self._value, self._at = self.value(now) + part, now
 
 
-class Worker:
+class RemoteWorker:
     """A member, the channel to it, and what this gateway has seen of it itself."""
 
     def __init__(self, member: Member, secret: Secret) -> None:
@@ -63,13 +61,13 @@ class Worker:
         """As much as at the last look at the member's figures but one, and at the last one."""
         self._in_flight_by_look = (0, 0)
         """Tokens in flight at these two looks."""
-        self._recent = Fading(RECENT_SECONDS)
+        self._recent = DecayingSum(RECENT_SECONDS)
         self.listed = True
         """Whether Redis names it."""
         self._listed_at = time.monotonic()
         """When it last did."""
-        self.aside_until: float | None = None
-        """On time.monotonic(); set while it gets no new work after a failure."""
+        self.set_aside = False
+        """Whether it gets no new work because it failed and no health check has succeeded since."""
         self.failed_probes = 0
         self.probe: asyncio.Task[None] | None = None
         self.gone = False
@@ -81,7 +79,7 @@ class Worker:
 
     @property
     def available(self) -> bool:
-        return self.aside_until is None and not self.refuses_us
+        return not self.set_aside and not self.refuses_us
 
     @property
     def unreported(self) -> int:
@@ -142,7 +140,3 @@ class Worker:
         """Lets go of it."""
         await self.feed.close()
         await self.channel.close(None)
-
-    def set_aside(self) -> None:
-        """No new work until a health check succeeds, which is tried after a short, jittered time."""
-        self.aside_until = time.monotonic() + random.uniform(*ASIDE_SECONDS)

@@ -1,12 +1,22 @@
-"""A trace as JSON. Pure. Instants and durations are in milliseconds, instants from the request's arrival on."""
+"""The traces of the newest requests, in memory and bounded, and a trace as JSON for `GET /trace/{id}`.
+
+In JSON, instants and durations are in milliseconds, and instants count from the request's arrival.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.services.gateway.record import AttemptRecord, Gaps, Place, RequestRecord, gaps_of
-from paceline.services.gateway.traces import Trace
+from paceline.services.common.tasks import InUse
+from paceline.services.gateway.traces import AttemptTrace, Gaps, RequestTrace, SequenceTrace, WorkerName, gaps_of
+
+KEPT = 1000
+"""Sequences of ended requests whose traces are kept."""
+
+_CHOICE = re.compile(r"(.+)-(\d{1,9})")
 
 EARLIER = 10
 """Older requests with the same id that are named."""
@@ -16,7 +26,59 @@ Clock = Callable[[float | None], float | None]
 """From an instant of time.monotonic() to milliseconds; None where it has not come."""
 
 
-def describe(trace: Trace, earlier: Sequence[Trace], now: float) -> Json:
+class TraceBook:
+    """Owns the traces of requests that run, and of those that ended last.
+
+    Args:
+        kept: sequences of ended requests, at most.
+    """
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._by_id: dict[str, list[RequestTrace]] = {}
+        self._ended: deque[RequestTrace] = deque()
+        self._sequences = 0
+        """Of ended requests."""
+        self.requests = InUse()
+        """Requests that run, or whose clients have not taken everything yet."""
+
+    def open(self, trace: RequestTrace) -> None:
+        self.requests.begin()
+        for name in _names(trace):
+            self._by_id.setdefault(name, []).append(trace)
+
+    def close(self, trace: RequestTrace) -> None:
+        """The request has ended; the oldest ended ones make room for it."""
+        trace.end()
+        self.requests.end()
+        self._ended.append(trace)
+        self._sequences += len(trace.records)
+        # A request without any sequence takes room, too.
+        while self._sequences > self._kept or len(self._ended) > self._kept:
+            oldest = self._ended.popleft()
+            self._sequences -= len(oldest.records)
+            for name in _names(oldest):
+                self._by_id[name].remove(oldest)
+                if not self._by_id[name]:
+                    del self._by_id[name]
+
+    def find(self, name: str) -> RequestTrace | None:
+        """The newest request with this id: the client's, our own, or that of a sequence as workers know it."""
+        if traces := self._by_id.get(name):
+            return traces[-1]
+        if (choice := _CHOICE.fullmatch(name)) is None:
+            return None
+        own_id, index = choice[1], int(choice[2])
+        candidates = (trace for trace in self._by_id.get(own_id, []) if trace.own_id == own_id)
+        return next((trace for trace in candidates if index < trace.sequences), None)
+
+    def earlier(self, trace: RequestTrace) -> list[RequestTrace]:
+        """Older requests of the client with the same id, the newest first."""
+        traces = self._by_id.get(trace.request_id, [])
+        return traces[: traces.index(trace)][::-1] if trace in traces else []
+
+
+def describe(trace: RequestTrace, earlier: Sequence[RequestTrace], now: float) -> Json:
     """What is known of a request by `now`, on time.monotonic().
 
     Args:
@@ -42,7 +104,7 @@ def describe(trace: Trace, earlier: Sequence[Trace], now: float) -> Json:
     }
 
 
-def _part(trace: Trace, record: RequestRecord, at: Clock) -> Json:
+def _part(trace: RequestTrace, record: SequenceTrace, at: Clock) -> Json:
     end = {
         "at_ms": at(record.ended),
         "reason": record.outcome,
@@ -61,7 +123,7 @@ def _part(trace: Trace, record: RequestRecord, at: Clock) -> Json:
     }
 
 
-def _attempt(attempt: AttemptRecord, at: Clock) -> Json:
+def _attempt(attempt: AttemptTrace, at: Clock) -> Json:
     return {
         "attempt": attempt.number,
         "queue": {
@@ -79,7 +141,7 @@ def _attempt(attempt: AttemptRecord, at: Clock) -> Json:
     }
 
 
-def _admission(attempt: AttemptRecord, at: Clock) -> Json | None:
+def _admission(attempt: AttemptTrace, at: Clock) -> Json | None:
     """None while no worker has taken it."""
     if attempt.admitted is None:
         return None
@@ -95,7 +157,7 @@ def _admission(attempt: AttemptRecord, at: Clock) -> Json | None:
     }
 
 
-def _prefill(attempt: AttemptRecord, at: Clock) -> Json | None:
+def _prefill(attempt: AttemptTrace, at: Clock) -> Json | None:
     """Steps that computed the context, on whichever worker; None where none has been reported."""
     chunks = attempt.chunks
     if not chunks.count:
@@ -121,7 +183,7 @@ def _prefill(attempt: AttemptRecord, at: Clock) -> Json | None:
     }
 
 
-def _handoff(attempt: AttemptRecord, at: Clock) -> Json | None:
+def _handoff(attempt: AttemptTrace, at: Clock) -> Json | None:
     """None until the prefill worker has filled the blocks, and where there is none."""
     if attempt.filled is None:
         return None
@@ -140,7 +202,7 @@ def _handoff(attempt: AttemptRecord, at: Clock) -> Json | None:
     }
 
 
-def _decode(attempt: AttemptRecord, at: Clock) -> Json | None:
+def _decode(attempt: AttemptTrace, at: Clock) -> Json | None:
     """None where the decode worker has sent no token. Counts of steps and drafts are as new as its last report."""
     times, effort = attempt.decode_times, attempt.effort
     if not times:
@@ -165,9 +227,13 @@ def _gaps(gaps: Gaps | None) -> Json | None:
     return {"p50_ms": _ms(gaps.p50), "p99_ms": _ms(gaps.p99), "max_ms": _ms(gaps.longest)}
 
 
-def _place(place: Place | None) -> Json | None:
+def _place(place: WorkerName | None) -> Json | None:
     return None if place is None else {"worker": place.worker, "host": place.host}
 
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
+
+
+def _names(trace: RequestTrace) -> set[str]:
+    return {trace.request_id, trace.own_id}

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from paceline.core.errors import BusyError
-from paceline.services.gateway.waiting import WaitingLine
+from paceline.services.gateway.admission_queue import AdmissionQueue
 
 
 class Room:
@@ -27,7 +27,7 @@ class Room:
         return attempt
 
 
-async def queue_up(line: WaitingLine, room: Room, *names: str, **kind: int) -> list[asyncio.Task[str]]:
+async def queue_up(line: AdmissionQueue, room: Room, *names: str, **kind: int) -> list[asyncio.Task[str]]:
     tasks = []
     for name in names:
         length = len(line)
@@ -37,7 +37,7 @@ async def queue_up(line: WaitingLine, room: Room, *names: str, **kind: int) -> l
     return tasks
 
 
-async def serve_one_by_one(line: WaitingLine, room: Room, tasks: list[asyncio.Task[str]]) -> list[str]:
+async def serve_one_by_one(line: AdmissionQueue, room: Room, tasks: list[asyncio.Task[str]]) -> list[str]:
     """In which order all that wait get room."""
     begin = len(room.taken_by)
     for served in range(len(tasks)):
@@ -52,11 +52,11 @@ async def serve_one_by_one(line: WaitingLine, room: Room, tasks: list[asyncio.Ta
 async def test_with_room_nobody_waits() -> None:
     room = Room()
     room.places = 1
-    assert await WaitingLine(0, 60).admit(room.ask("a")) == "a"
+    assert await AdmissionQueue(0, 60).admit(room.ask("a")) == "a"
 
 
 async def test_first_come_first_served() -> None:
-    line, room = WaitingLine(10, 60), Room()
+    line, room = AdmissionQueue(10, 60), Room()
     tasks = await queue_up(line, room, "a", "b", "c")
     for _ in tasks:
         room.places += 1
@@ -66,7 +66,7 @@ async def test_first_come_first_served() -> None:
 
 
 async def test_a_newcomer_does_not_overtake() -> None:
-    line, room = WaitingLine(10, 60), Room()
+    line, room = AdmissionQueue(10, 60), Room()
     tasks = await queue_up(line, room, "a")
     room.places = 1
     tasks.append(asyncio.create_task(line.admit(room.ask("b"))))
@@ -77,14 +77,14 @@ async def test_a_newcomer_does_not_overtake() -> None:
 
 
 async def test_the_first_in_line_asks_again_by_itself() -> None:
-    line, room = WaitingLine(10, 60), Room()
+    line, room = AdmissionQueue(10, 60), Room()
     tasks = await queue_up(line, room, "a")
     room.places = 1
     assert await tasks[0] == "a"
 
 
 async def test_who_had_a_place_already_waits_before_all_others() -> None:
-    line, room = WaitingLine(1, 60), Room()
+    line, room = AdmissionQueue(1, 60), Room()
     waiting = await queue_up(line, room, "a")
     returning = await queue_up(line, room, "b", first=True)
     room.places = 2
@@ -94,21 +94,21 @@ async def test_who_had_a_place_already_waits_before_all_others() -> None:
 
 
 async def test_those_who_lost_their_places_are_served_in_the_order_of_their_coming() -> None:
-    line, room = WaitingLine(10, 60), Room()
+    line, room = AdmissionQueue(10, 60), Room()
     waiting = await queue_up(line, room, "a")
     returning = await queue_up(line, room, "b", "c", "d", first=True)
     assert await serve_one_by_one(line, room, waiting + returning) == ["b", "c", "d", "a"]
 
 
 async def test_a_newcomer_waits_behind_one_of_the_patient_and_no_more() -> None:
-    line, room = WaitingLine(10, 60), Room()
+    line, room = AdmissionQueue(10, 60), Room()
     patient = await queue_up(line, room, "p1", "p2", "p3", patient=True)
     others = await queue_up(line, room, "a", "b")
     assert await serve_one_by_one(line, room, patient + others) == ["p1", "a", "b", "p2", "p3"]
 
 
 async def test_the_patient_get_their_turn_however_many_come_later() -> None:
-    line, room = WaitingLine(100, 60), Room()
+    line, room = AdmissionQueue(100, 60), Room()
     tasks = await queue_up(line, room, "a")
     tasks += await queue_up(line, room, "p1", "p2", patient=True)
     for name in "bcdef":  # one comes for each that goes
@@ -122,7 +122,7 @@ async def test_the_patient_get_their_turn_however_many_come_later() -> None:
 
 
 async def test_the_patient_fill_no_places_of_the_line() -> None:
-    line, room = WaitingLine(1, 60), Room()
+    line, room = AdmissionQueue(1, 60), Room()
     tasks = await queue_up(line, room, "p1", "p2", patient=True)
     tasks += await queue_up(line, room, "b", first=True)
     tasks += await queue_up(line, room, "a")
@@ -134,7 +134,7 @@ async def test_the_patient_fill_no_places_of_the_line() -> None:
 
 
 async def test_one_of_the_patient_that_gives_up_leaves_its_turn_to_the_next() -> None:
-    line, room = WaitingLine(10, 60), Room()
+    line, room = AdmissionQueue(10, 60), Room()
     first, second, third = await queue_up(line, room, "p1", "p2", "p3", patient=True)
     for task in (second, first):
         task.cancel()
@@ -145,7 +145,7 @@ async def test_one_of_the_patient_that_gives_up_leaves_its_turn_to_the_next() ->
 
 
 async def test_who_asks_for_long_keeps_its_place_and_holds_up_nobody() -> None:
-    line, room = WaitingLine(10, 60), Room()
+    line, room = AdmissionQueue(10, 60), Room()
     answered = asyncio.Event()
     ask = room.ask("a")
 
@@ -165,7 +165,7 @@ async def test_who_asks_for_long_keeps_its_place_and_holds_up_nobody() -> None:
 
 
 async def test_those_behind_do_not_wait_for_a_slow_answer() -> None:
-    line, room = WaitingLine(10, 60), Room()
+    line, room = AdmissionQueue(10, 60), Room()
     answered = asyncio.Event()
     ask, asked = room.ask("a"), 0
 
@@ -189,7 +189,7 @@ async def test_those_behind_do_not_wait_for_a_slow_answer() -> None:
 
 
 async def test_the_more_urgent_stand_before_the_others() -> None:
-    line, room = WaitingLine(10, 60), Room()
+    line, room = AdmissionQueue(10, 60), Room()
     tasks = await queue_up(line, room, "a", "b")
     tasks += await queue_up(line, room, "later", priority=1)
     tasks += await queue_up(line, room, "c")
@@ -201,7 +201,7 @@ async def test_the_more_urgent_stand_before_the_others() -> None:
 
 
 async def test_the_patient_are_not_refused_and_wait_behind_the_others() -> None:
-    line, room = WaitingLine(1, 0.01), Room()
+    line, room = AdmissionQueue(1, 0.01), Room()
     waiting = asyncio.create_task(line.admit(room.ask("a")))
     await asyncio.sleep(0)
     patient = asyncio.create_task(line.admit(room.ask("b"), patient=True))
@@ -213,7 +213,7 @@ async def test_the_patient_are_not_refused_and_wait_behind_the_others() -> None:
 
 
 async def test_a_full_line_refuses_at_once() -> None:
-    line, room = WaitingLine(1, 60), Room()
+    line, room = AdmissionQueue(1, 60), Room()
     tasks = await queue_up(line, room, "a")
     with pytest.raises(BusyError, match="queue is full"):
         await line.admit(room.ask("b"))
@@ -222,14 +222,14 @@ async def test_a_full_line_refuses_at_once() -> None:
 
 
 async def test_waiting_has_an_end() -> None:
-    line = WaitingLine(1, 0.01)
+    line = AdmissionQueue(1, 0.01)
     with pytest.raises(BusyError, match=r"within 0\.01 seconds"):
         await line.admit(Room().ask("a"))
     assert len(line) == 0
 
 
 async def test_who_gives_up_leaves_the_line_to_the_next() -> None:
-    line, room = WaitingLine(10, 60), Room()
+    line, room = AdmissionQueue(10, 60), Room()
     first, second = await queue_up(line, room, "a", "b")
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
@@ -241,7 +241,7 @@ async def test_an_error_of_the_attempt_ends_the_waiting() -> None:
     async def attempt() -> str | None:
         raise ValueError("no")
 
-    line = WaitingLine(10, 60)
+    line = AdmissionQueue(10, 60)
     with pytest.raises(ValueError, match="no"):
         await line.admit(attempt)
     assert len(line) == 0

@@ -1,0 +1,119 @@
+"""One sequence and its progress: what each attempt leaves to the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import Span, get_current_span
+
+from paceline.core.context import Context
+from paceline.core.errors import UnavailableError
+from paceline.core.types import FinishReason, Key, SamplingParams
+from paceline.proto import common_pb2
+from paceline.services.common.wire import key_to_pb, sampling_to_pb
+from paceline.services.gateway.attempt import Event, Generated, HandedOver, PromptScores
+from paceline.services.gateway.traces import AttemptTrace, SequenceTrace
+from paceline.services.gateway.worker_call import WorkerFailedError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceRun:
+    """One sequence from its arrival to its end. Create it inside the sequence's span."""
+
+    request_id: str
+    """Unique among all sequences that run in the cluster."""
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+    """Lower is more urgent."""
+    follows: bool = False
+    """Whether another sequence of the same request was started before: its client is being served already."""
+    trace: SequenceTrace = field(default_factory=SequenceTrace)
+    span: Span = field(default_factory=get_current_span)
+    context: Context = field(init=False)
+    """The prompt and all tokens that have come."""
+    generated: list[int] = field(default_factory=list)
+    attempts: int = 0
+    """Attempts that have been started, including those that no worker admitted."""
+    failures: int = 0
+    """Attempts that failed in a row."""
+    generated_before: int = 0
+    """Tokens that had come before the current attempt."""
+    last_failure: WorkerFailedError | None = None
+    unreachable_since: float | None = None
+    """On time.monotonic(); set while the sequence waits for another reason than that all workers are full."""
+    scored: int = 0
+    """Prompt tokens whose logprobs have come."""
+    failed: frozenset[str] = frozenset()
+    """Ids of workers on which an attempt failed."""
+
+    def __post_init__(self) -> None:
+        self.context = Context(self.prompt_ids, self.cache_salt)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the prompt and the longest answer together."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the whole prompt has to be computed because its logprobs are asked for."""
+        asked = self.sampling.prompt_logprobs is not None
+        return asked and self.scored < len(self.prompt_ids)
+
+    def work(self, model: str) -> common_pb2.Work:
+        """Begin the next attempt; return what it asks of workers."""
+        self.attempts += 1
+        self.generated_before = len(self.generated)
+        sampling = self.sampling
+        if not self.needs_scores:
+            sampling = dataclasses.replace(sampling, prompt_logprobs=None)
+        return common_pb2.Work(
+            key=key_to_pb(Key(self.request_id, self.attempts, 1)),
+            model=model,
+            token_ids=self.context.token_ids,
+            prompt_tokens=len(self.prompt_ids),
+            sampling=sampling_to_pb(sampling),
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+        )
+
+    def end(self) -> FinishReason | None:
+        """Return the finish reason that the tokens imply, if a worker failed before it could report it."""
+        if self.generated and self.sampling.ends(self.generated[-1], len(self.generated)):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.generated) >= self.sampling.max_tokens else None
+
+    def unreachable(self) -> UnavailableError:
+        """Return the error for a sequence that no worker could be reached for in time."""
+        return UnavailableError(f"{self.last_failure or 'no worker has come back in time'}; try again later")
+
+    def note(self, event: Event, trace: AttemptTrace) -> Event | None:
+        """Record an event; return the part of it that the client has not seen yet."""
+        match event:
+            case Generated(tokens):
+                if not self.generated:
+                    self.span.add_event("first token")
+                token_ids = [token.id for token in tokens]
+                self.generated += token_ids
+                self.context.token_ids += token_ids
+                trace.token_times.append(time.monotonic())
+                trace.tokens += len(tokens)
+            case HandedOver():
+                trace.handed_over = time.monotonic()
+                self.span.add_event("handoff")
+            case PromptScores():
+                return self._new_scores(event)
+        return event
+
+    def _new_scores(self, scores: PromptScores) -> PromptScores | None:
+        """Return the scores that no earlier attempt has reported."""
+        fresh = scores.tokens[max(0, self.scored - scores.first) :]
+        if not fresh:
+            return None
+        first = scores.first + len(scores.tokens) - len(fresh)
+        self.scored = first + len(fresh)
+        return PromptScores(first, fresh)
