@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
-from paceline.services.gateway.body import Body
+from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 
