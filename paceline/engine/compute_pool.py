@@ -1,9 +1,10 @@
-"""Where the blocks lie that a device computes in: in the host's arena itself, or in a pool of its own above it.
+"""The memory that a device computes in: the host's arena itself, or a pool of its own above the arena.
 
-A request always holds blocks of the arena (`Request.tables`). A device with a pool of its own has a copy of each that a
-running request needs (`Request.pool_tables`). Blocks are stored in the arena as they become full, where others find
-them; so a request can leave the pool at any time: only its last, partial blocks are to be stored then, and to come back
-means to load. Nothing is moved here: whoever moves blocks takes the `CopyBatch` and says when they have been made.
+A request always holds blocks of the arena (`Request.tables`). A device with a pool of its own has a copy of each block
+that a running request needs (`Request.pool_tables`). Full blocks are stored in the arena, where other workers find
+them. So a request can be swapped out at any time: only its last, partial blocks have to be stored then. To swap it in
+means to load its blocks again. Nothing is copied here: the engine takes each `CopyBatch` and reports when it has been
+copied.
 
 Pure, like the scheduler.
 """
@@ -20,66 +21,75 @@ from paceline.engine.request import Request
 from paceline.engine.step import Event
 
 LAST = 1
-"""Rank of what nobody waits for."""
+"""Rank of a batch that nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyBatch:
-    """Blocks of one request to be copied. Those of a request are copied in order."""
+    """Blocks of one request to copy. Batches of one request are copied in order."""
 
     request: Request
     loads: list[BlockCopy] = field(default_factory=list)
-    """From the arena into the pool."""
+    """Copies from the arena into the pool."""
     stores: list[BlockCopy] = field(default_factory=list)
-    """The other way."""
+    """Copies from the pool into the arena."""
     events: list[Event] = field(default_factory=list)
-    """What is true once they have been made."""
+    """Events to send after the copies."""
 
     @property
     def rank(self) -> int:
-        """The least is made first. A request waits for what is loaded. That it needs nothing that is still to be
-        stored is a promise of the scheduler's: who left the pool comes back when all has been stored."""
+        """Priority of the batch; lower is copied first.
+
+        Loads go first, because a request waits for them. They never need a block that is still to be stored: the
+        scheduler swaps a request in only after all of its blocks have been stored.
+        """
         return 0 if self.loads else LAST
 
 
 class ComputePool(Protocol):
-    """Owns `pool_tables`, `loading` and `copies` of all requests."""
+    """The owner of `pool_tables`, `swapping_in` and `copies` of all requests."""
 
     def admit(self, request: Request, tokens_per_second: float) -> bool:
-        """Gives a request its blocks in the pool; False where it has to wait. It cannot run while `loading`.
+        """Give a request its blocks in the pool. It cannot run while it is `swapping_in`.
 
         Args:
-            tokens_per_second: at which prompts are computed; 0 where nobody knows.
+            tokens_per_second: speed at which prompts are computed; 0 if unknown.
+
+        Returns:
+            False if there is no room now.
         """
 
     def extend(self, request: Request) -> bool:
-        """Gives it blocks for what its tables have grown by; False where there are not enough."""
+        """Give a request as many blocks as its tables have; return False if there are too few."""
 
     def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
-        """Blocks have become full. Comes before `trimmed`, and both come before `tell`."""
+        """Note that blocks are full. Must be called before `trimmed`, and both before `when_stored`."""
 
     def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
-        """Blocks before this one are needed no more."""
+        """Note that blocks before `first_kept_block` are no longer needed."""
 
     def when_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
-        """Of these events those that are true already. The others come from `copied`, once the arena has what was
-        sealed before; where `whole`, also what is in partial blocks."""
+        """Return the events that can be sent now. `copied` returns the others when the sealed blocks are in the arena.
+
+        Args:
+            whole: store partial blocks, too.
+        """
 
     def release(self, request: Request) -> None:
-        """Takes back a request's blocks. No step includes it and none of its copies is under way."""
+        """Take back a request's blocks. No step in flight may include it, and none of its copies may be under way."""
 
     def take_copies(self) -> list[CopyBatch]:
-        """What is to be copied since the last call, in order."""
+        """Return new batches since the last call, in order."""
 
     def copied(self, copies: CopyBatch, seconds: float) -> list[Event]:
-        """These have been made, in so much time. Returns what is true now."""
+        """Note that a batch has been copied, in `seconds`; return the events that can be sent now."""
 
     def counts(self) -> Counts | None:
         """Return the slots of the device's own pool by their use; None without one. Any thread may call this."""
 
 
 class ArenaPool:
-    """The device computes in the arena: nothing is ever copied."""
+    """The pool of a device that computes in the arena: nothing is ever copied."""
 
     def admit(self, request: Request, tokens_per_second: float) -> bool:
         request.pool_tables = request.tables

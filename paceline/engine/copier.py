@@ -1,4 +1,4 @@
-"""Copies blocks between the device's pool and the host's arena, one request's after the other."""
+"""The thread that copies blocks between the device's pool and the host's arena, one batch at a time."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from paceline.engine.pool_directory import PeerPools
 from paceline.kernels.block_copies import BlockCopies
 
 LOOK_SECONDS = 1.0
-"""So often it looks after the pools of peers at least."""
+"""Longest time between two looks for peers that have ended."""
 
 Done = Callable[[CopyBatch, float, float, int], None]
-"""Told of copies, the seconds that they took, those that they waited, and the loads that came from other pools."""
+"""(batch, seconds of copying, seconds of waiting before, blocks loaded from other pools)"""
 
 
 class _CopyTask(NamedTuple):
-    """The least one comes first."""
+    """A batch in the queue; the least one is copied first."""
 
     rank: int
     number: int
     copies: CopyBatch | None
-    """None ends it."""
+    """None ends the thread."""
     asked: float
-    """On time.perf_counter()."""
+    """When it was submitted, on time.perf_counter()."""
 
 
 class Copier:
-    """Has a thread for `run`, which ends behind `end`.
+    """Copies batches in `run`, which needs a thread of its own, until `end` is called.
 
     Args:
-        peers: what is asked before the arena.
-        on_done: called on its thread.
+        peers: pools that are asked for a block before it is loaded from the arena.
+        on_done: called on the copying thread after each batch.
     """
 
     def __init__(self, block_copies: BlockCopies, peers: PeerPools | None, on_done: Done) -> None:
@@ -52,12 +52,12 @@ class Copier:
         self._tasks.put(_CopyTask(copies.rank, next(self._numbers), copies, time.perf_counter()))
 
     def end(self) -> None:
-        """Once all that was asked for is done."""
+        """End `run` after all batches that were submitted before."""
         self._tasks.put(_CopyTask(LAST + 1, next(self._numbers), None, 0.0))
 
     def run(self) -> None:
-        # It works for milliseconds in a second, and a request waits for it: before threads that compute all the time.
-        with contextlib.suppress(OSError):  # who is not root copies like everybody else
+        # The thread works for milliseconds in a second, and requests wait for it: it goes before threads that compute.
+        with contextlib.suppress(OSError):  # only root may raise a priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) - 10)
         while (task := self._next()).copies is not None:
             copies, began = task.copies, time.perf_counter()

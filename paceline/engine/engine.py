@@ -3,13 +3,15 @@
     host:    obey ─▶ plan step n+1 ─▶ launch ─▶ report ─▶ obey (the results of step n are a command like any other)
     compute: ······ step n ······│······ step n+1 ······│
 
-Two steps are in flight: while one is computed, the next one waits in the queue already. Where others have their turn
-between two steps, that time hides the planning, so the next step is planned just before it begins: requests that were
-handed over meanwhile are in it. While one is about to be handed over, only the next step is planned.
+Two steps are in flight: while one is computed, the next one waits in the queue already. If other workers of the machine
+compute between two steps (see `core/turns.py`), their time hides the planning. Then the next step is planned just
+before it begins, so that it includes requests that were handed over meanwhile. While a request is about to be handed
+over, only the next step is planned.
 
-Where the device computes in a pool of its own, a third thread copies blocks between that and the arena.
+If the device computes in a pool of its own, a third thread copies blocks between the pool and the arena.
 
-It knows neither sockets nor event loops: commands come through a thread-safe queue, events leave through a callback.
+The engine knows neither sockets nor event loops: commands come through a thread-safe queue, events leave through a
+callback.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from paceline.kernels.block_copies import BlockCopies
 STEPS_IN_FLIGHT = 2
 
 PLAN_SECONDS = 0.003
-"""So long before its turn a step is planned. Where that takes longer, the others compute on."""
+"""Time before this worker's turn at which the next step is planned. If planning takes longer, others compute on."""
 
 STEP_SECONDS = Family(
     "worker_step_seconds",
@@ -51,28 +53,28 @@ log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Computes steps, in order; each begins from the state that the one before has left."""
+    """The computing side: each step begins from the state that the step before has left."""
 
     def execute(self, step: Step) -> StepResult:
-        """Must not be called twice at a time."""
+        """Compute a step. Calls must not overlap."""
 
 
 class _Launch(NamedTuple):
     step: Step
     idle_until: float | None
-    """On time.perf_counter(); set where there was nothing to compute before."""
+    """When work came, on time.perf_counter(); None if there was work before."""
 
 
 class Engine:
-    """Drives a scheduler and a runner on threads of its own.
+    """A scheduler and a runner, driven by threads of their own.
 
     Args:
         on_events: called on the host thread; must return at once.
-        on_failure: called when computing or planning failed; the engine has stopped then.
+        on_failure: called when computing or planning has failed and the engine has stopped.
         steps_in_flight: 1 waits for each step's results before the next is planned.
-        turns: when to compute, where others want the same cores.
-        copies: between the device's pool and the host's arena, where these are two.
-        peers: what is asked before the arena.
+        turns: agreement about who computes when, if other workers use the same cores.
+        copies: copies blocks between the device's pool and the host's arena, if the device has a pool of its own.
+        peers: pools that are asked for a block before it is loaded from the arena.
     """
 
     def __init__(
@@ -105,15 +107,16 @@ class Engine:
             for name, work in threads.items()
         ]
         self.busy_seconds = 0.0
-        """Time spent computing, since the start."""
+        """Time spent on computing, since the start."""
         self.bubble_seconds = 0.0
-        """Time that the compute thread waited although a step could be planned; a wait for blocks counts as idle."""
+        """Time that the compute thread waited although a step could be planned. A wait for blocks is idle time
+        instead."""
         self.yielded_seconds = 0.0
-        """Time that it left to other workers, whose turn it was."""
+        """Time that the compute thread left to other workers in their turns."""
         self.plan_seconds = 0.0
-        """Time that the host thread spent on commands, results and plans; hidden, like the next, behind steps."""
+        """Time that the host thread spent on commands, results and plans, while steps were computed."""
         self.output_seconds = 0.0
-        """Time that it spent on telling events."""
+        """Time that the host thread spent on sending events, while steps were computed."""
         self._step_began: float | None = None
         self._expecting = 0.0
         self._idle = True
@@ -124,10 +127,12 @@ class Engine:
             thread.start()
 
     def stop(self, timeout: float = 10.0) -> bool:
-        """Ends the threads once they have obeyed what came before and the step under way is over.
+        """End the threads after all earlier commands and the step under way. Waits for the turn of other workers, too.
 
-        A step behind that one is not begun: nobody would hear of its results. The turn of others is waited for. Returns
-        False where all this takes longer than `timeout` seconds; then the step may still write into its blocks.
+        A launched step that has not begun is dropped, because nobody would hear of its results.
+
+        Returns:
+            False if this takes longer than `timeout` seconds. Then the step may still write into its blocks.
         """
         self._stopping = True
         self._inbox.put(None)
@@ -140,7 +145,7 @@ class Engine:
         self._inbox.put(lambda: self._add(request))
 
     def remove(self, key: Key) -> None:
-        """Confirmed by a `Removed` event, after which the request's blocks are touched no more."""
+        """Drop a request. After its `Removed` event the engine does not touch its blocks any more."""
         self._inbox.put(lambda: self._scheduler.remove(key))
 
     def grow(self, key: Key, tables: Sequence[list[int]]) -> None:
@@ -151,7 +156,7 @@ class Engine:
 
     @property
     def step_seconds(self) -> float:
-        """How long the step under way has taken so far; 0 between steps."""
+        """Time since the step under way began; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.perf_counter() - began
 
@@ -184,17 +189,17 @@ class Engine:
             self._report()
             self.plan_seconds += planned - self._woken
             self.output_seconds += time.perf_counter() - planned
-        self._report()  # what came with the command to stop was obeyed, too
+        self._report()  # events of commands that came together with the command to stop
         self._launched.put(None)
         self._end_copier()
 
     def _obey_commands(self) -> bool:
-        """Waits for commands, results among them, and carries out all that are there. False means stop."""
+        """Wait for commands (results are commands, too) and carry out all that have come. Return False to stop."""
         commands: list[Callable[[], None] | None] = []
-        with contextlib.suppress(queue.Empty):  # the request that was expected has not come in time
+        with contextlib.suppress(queue.Empty):  # the expected request has not come in time
             commands.append(self._inbox.get(timeout=self._expecting or None))
         self._woken = time.perf_counter()
-        while not self._inbox.empty():  # nobody else takes from it
+        while not self._inbox.empty():  # no other thread takes from it
             commands.append(self._inbox.get())
         for command in commands:
             if command is None:
@@ -214,11 +219,12 @@ class Engine:
         self._scheduler.apply(step, result)
 
     def _end_yield(self, others_go_on: bool) -> None:
-        """Where others go on, they will want a turn behind the next step, too, in which the one after it is planned."""
+        """Choose the steps in flight. If others go on, they will want a turn after the next step, too, and the step
+        after it can be planned in that turn."""
         self._depth = 1 if others_go_on else self._most_in_flight
 
     def _take_copied(self, copies: CopyBatch, seconds: float, waited: float, from_device: int) -> None:
-        """On the copy thread."""
+        """Pass a copied batch on to the host thread. Called on the copy thread."""
         self._inbox.put(partial(self._scheduler.copied, copies, seconds, waited, from_device))
 
     def _end_copier(self) -> None:
@@ -235,7 +241,7 @@ class Engine:
         ended = time.perf_counter()
         while (launch := self._launched.get()) is not None and not self._stopping:
             began = self._step_began = time.perf_counter()
-            # Time without any work is no bubble: it ends with the command that brought some.
+            # Time without any work is no bubble: it ends with the command that brought work.
             self.bubble_seconds += max(0.0, began - max(ended, launch.idle_until or ended))
             if self._turns is not None:
                 self._turns.begin()
@@ -250,7 +256,7 @@ class Engine:
             if self._turns is not None and yields and not self._stopping:
                 left = self._turns.wait(PLAN_SECONDS)
                 self._inbox.put(partial(self._end_yield, left > 0))
-                # Planning belongs to the others' time as long as their turn goes on.
+                # Planning counts as the others' time until their turn ends.
                 asked, ended = ended, time.perf_counter() + left
                 self.yielded_seconds += ended - asked
 

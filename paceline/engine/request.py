@@ -1,4 +1,4 @@
-"""One request as the engine sees it: its tokens, its blocks, how far it has come."""
+"""One request in the engine: its tokens, its blocks and its progress."""
 
 from __future__ import annotations
 
@@ -36,56 +36,57 @@ class RequestStats:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A context that grows by sampling.
+    """One sequence on one worker.
 
-    Its KV is in blocks for tokens [0, computed_len); the tokens behind are computed next. A decoding request has
-    one such token, the one sampled last.
+    The KV of tokens [0, computed_len) is in its blocks; the tokens after them are computed next. A decoding request has
+    one such token, the token sampled last.
     """
 
     key: Key
     context: Context
-    """Prompt, then output."""
+    """The tokens, prompt first, then output, and the names of their blocks."""
     prompt_len: int
     sampling: SamplingParams
     layout: KVLayout
     tables: list[list[int]]
-    """One a group; entry i is the slot of tokens [i * block_tokens, (i + 1) * block_tokens), or NO_SLOT."""
+    """[groups][blocks]: slots of the arena. Entry i is the slot of tokens [i * block_tokens, (i + 1) * block_tokens),
+    or NO_SLOT."""
     computed_len: int = 0
     only_first_token: bool = False
-    """The request leaves after its first token, and its blocks stay: somebody else decodes it."""
+    """Whether the request leaves after its first token, because another worker decodes it in its blocks."""
     has_readers: bool = False
-    """Its blocks are read as they become complete, by another host."""
+    """Whether another host reads the blocks while they become full."""
     grammar: Grammar | None = None
     """Compiled form of `sampling.constraint`. The runner finds it in the cache of grammars while the request lives."""
     stats: RequestStats = field(default_factory=RequestStats)
     sealed_blocks: list[int] = field(init=False)
-    """One a group: blocks before this one are sealed."""
+    """[groups]: number of blocks at the front that are sealed."""
     pool_tables: list[list[int]] | None = field(default=None, init=False)
-    """As `tables`, in slots of the pool that is computed in; None while the request has no blocks there."""
+    """[groups][blocks]: slots of the pool that the device computes in; None while the request has no blocks there."""
     swapping_in: bool = field(default=False, init=False)
-    """Whether the content of its blocks is still on its way there."""
+    """Whether blocks are being copied into the pool."""
     copies: int = field(default=0, init=False)
-    """Batches of blocks that are being copied from there or to there."""
+    """Batches of blocks that are being copied into the pool or out of it."""
     swapping_out: bool = field(default=False, init=False)
-    """Whether it leaves the pool, to come back when there is room."""
+    """Whether the request leaves the pool until there is room again."""
     growing: bool = field(default=False, init=False)
-    """Whether more blocks were asked for and no answer has come."""
+    """Whether the engine has asked for more blocks and has no answer yet."""
     row: int | None = field(default=None, init=False)
-    """Its place in the device's state."""
+    """Row of the device's state."""
     in_flight: int = field(default=0, init=False)
-    """Launched steps that include it and whose results have not come."""
+    """Launched steps that include the request and whose results have not come."""
     drafts: int = field(default=0, init=False)
-    """Tokens that the newest planned step drafts for the one after it."""
+    """Tokens that the newest planned step drafts for the step after it."""
     acceptance: Acceptance | None = field(default=None, init=False)
     drafter_len: int = field(init=False)
-    """Tokens whose KV the blocks of the drafter's groups hold."""
+    """Tokens whose KV is in the blocks of the drafter's groups."""
     joined_len: int = field(init=False)
-    """Tokens that it came with."""
+    """Tokens that the request came with."""
     planned_len: int = field(init=False)
-    """Tokens of `token_ids` at the front that are computed or in flight."""
+    """Tokens at the front of the context that are computed or in flight."""
     unknown: deque[int] = field(default_factory=deque, init=False)
-    """For each launched step that samples and whose results have not come: the most tokens that it can give; one is
-    the least."""
+    """The most tokens that each launched step can give which samples and whose results have not come; each gives at
+    least one."""
 
     def __post_init__(self) -> None:
         self.joined_len = len(self.token_ids)
@@ -102,32 +103,33 @@ class Request:
 
     @property
     def least_len(self) -> int:
-        """Tokens that the context has at least, once all launched steps are done."""
+        """Least tokens of the context after all launched steps."""
         return len(self.token_ids) + len(self.unknown)
 
     @property
     def most_len(self) -> int:
-        """Tokens that it then has at most."""
+        """Most tokens of the context after all launched steps."""
         return len(self.token_ids) + sum(self.unknown)
 
     @property
     def decodes(self) -> bool:
-        """Whether all that the host knows is computed or in flight, but for the newest token: the device goes on."""
+        """Whether all known tokens but the newest one are computed or in flight, so that the device continues by
+        itself."""
         return bool(self.unknown) or len(self.token_ids) - self.planned_len <= 1
 
     def limit(self, max_model_len: int) -> int:
-        """Tokens that the context may have at most."""
+        """Return the most tokens that the context may have."""
         wanted = self.joined_len + 1 if self.only_first_token else self.prompt_len + self.sampling.max_tokens
         return min(wanted, max_model_len)
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into the blocks that it holds."""
+        """Tokens that fit into the blocks."""
         return self._capacity(self.tables)
 
     @property
     def pool_capacity(self) -> int:
-        """Tokens that fit into those that can be computed in."""
+        """Tokens that fit into the blocks of the pool."""
         return 0 if self.pool_tables is None else self._capacity(self.pool_tables)
 
     def _capacity(self, tables: list[list[int]]) -> int:
@@ -135,15 +137,15 @@ class Request:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody touches its blocks: no step, and no copy."""
+        """Whether neither a step nor a copy touches the blocks."""
         return self.in_flight == 0 and self.copies == 0
 
     def start_over(self) -> None:
-        """Has the whole context computed again. What is sealed stays so."""
+        """Compute the whole context again. Sealed blocks stay sealed."""
         self.computed_len = self.planned_len = self.drafter_len = 0
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
-        """Whether the token sampled last ends the request."""
+        """Return the reason why the token sampled last ends the request, or None."""
         if self.sampling.ends(self.token_ids[-1], self.output_len):
             return FinishReason.STOP
         if self.output_len >= self.sampling.max_tokens or len(self.token_ids) >= max_model_len:
@@ -151,7 +153,7 @@ class Request:
         return None
 
     def seal_full_blocks(self, group_index: int) -> tuple[int, list[bytes]]:
-        """Marks blocks that became full as sealed; returns the first of them and the hashes of all."""
+        """Mark blocks that have become full as sealed; return the index of the first one and the names of all."""
         block_tokens = self.layout.groups[group_index].block_tokens
         first, end = self.sealed_blocks[group_index], self.filled_len(group_index) // block_tokens
         if first >= end:
@@ -160,11 +162,12 @@ class Request:
         return first, [self.hash_of(group_index, index) for index in range(first, end)]
 
     def hash_of(self, group_index: int, block: int) -> bytes:
-        """The name of a block's content; of one that is not full, of what is in it so far."""
+        """Return the name of a block's content; if the block is not full, of its content so far."""
         return self.context.block_name(self.layout, group_index, block, self.filled_len(group_index))
 
     def trim_behind_window(self, group_index: int) -> int:
-        """Forgets blocks that no later query reads; returns how many entries at the front are empty, 0 if no new."""
+        """Drop blocks that no later query reads; return the number of empty entries at the front, or 0 if none is
+        new."""
         first_needed = self.layout.groups[group_index].first_needed_block(self.filled_len(group_index))
         table = self.tables[group_index]
         if first_needed == 0 or table[first_needed - 1] == NO_SLOT:
@@ -173,5 +176,5 @@ class Request:
         return first_needed
 
     def filled_len(self, group_index: int) -> int:
-        """Tokens whose KV is in the group's blocks."""
+        """Return the number of tokens whose KV is in the group's blocks."""
         return self.drafter_len if self.layout.groups[group_index].shape.drafter else self.computed_len

@@ -1,4 +1,4 @@
-"""What a step's results mean for its requests, their blocks and the counters."""
+"""Bringing requests, their blocks and the counters up to date with the results of steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.engine.step import (
 
 
 class Results:
-    """Brings requests up to date.
+    """The part of the scheduler that takes in results.
 
     Args:
         max_model_len: tokens of the longest context.
@@ -36,7 +36,7 @@ class Results:
         self._stats = stats
 
     def observe(self, step: Step, result: StepResult) -> None:
-        """Tells what a step took, if it tells anything about decoding: one with prompts does not."""
+        """Measure a step. Only steps without prompts say something about the cost of decoding."""
         self._stats.count_step(step, result)
         if all(chunk.follows for chunk in step.chunks):
             tokens = sum(1 + chunk.drafted for chunk in result.chunks if chunk.tokens)
@@ -66,15 +66,15 @@ class Results:
             sampled.append(Sampled(request.key, token, request.finish_reason(self._max_model_len)))
             if sampled[-1].reason is not None:
                 break
-        # The newest token is never computed: it is the input of the next step.
+        # The newest token has no KV yet: it is the input of the next step.
         request.computed_len = len(request.token_ids) - 1 if chunk.samples else chunk.end
         request.planned_len = max(request.planned_len, request.computed_len)
-        request.drafter_len = min(drafter_len, request.computed_len)  # what it computed for drafts may be refused
+        request.drafter_len = min(drafter_len, request.computed_len)  # drafts may have been refused
         self._count(request, chunk, result, len(sampled))
         leaves = bool(sampled) and (sampled[-1].reason is not None or request.only_first_token)
         hands_over = leaves and sampled[-1].reason is None
-        # Blocks that this step has filled are left to who gets them: a handoff does not wait for their sealing.
-        events += self._settle_blocks(request, tells=not hands_over or request.has_readers)
+        # The worker that takes over seals the blocks that this step has filled: a handoff does not wait for that.
+        events += self._settle_blocks(request, reports=not hands_over or request.has_readers)
         events += sampled
         if hands_over:
             context_hash = request.context.name(request.layout.fingerprint, request.joined_len)
@@ -94,8 +94,12 @@ class Results:
             self._speculation.observe_drafts(request.acceptance, result.drafted, result.accepted)
             stats.count_drafts(result.drafted, result.accepted)
 
-    def _settle_blocks(self, request: Request, tells: bool) -> list[Event]:
-        """Seals what is full, and lets go of what is behind a window."""
+    def _settle_blocks(self, request: Request, reports: bool) -> list[Event]:
+        """Seal full blocks and drop blocks before a window.
+
+        Args:
+            reports: send events about them.
+        """
         events: list[Event] = []
         for index in range(len(request.tables)):
             first, hashes = request.seal_full_blocks(index)
@@ -105,4 +109,4 @@ class Results:
             if first_kept := request.trim_behind_window(index):
                 self._pool.trimmed(request, index, first_kept)
                 events.append(Trimmed(request.key, index, first_kept))
-        return self._pool.when_stored(request, events if tells else [])
+        return self._pool.when_stored(request, events if reports else [])

@@ -1,4 +1,4 @@
-"""What a scheduler counts."""
+"""Counters of a scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUEST_SECONDS = Family(
 )
 
 MEASURED_TOKENS = 128
-"""Of prompts, at least, in a step that tells how fast they are computed."""
+"""Least prompt tokens of a step from which the speed of prefill is measured."""
 
 
 @dataclass(slots=True)
@@ -32,38 +32,39 @@ class SchedulerStats:
     computed_tokens: int = 0
     sampled_tokens: int = 0
     drafts: int = counted(DRAFTS)
-    """Times that drafts of a request were verified."""
+    """Times that the drafts of one request were verified in a step."""
     draft_tokens: int = counted(DRAFT_TOKENS)
     accepted_tokens: int = counted(ACCEPTED_TOKENS)
     accepted_by_position: list[int] = field(default_factory=list)
-    """How often the first, second, … draft came true."""
+    """Times that the first, second, … draft was accepted."""
     preemptions: int = counted(PREEMPTIONS)
     swap_outs: int = counted(PARKINGS)
-    """Times that a request left the device's pool for the arena, to come back later."""
+    """Times that a request was swapped out: its blocks left the device's pool for the arena until there is room
+    again."""
     loaded_blocks: int = 0
-    """From the arena into the device's pool."""
+    """Blocks copied from the arena into the device's pool."""
     device_blocks: int = 0
-    """From another worker's pool on the same device."""
+    """Blocks copied from another worker's pool on the same device."""
     stored_blocks: int = 0
-    """The other way."""
+    """Blocks copied from the device's pool into the arena."""
     swap_ins: Histogram = field(default_factory=lambda: Histogram("swap_in", SWAP_INS, (1, 2, 5, 10, 20, 50, 100)))
-    """Seconds from when a request had its place in the pool until its blocks were there."""
+    """Seconds from the reservation of slots in the pool until the blocks were there."""
     prefill_tokens_per_second: float = 0.0
-    """At which large chunks of prompts were computed lately; 0 before the first one."""
+    """Speed at which large chunks of prompts were computed recently; 0 before the first one."""
     prefill_model_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="model")
-    """Time that requests spent in steps, each step counted once for each of them: here with prompts, in the model."""
+    """Time of the model in steps, counted once for each chunk of a prompt in the step."""
     prefill_other_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="other")
-    """With prompts, in the rest of steps: inputs, sampling, drafts."""
+    """Time of the rest of steps (inputs, sampling, drafts), counted likewise."""
     decode_model_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="model")
     decode_other_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="other")
     host_cpu_seconds: float = 0.0
     """CPU time of the computing thread outside of the model."""
 
     def count_step(self, step: Step, result: StepResult) -> None:
-        """A step was computed."""
+        """Count a step that was computed."""
         self.steps += 1
         self.host_cpu_seconds += result.host_cpu_seconds
-        # What goes on from a context that has ended computes nothing.
+        # A chunk that follows a context which has ended computes nothing.
         alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
         prompts = sum(chunk.prefills for chunk in alive)
         self._measure_prefill(step, result.seconds)
@@ -74,7 +75,7 @@ class SchedulerStats:
         self.decode_other_seconds += (len(alive) - prompts) * other_seconds
 
     def _measure_prefill(self, step: Step, seconds: float) -> None:
-        """A step counts by its share of prompt tokens; a small one, which says little about large ones, does not."""
+        """Average the speed of prefill over large steps; small ones say little about large ones."""
         computed = sum(chunk.length for chunk in step.chunks)
         prompts = sum(chunk.length for chunk in step.chunks if chunk.prefills)
         if prompts < MEASURED_TOKENS or seconds <= 0:
@@ -83,7 +84,7 @@ class SchedulerStats:
         self.prefill_tokens_per_second = speed if known == 0 else known + (speed - known) / 8
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
-        """Drafts of one request in one step were verified; the first `accepted` came true."""
+        """Count the drafts of one request that were verified in one step; the first `accepted` were accepted."""
         self.drafts += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
@@ -92,7 +93,11 @@ class SchedulerStats:
             self.accepted_by_position[position] += 1
 
     def count_copies(self, loaded: int, from_device: int, stored: int, seconds: float) -> None:
-        """So many blocks of a request were copied, so long after this was asked for."""
+        """Count a batch of copied blocks.
+
+        Args:
+            seconds: from when the batch was submitted until it was copied.
+        """
         self.loaded_blocks += loaded
         self.device_blocks += from_device
         self.stored_blocks += stored
