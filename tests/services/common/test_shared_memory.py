@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from paceline.services.common.shared_memory import map_shared, take_huge_pages
+from paceline.core.turns import PAGE_BYTES
+from paceline.services.common.shared_memory import is_mapped, map_arena, map_shared, take_huge_pages
 
 HUGE = 2 << 20
 SIZE = 2 * HUGE + 4096
@@ -68,3 +72,45 @@ def test_a_new_file_gets_huge_pages_and_every_map_of_it_has_them(descriptor: int
     view = map_shared(descriptor, SIZE)
     assert bytes(view) == bytes(SIZE)
     assert mapping_at(address(view))["ShmemPmdMapped"] == f"{2 * HUGE // 1024} kB"
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> Iterator[Path]:
+    """A folder on overlayfs, as the root of a container is."""
+    lower, upper, work, merged = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
+    for folder in (lower, upper, work, merged):
+        folder.mkdir()
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    mounting = ["mount", "-t", "overlay", "overlay", "-o", options, str(merged)]
+    if shutil.which("mount") is None or subprocess.run(mounting, capture_output=True, timeout=30).returncode:
+        pytest.skip("NOT TESTED: this user may not mount an overlay, so nothing shows that locks live on overlayfs")
+    yield merged
+    subprocess.run(["umount", "--lazy", str(merged)], check=True, timeout=30)
+
+
+def test_a_mapped_arena_is_locked_on_overlayfs_too(overlay: Path) -> None:
+    path = overlay / "paceline.arena"
+    path.touch(mode=0o600)
+    os.truncate(path, SIZE + PAGE_BYTES)
+    descriptor = os.open(path, os.O_RDWR)
+    view = map_arena(path, SIZE)
+    assert is_mapped(descriptor)
+    view.release()
+    assert not is_mapped(descriptor)
+    os.close(descriptor)
+
+
+def test_a_lock_lives_as_long_as_a_mapping_on_overlayfs_too(overlay: Path) -> None:
+    """Another worker takes a pool for one whose worker has ended if it can lock the file."""
+    path = overlay / "paceline.pool"
+    path.touch(mode=0o600)
+    os.truncate(path, SIZE)
+    own, other = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
+    fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    view = map_shared(own, SIZE)
+    os.close(own)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    view.release()
+    fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    os.close(other)
