@@ -1,4 +1,4 @@
-"""How events of the engine reach the handler of a request."""
+"""Events of the engine on their way to the handlers of requests."""
 
 from __future__ import annotations
 
@@ -6,32 +6,34 @@ import asyncio
 
 from paceline.core.errors import PacelineError
 from paceline.core.telemetry import traceparent
+from paceline.core.types import Key
+from paceline.engine.request import Request
 from paceline.engine.step import Computed, Filled, Preempted, Sampled, Scored
 
 RequestEvent = Sampled | Computed | Filled | Scored | Preempted
-"""What the handler of a request gets to see."""
+"""An event that the handler of a request gets."""
 
 ALIVE_SECONDS = 1.0
-"""A handler that has nothing to report says so this often, while the engine works."""
+"""A handler that has nothing else to report says `alive` this often while the engine works."""
 
 
 class EventStream:
-    """What happens to one request, in order."""
+    """The events of one request, in order."""
 
     def __init__(self) -> None:
         self.traceparent = traceparent()
-        """Of the request's trace, which the engine does not know."""
+        """Trace context of the request, which the engine does not know."""
         self.sealed_at = 0.0
-        """When the results came with which all of its blocks can be sealed, on time.time()."""
+        """Time, on time.time(), when the results came with which all blocks of the request can be sealed."""
         self._queue: asyncio.Queue[RequestEvent | PacelineError] = asyncio.Queue()
 
     def put(self, event: RequestEvent | PacelineError) -> None:
         self._queue.put_nowait(event)
 
     async def batch(self) -> list[RequestEvent]:
-        """The next event and all that are there behind it; none where none came within ALIVE_SECONDS.
+        """Return the next event and all that have come after it; no event if none came within ALIVE_SECONDS.
 
-        Raises StaleError where the request lost its blocks, InvalidRequestError where the engine cannot go on with it.
+        Raises StaleError if the request lost its blocks, InvalidRequestError if the engine cannot go on with it.
         """
         events: list[RequestEvent] = []
         try:
@@ -46,3 +48,41 @@ class EventStream:
             if self._queue.empty():
                 return events
             event = self._queue.get_nowait()
+
+
+class EventStreams:
+    """The event streams of all requests that the engine has, and how many of their tokens are not computed yet."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Key, EventStream] = {}
+        self._queued_tokens: dict[Key, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._streams
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of contexts that the engine has not computed yet."""
+        return sum(self._queued_tokens.values())
+
+    def add(self, request: Request, stream: EventStream) -> None:
+        self._streams[request.key] = stream
+        # The newest token of a request that decodes is never reported as computed.
+        self._queued_tokens[request.key] = len(request.token_ids) - 1 - request.computed_len
+
+    def get(self, key: Key) -> EventStream | None:
+        return self._streams.get(key)
+
+    def put(self, key: Key, event: RequestEvent | PacelineError) -> None:
+        """Give an event to the request's handler, if it still waits for one."""
+        if isinstance(event, Computed) and key in self._queued_tokens:
+            self._queued_tokens[key] = max(0, self._queued_tokens[key] - event.length)
+        if stream := self._streams.get(key):
+            stream.put(event)
+
+    def remove(self, key: Key) -> None:
+        self._streams.pop(key, None)
+        self._queued_tokens.pop(key, None)

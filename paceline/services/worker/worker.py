@@ -1,4 +1,4 @@
-"""What prefill and decode workers share: an engine over the arena, admission, and the way events reach a request."""
+"""The core of a prefill or decode worker: an engine over the arena, and the requests that it runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from paceline.proto import worker_pb2 as wire
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.wire import sampling_from_pb
 from paceline.services.worker.admission import Admission
-from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, RequestEvent
+from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, EventStreams
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
 from paceline.services.worker.leases import Reservation
@@ -66,21 +66,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
+    """Limits of a worker, after "auto" and 0 have been resolved."""
+
     max_model_len: int
+    """Tokens of the longest context."""
     max_batched_tokens: int
+    """Tokens of one step."""
     max_seqs: int
+    """Requests that run at the same time."""
     steps_in_flight: int
 
 
 class Worker:
-    """Runs requests of one model.
-
-    `failed` gets an exception when the engine broke.
+    """A worker that runs requests of one model.
 
     Args:
         model_id: digest of the model's config and tokenizer.
-        memory: where KV blocks lie.
-        turns: when to compute, where others want the same cores.
+        memory: memory in which the device computes.
+        turns: time slices, if other workers want the same cores.
     """
 
     def __init__(
@@ -101,11 +104,10 @@ class Worker:
         self.admission = Admission(limits.max_seqs)
         self._grammars = loaded.grammars
         self._vocab_size = loaded.model.config.vocab_size
-        self._streams: dict[Key, EventStream] = {}
-        self._left_tokens: dict[Key, int] = {}
-        """Of contexts that are being computed, or wait for it."""
+        self._streams = EventStreams()
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
+        """Gets an exception if the engine fails."""
         self.engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
         self.runner = loaded.runner(memory.pool, self.engine_limits)
         adaptive = loaded.speculative is None or loaded.speculative.adaptive
@@ -122,7 +124,7 @@ class Worker:
         )
 
     def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:
-        """The same function, to be called from the engine's thread and run on the event loop."""
+        """Return a function for the engine's threads that runs `function` on the event loop."""
 
         def call(argument: Argument) -> None:
             self._loop.call_soon_threadsafe(function, argument)
@@ -138,14 +140,14 @@ class Worker:
         return LoadReport(
             running=self.admission.active - self.admission.waiting,
             waiting=self.admission.waiting,
-            queued_tokens=self.queued_tokens,
+            queued_tokens=self._streams.queued_tokens,
             prefill_tokens_per_second=self.engine.stats.prefill_tokens_per_second,
         )
 
     def samples(self) -> Iterator[Sample]:
         """Yield all figures for metrics."""
         yield from self.engine.samples()
-        yield Sample("queued_tokens", self.queued_tokens)
+        yield Sample("queued_tokens", self._streams.queued_tokens)
         stats, slot_bytes = self.engine.stats, self.layout.slot_bytes
         yield Sample("loaded_bytes", stats.loaded_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "load"})
         yield Sample("device_bytes", stats.device_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "device"})
@@ -155,17 +157,20 @@ class Worker:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the engine waits for work or takes its steps in time; a silent request then only waits its turn."""
+        """Whether the engine is idle or takes its steps in time. Then a request without events only waits."""
         return self.engine.step_seconds < ALIVE_SECONDS
 
     def check(self, work: pb.Work) -> None:
-        """Refuses what this worker can never do. Raises InvalidRequestError, or UnavailableError: another one can."""
+        """Refuse work that this worker can never do.
+
+        Raises InvalidRequestError, or UnavailableError if another worker may be able to do it.
+        """
         if work.model != self.model_id:
             raise UnavailableError("this worker serves another model")
         check_work(work, self.limits.max_model_len, self._vocab_size)
 
     def check_handoff(self, work: pb.Work, handoff: wire.Handoff) -> None:
-        """Refuses what is no token, or the blocks of another attempt. Raises InvalidRequestError."""
+        """Refuse a handoff with an unknown token or of another attempt. Raises InvalidRequestError."""
         check_token(handoff.first_token_id, self._vocab_size)
         if (handoff.key.request_id, handoff.key.attempt) != (work.key.request_id, work.key.attempt):
             raise InvalidRequestError("the handoff is of another attempt than was admitted")
@@ -176,11 +181,16 @@ class Worker:
         return None if constraint is None else await asyncio.to_thread(self._grammars.compile, constraint)
 
     async def fetch_prefix(self, work: pb.Work, key: Key, context: Context, source: str) -> bool:
-        """Brings what the disk tier has, and what the gateway believes to be cached elsewhere, before blocks are
-        reserved. Where it does not come, more is computed. Returns False where its source could not be read.
+        """Bring blocks of a context into this host's cache before blocks are reserved.
+
+        They come from the disk tier, or from another host on which the gateway believes them to be cached. If they do
+        not come, the worker computes more.
 
         Args:
-            source: address of the other host's kvtransfer service; empty where only the disk is to be asked.
+            source: address of the other host's kvtransfer service; empty to ask only the disk.
+
+        Returns:
+            False if the source could not be read.
         """
         if not (source or self.kv.session.has_disk) or work.sampling.HasField("prompt_logprobs"):
             return True
@@ -188,7 +198,7 @@ class Worker:
         try:
             await self.kv.fetch_prefix(key, source, links[: (len(context) - 1) // BASE_TOKENS])
         except BusyError:
-            return True  # without room for it there is none for the request either, which is what counts
+            return True  # there is no room for the request either, and `reserve` will say so
         except PacelineError as error:
             log.warning("%s", error, extra={"request_id": key.request_id})
             return not isinstance(error, TransferError)
@@ -199,7 +209,7 @@ class Worker:
 
         Raises BusyError if there are not enough free blocks.
         """
-        # The last token is always computed, because its logits are needed; scores need those of the whole prompt.
+        # The last token is always computed, because its logits are needed. Scores need logits of the whole prompt.
         reusable = 0 if work.sampling.HasField("prompt_logprobs") else len(context) - 1
         links = context.links(self.layout.fingerprint)
         return await self.kv.reserve(key, links, token_count, reusable, work.priority)
@@ -236,39 +246,39 @@ class Worker:
         )
 
     def submit(self, request: Request, events: EventStream) -> None:
-        """Runs a request; `events` takes what happens. Raises StaleError where its blocks were lost meanwhile."""
-        # Nothing may be awaited between this and `add`: whoever loses the blocks from here on is told to stop.
+        """Give a request to the engine; `events` gets its events. Raises StaleError if its blocks were lost
+        meanwhile."""
+        # Nothing may be awaited between this and `add`: a request that loses its blocks later is stopped.
         if not self.kv.has(request.key):
             raise _lost(request.key)
         self.kv.use(request.key)
-        self._streams[request.key] = events
-        # The newest token of one that is decoded is never told as computed.
-        self._left_tokens[request.key] = len(request.token_ids) - 1 - request.computed_len
+        self._streams.add(request, events)
         self.engine.add(request)
 
     def retire(self, key: Key) -> None:
-        """Stops a request, wherever it is, and gives back its blocks as soon as no step can write to them any more."""
+        """Stop a request, wherever it is. Its blocks are released as soon as no step can write to them any more."""
         self.forget(key)
         self.engine.remove(key)
 
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of contexts that are not computed yet."""
-        return sum(self._left_tokens.values())
+    def forget(self, key: Key) -> None:
+        """Drop the event stream of a request that has left the engine and whose blocks belong to another worker."""
+        self._streams.remove(key)
 
     @property
     def requests(self) -> int:
-        """Requests whose events somebody waits for."""
+        """Number of requests whose events a handler waits for."""
         return len(self._streams)
 
-    def forget(self, key: Key) -> None:
-        """A request that has left the engine, and whose blocks are in other hands."""
-        self._streams.pop(key, None)
-        self._left_tokens.pop(key, None)
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of contexts that the engine has not computed yet."""
+        return self._streams.queued_tokens
 
     def _dispatch(self, events: list[Event]) -> None:
-        """Carries out what concerns blocks, in the engine's order. Only then the requests' handlers hear of the rest:
-        they write to gRPC, and that takes longer than a handoff."""
+        """Carry out operations on blocks in the engine's order, then give the other events to the requests' handlers.
+
+        Handlers write to gRPC, which takes longer than a handoff.
+        """
         came = time.time()
         for event in events:
             match event:
@@ -287,22 +297,17 @@ class Worker:
                     self.kv.release(key)
         for event in events:
             match event:
-                case Preempted(key):
-                    self._tell(key, event)
-                    self.forget(key)
-                case Computed(key, _, length):
-                    if key in self._left_tokens:
-                        self._left_tokens[key] = max(0, self._left_tokens[key] - length)
-                    self._tell(key, event)
-                case Sampled(key) | Scored(key):
-                    self._tell(key, event)
+                case Computed(key) | Sampled(key) | Scored(key) | Preempted(key):
+                    self._streams.put(key, event)
+                    if isinstance(event, Preempted):
+                        self.forget(key)
                 case Failed(key, message):
-                    self._tell(key, ConstraintError(message))
+                    self._streams.put(key, ConstraintError(message))
 
     def _fill(self, filled: Filled, came: float) -> None:
-        """Gives the blocks away as soon as all that was computed is in them. The handler hears when it is done."""
+        """Give the blocks to the other worker at once. The request's handler gets the event when that is done."""
         if (stream := self._streams.get(filled.key)) is None:
-            return  # it is on its way out of the engine, and what it holds will be released
+            return  # the request is leaving the engine, and its blocks will be released
         stream.sealed_at = came
 
         def tell(done: asyncio.Future[None]) -> None:
@@ -311,18 +316,14 @@ class Worker:
 
         self.kv.fill(filled.key, filled.length, filled.context_hash, stream.traceparent).add_done_callback(tell)
 
-    def _tell(self, key: Key, event: RequestEvent | PacelineError) -> None:
-        if stream := self._streams.get(key):
-            stream.put(event)
-
     def _on_lease_lost(self, key: Key) -> None:
         self.engine.remove(key)
-        self._tell(key, _lost(key))
+        self._streams.put(key, _lost(key))
 
     def _extend(self, key: Key, token_count: int) -> None:
         def answer(outcome: Reservation | PacelineError) -> None:
             if key not in self._streams:
-                return  # it left the engine meanwhile, and what it held is released
+                return  # the request has left the engine meanwhile, and its blocks are released
             if isinstance(outcome, Reservation):
                 self.engine.grow(key, outcome.tables)
             elif isinstance(outcome, BusyError):
