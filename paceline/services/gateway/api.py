@@ -10,11 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from paceline.core.telemetry import set_request_id
-from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
+from paceline.services.gateway.kinds import KINDS
 from paceline.services.gateway.middleware import is_valid_id
-from paceline.services.gateway.plan import Plan, check_ids, plan_chat, plan_completion, render_chat
+from paceline.services.gateway.plan import Plan, check_ids, kind_of, plan_chat, plan_completion, render_chat
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 from paceline.services.gateway.schemas import (
     ChatRequest,
@@ -36,18 +37,23 @@ def make_api(gateway: Gateway) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(gateway)]}
+        # A model is listed after a worker has loaded it; then it stays, because workers come and go.
+        return {"object": "list", "data": [_model_card(gateway)] if gateway.fleet.has_served.is_set() else []}
 
     @router.get("/v1/models/{model:path}")
     async def get_model(model: str) -> dict[str, Any]:
         gateway.check_request(model)
+        if not gateway.fleet.has_served.is_set():
+            raise NoWorkerError
         return _model_card(gateway)
 
     @router.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = _response_id(body, request)
-        plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, gateway.fleet.max_model_len())
+        await gateway.wait_for_workers()
+        longest = gateway.fleet.max_model_len(KINDS[kind_of(body)].decodes)
+        plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, longest)
         response_format = CompletionFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await _respond(gateway, body, plan, response_format, request)
 
@@ -55,6 +61,7 @@ def make_api(gateway: Gateway) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = _response_id(body, request)
+        await gateway.wait_for_workers()
         plan = await asyncio.to_thread(plan_chat, body, gateway.tokenizer, gateway.fleet.max_model_len())
         response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await _respond(gateway, body, plan, response_format, request)

@@ -1,40 +1,37 @@
-"""One attempt at one request: the two calls that make it up, and what comes out of them in order.
+"""One attempt at generating: a call to a decode worker and one to a prefill worker, and their events in order.
 
     decode:   Admit ─▶ Admitted ───────────────(Handoff | PrefillHere)─▶ Tokens… ─▶ Finished
     prefill:                    Run ─▶ Opened ─▶ PromptLogprobs… ─▶ FirstToken ─▶ Filled
 
-Where the two are on different hosts, decode is told with Fetch, behind Opened, to bring the blocks over meanwhile. A
-worker says Alive from time to time while a request waits its turn there: only a longer silence is a failure. Both
-calls are linked: when one fails, the other is cancelled at once.
+If the two workers are on different hosts, Fetch tells the decode worker after Opened to bring the blocks over
+meanwhile. A worker sends Alive from time to time while a request waits there: only a longer silence is a failure. When
+one call fails, the other one is cancelled at once.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-from paceline.core.errors import PacelineError, RefusedError
+from paceline.core.errors import PacelineError
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason, Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import is_serving
-from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import reason_from_pb, token_from_pb
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.remote_worker import RemoteWorker
-from paceline.services.gateway.router import Link
+from paceline.services.gateway.router import Link, Placement
 from paceline.services.gateway.traces import AttemptTrace
-from paceline.services.gateway.worker_call import ADMIT_SECONDS, DecodeCall, WorkerCall, WorkerFailedError, out_of_turn
-
-QUIET_SECONDS = 1.0
-"""Every so long without an answer the worker's health is asked. Most answer within milliseconds; one that reads a large
-grammar takes longer, and is healthy."""
-
-Answer = TypeVar("Answer")
+from paceline.services.gateway.worker_call import (
+    ADMIT_SECONDS,
+    DecodeCall,
+    WorkerCall,
+    WorkerFailedError,
+    answer,
+    out_of_turn,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,41 +75,35 @@ class Attempt:
     """One attempt, from `admit` to `close`, which must always be called.
 
     Args:
-        work: what to admit.
-        source: kvtransfer from which whoever computes the prompt brings over a prefix first.
-        cached_tokens: that this worker will probably find then.
-        least_cached_tokens: see NotCachedError.
+        placement: the workers, and the host from which the computing worker first brings over a prefix.
         seconds: longest life of the calls.
         stall_seconds: longest silence before a worker counts as failed.
-        record: takes what workers report.
+        record: gets the workers' reports.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        decode: RemoteWorker,
-        prefill: RemoteWorker | None,
+        placement: Placement,
         work: common_pb2.Work,
         *,
         seconds: float,
         stall_seconds: float,
         record: AttemptTrace | None = None,
-        source: RemoteWorker | None = None,
-        cached_tokens: int = 0,
-        least_cached_tokens: int = 0,
     ) -> None:
+        assert placement.decode is not None
+        decode = fleet.worker(placement.decode.worker_id)
+        prefill = None if placement.prefill is None else fleet.worker(placement.prefill.worker_id)
         self.decode = decode
         self.prefill = prefill
         self.record = record or AttemptTrace()
-        self.record.ask(
-            decode.member, prefill.member if prefill is not None else None, work.key.attempt, len(work.token_ids)
-        )
+        self.record.ask(placement.decode, placement.prefill, work.key.attempt, len(work.token_ids))
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
         self._fleet = fleet
-        self._source = source
-        self._least_cached_tokens = least_cached_tokens
+        self._source = fleet.host(placement.source)
+        self._least_cached_tokens = placement.least_cached_tokens
         self._resources = contextlib.ExitStack()
         self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
         """Open until the prefill worker is done with the request, which leaves its place to another one then."""
@@ -121,7 +112,7 @@ class Attempt:
         self._prefill_call: WorkerCall | None = None
         """Set until the handoff."""
         self._first: worker_pb2.FirstToken | None = None
-        left = len(work.token_ids) - cached_tokens
+        left = len(work.token_ids) - placement.cached_tokens
         self._prompt_computed = self._resources.enter_context(fleet.call(decode, left if prefill is None else 0))
         if prefill is not None:
             self._prefill_work.enter_context(fleet.call(prefill, left))
@@ -136,7 +127,7 @@ class Attempt:
             NotCachedError: there is room, but this is not the place.
         """
         asking = self._decode_call.admit(self._work_with_source(self._link is None), self._seconds)
-        admitted = await self._answer(asking, self.decode)
+        admitted = await answer(asking, self.decode)
         if admitted.cached_tokens < self._least_cached_tokens:
             raise NotCachedError(self.decode, admitted.cached_tokens)
         self.record.reserve(admitted)
@@ -145,25 +136,6 @@ class Attempt:
             await self._decode_call.tell(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
         else:
             await self._start_prefill(self.prefill, admitted.key)
-
-    async def _answer(self, asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> Answer:
-        """What a worker answers to an admission.
-
-        One that stands still (stopped, swapped out, its machine gone) fails soon: others wait behind this request, and
-        there may be room for it elsewhere.
-        """
-        answer = asyncio.create_task(asking)
-        try:
-            while not (await asyncio.wait((answer,), timeout=QUIET_SECONDS))[0]:
-                try:
-                    serves = await is_serving(worker.channel, worker.member.worker_id)
-                except RefusedError as error:
-                    raise WorkerFailedError(str(error), worker, True) from error
-                if not serves and not answer.done():
-                    raise WorkerFailedError(f"{worker} stands still: it does not answer", worker, True)
-            return await answer
-        finally:
-            await end_tasks(answer)
 
     async def _start_prefill(self, worker: RemoteWorker, key: common_pb2.Key) -> None:
         work = self._work_with_source(self._link is not None)
@@ -176,7 +148,7 @@ class Attempt:
         self._prefill_call = WorkerCall(call, worker, self._link)
         self._resources.callback(call.cancel)
         self._decode_call.when_ended(call.cancel)
-        event = await self._answer(self._read_prefill(self._prefill_call, ADMIT_SECONDS), worker)
+        event = await answer(self._read_prefill(self._prefill_call, ADMIT_SECONDS), worker)
         if not event.HasField("opened"):
             raise out_of_turn(worker)
         self.record.cached_tokens = event.opened.cached_tokens
@@ -216,8 +188,12 @@ class Attempt:
                 hear(event)
         await self._decode_call.farewell()  # `close` alone would make it an abort
 
+    def leave(self) -> None:
+        """Make `run` raise WorkerDrainingError after the events that have come; before the handoff, after it."""
+        self._decode_call.leave()
+
     def close(self) -> None:
-        """Ends whatever still runs."""
+        """End both calls, if they still run."""
         self._resources.close()
 
     async def _next_of_prefill(self, call: WorkerCall) -> Event | None:
@@ -229,7 +205,7 @@ class Attempt:
             case "alive":
                 return None
             case "prompt_logprobs":
-                return _scores(event.prompt_logprobs)
+                return scores_of(event.prompt_logprobs)
             case "first_token" if self._first is None:
                 self._first = event.first_token
                 return Generated([token_from_pb(event.first_token.token)])
@@ -254,7 +230,7 @@ class Attempt:
             case "alive":
                 return None
             case "prompt_logprobs":
-                return _scores(event.prompt_logprobs)
+                return scores_of(event.prompt_logprobs)
             case "finished" if reason := reason_from_pb(event.finished.reason):
                 return Ended(reason)
             case None:
@@ -281,5 +257,6 @@ class Attempt:
         return self.prefill.member.host_id, self.decode.member.host_id
 
 
-def _scores(message: common_pb2.PromptLogprobs) -> PromptScores:
+def scores_of(message: common_pb2.PromptLogprobs) -> PromptScores:
+    """Return the event that a message means."""
     return PromptScores(message.first, [token_from_pb(token) for token in message.tokens])

@@ -95,6 +95,8 @@ class EventFeed:
     def __init__(self, channel: grpc.aio.Channel, name: str, socket: str = "") -> None:
         self._name = name
         self.socket = socket
+        self.on_draining: Callable[[], object] = lambda: None
+        """Called when the worker reports that it drains."""
         self._stub = worker_pb2_grpc.DecodeStub(channel)
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, Inbox] = {}
@@ -185,6 +187,8 @@ class EventFeed:
             call.cancel()
 
     def _hand_on(self, message: worker_pb2.DecodeEvents) -> None:
+        if message.draining:
+            self.on_draining()
         tokens = zip(message.attempts, message.token_ids)
         for attempt, own in itertools.groupby(tokens, key=operator.itemgetter(0)):
             if (inbox := self._inboxes.get(attempt)) is not None:

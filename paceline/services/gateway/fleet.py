@@ -57,6 +57,10 @@ class Fleet:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._redis_answers = True
+        self.on_refresh: Callable[[], object] = lambda: None
+        """Called after each look at the fleet."""
+        self.has_served = asyncio.Event()
+        """Set when a worker is ready for the first time: then the model is known to load."""
 
     async def start(self) -> None:
         """Reads the fleet once, so that requests can be placed at once, and then all the time."""
@@ -91,14 +95,29 @@ class Fleet:
     def worker(self, worker_id: str) -> RemoteWorker:
         return self._workers[worker_id]
 
-    def max_model_len(self) -> int:
-        """The longest context that a decode worker takes, even one that is set aside now; 0 where there is none."""
-        members = (
+    def max_model_len(self, decodes: bool = True) -> int:
+        """Return the longest context that a worker takes; 0 if no worker is ready. Workers set aside count, too.
+
+        Args:
+            decodes: whether the work needs a decode worker. Without a prefill worker, all work does.
+        """
+        ready = [member for member in self._members() if member.state == "ready"]
+        computing = [] if decodes else [member for member in ready if member.role == "prefill"]
+        workers = computing or [member for member in ready if member.role == "decode"]
+        return max((member.max_model_len for member in workers), default=0)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a worker loads the model."""
+        return any(member.state == "starting" for member in self._members())
+
+    def _members(self) -> list[Member]:
+        """Return the workers of this gateway's model that know this gateway."""
+        return [
             worker.member
             for worker in self._workers.values()
-            if worker.member.model == self.model and not worker.refuses_us
-        )
-        return max((m.max_model_len for m in members if m.role == "decode" and m.state == "ready"), default=0)
+            if worker.member.model == self.model and worker.member.role != "kvtransfer" and not worker.refuses_us
+        ]
 
     def set_aside(self, worker: RemoteWorker) -> None:
         """Give a worker no new work until a health check succeeds, which comes after a short time."""
@@ -152,6 +171,7 @@ class Fleet:
             doubtful = not worker.listed if in_place else worker.member.worker_id not in too_early
             if doubtful and worker.probe is None:
                 worker.probe = _spawn(self._probe(worker), self._tasks)
+        self.on_refresh()
 
     def _merge(self, members: list[Member]) -> None:
         listed = {member.worker_id: member for member in members if member.role != "gateway"}
@@ -171,6 +191,8 @@ class Fleet:
                     log.warning("%s %s gets no requests: %s", member.role, name, why)
         for name, worker in self._workers.items():
             worker.note_listed(name in listed)
+        if any(member.state == "ready" for member in self._members()):
+            self.has_served.set()
 
     async def _greet(self, worker: RemoteWorker) -> None:
         """Finds out before the first request whether a newcomer knows us. Whether it serves, its calls will tell."""

@@ -82,8 +82,15 @@ class Gateway:
                 await self.traces.requests.wait_until_idle()  # what a slow client has not taken yet is here
         self.runner.abort()
 
+    async def wait_for_workers(self) -> None:
+        """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker."""
+        if not self.fleet.has_served.is_set() and self.fleet.is_starting:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.queue_seconds):
+                    await self.fleet.has_served.wait()
+
     def check_ready(self) -> None:
-        """Raises UnavailableError where no worker could take a request even if it had room."""
+        """Raise UnavailableError if no worker could take a request even if it had room."""
         self._check_stays()
         if not any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot()):
             raise NoWorkerError

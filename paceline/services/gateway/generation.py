@@ -158,6 +158,7 @@ class Generation:
                     sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + index) % 2**64),
                     cache_salt=self.plan.cache_salt,
                     priority=self.plan.priority,
+                    kind=self.plan.kind,
                     follows=index > 0,
                     trace=record,
                 )
@@ -191,7 +192,6 @@ class _Choice:
         """Whether the text has ended without the worker knowing."""
         self._index = index
         self._prompt = prompt
-        self._prompt_only = plan.prompt_only
         self._eos_token_ids = tokenizer.eos_token_ids
         self._scores: dict[int, Token] = {}
         self._wants_scores = prompt.sampling.prompt_logprobs is not None
@@ -210,13 +210,10 @@ class _Choice:
             case PromptScores(first, tokens):
                 self._scores.update(enumerate(tokens, first))
                 return None
-            case Generated() if self._prompt_only:
-                self.ended_by_text = True
-                return self._end("length", self._take_scores(Delta(self._index)))
             case Generated(tokens):
                 return self._grow(tokens)
             case Ended(reason):
-                return self._end(reason.value, Delta(self._index, self._detokenizer.finish()))
+                return self._end(reason.value, self._take_scores(Delta(self._index, self._detokenizer.finish())))
         return None
 
     def _grow(self, tokens: list[Token]) -> Delta:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.types import SamplingParams
+from paceline.proto import common_pb2
 from paceline.services.gateway.answer_format import constraint_of
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.schemas import ChatFields, ChatRequest, CompletionRequest, GenerationRequest
 from paceline.services.gateway.tokenizer import Tokenizer
+
+Kind: TypeAlias = common_pb2.WorkKind.ValueType
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -40,8 +43,13 @@ class Plan:
     cache_salt: str
     priority: int = 0
     """A lower one is more urgent."""
-    prompt_only: bool = False
-    """Nothing is to be generated (max_tokens 0 with echo)."""
+    kind: Kind = common_pb2.WORK_KIND_GENERATE
+    """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
+
+
+def kind_of(request: GenerationRequest) -> Kind:
+    """Return the kind of work that a request asks for."""
+    return common_pb2.WORK_KIND_SCORE if request.max_tokens == 0 else common_pb2.WORK_KIND_GENERATE
 
 
 def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
@@ -54,10 +62,12 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
         InvalidRequestError: what the schema alone could not know is wrong.
         NoWorkerError: there is no worker.
     """
-    prompt_only = request.max_tokens == 0
+    kind = kind_of(request)
     scores = request.prompt_logprobs
     if request.echo and request.logprobs is not None:
         scores = max(request.logprobs, scores or 0)
+    if kind == common_pb2.WORK_KIND_SCORE:
+        scores = scores or 0
     prompts = []
     for index, prompt in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"
@@ -67,7 +77,7 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
             ids = tokenizer.encode(prompt, request.add_special_tokens, param)
         else:
             ids = list(prompt)
-        wanted = 1 if prompt_only else request.max_tokens
+        wanted = 1 if kind == common_pb2.WORK_KIND_SCORE else request.max_tokens
         prompts.append(
             _plan_prompt(
                 request,
@@ -82,7 +92,7 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
                 param,
             )
         )
-    return _plan(request, prompts, prompt_only)
+    return _plan(request, prompts, kind)
 
 
 def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
@@ -104,7 +114,7 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) ->
         max_model_len,
         "messages",
     )
-    return _plan(request, [prompt], prompt_only=False)
+    return _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE)
 
 
 def render_chat(request: ChatFields, tokenizer: Tokenizer) -> str:
@@ -127,7 +137,7 @@ def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, m
         )
 
 
-def _plan(request: GenerationRequest, prompts: list[PromptPlan], prompt_only: bool) -> Plan:
+def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind) -> Plan:
     return Plan(
         prompts=prompts,
         n=request.n or 1,
@@ -136,7 +146,7 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], prompt_only: bo
         skip_special_tokens=request.skip_special_tokens,
         cache_salt=request.cache_salt or "",
         priority=request.priority,
-        prompt_only=prompt_only,
+        kind=kind,
     )
 
 

@@ -52,6 +52,7 @@ class RemoteWorker:
         self.member = member
         self.channel: grpc.aio.Channel = open_channel(member.address, secret)
         self.feed = EventFeed(self.channel, str(self), member.events)
+        self.feed.on_draining = self._note_draining
         self.in_flight = 0
         self._tokens_in_flight = 0
         """That it is to compute for these calls."""
@@ -112,10 +113,15 @@ class RemoteWorker:
 
     def look(self, member: Member) -> None:
         """Takes over new figures, which were written at some time since the last look."""
+        if self.member.state == "draining":  # a heartbeat may have been written before
+            member = dataclasses.replace(member, state="draining")
         self.member = member
         self.feed.socket = member.events  # a worker that was starting did not have it yet
         self._in_flight_by_look = (self._in_flight_by_look[1], self._tokens_in_flight)
         self._begun_by_look = (self._begun_by_look[1], self._begun)
+
+    def _note_draining(self) -> None:
+        self.member = dataclasses.replace(self.member, state="draining")
 
     def note_listed(self, listed: bool) -> None:
         """Whether Redis names it now."""

@@ -102,16 +102,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where an attempt runs. Without `prefill` the decode worker computes the prompt."""
+    """Workers for an attempt. Without `prefill` the decode worker computes; without `decode` nothing is decoded."""
 
-    decode: Member
+    decode: Member | None
     prefill: Member | None
     source: str = ""
-    """Host from which whoever computes the prompt brings over a prefix first."""
+    """Host from which the computing worker first brings over a prefix."""
     cached_tokens: int = 0
-    """Of the prompt, that whoever computes it will find then; a hint."""
+    """Tokens of the prompt that the computing worker will then find in its cache; a hint."""
     least_cached_tokens: int = 0
-    """Where it finds fewer, this is not the place."""
+    """Cached tokens without which the decode worker must not compute the prompt."""
+
+    @property
+    def computing(self) -> Member:
+        """The worker that computes the prompt."""
+        member = self.prefill or self.decode
+        assert member is not None
+        return member
 
 
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
@@ -147,6 +154,44 @@ def place_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Place
     decode = _in_turn(sorted({way.names[0] for way in ways}), turn)
     ways = sorted((way for way in ways if way.names[0] == decode), key=lambda way: way.names)
     return _in_turn([way for way in ways if not way.far] or ways, turn).placement(need)
+
+
+def place_computing(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
+    """Return the place at which a context is computed soonest, for work that needs no decoding.
+
+    Decode workers are used only if there is no prefill worker. Returns None if no worker can take the work now.
+    """
+    fleet = list(snapshot)
+    measured = [speed for candidate in fleet if (speed := candidate.tokens_per_second)]
+    usual = statistics.fmean(measured) if measured else PREFILL_TOKENS_PER_SECOND
+
+    def rank(candidate: Candidate) -> tuple[object, ...]:
+        waiting = candidate.queued_tokens + LATELY * candidate.recent_tokens
+        failed = candidate.member.worker_id in need.failed
+        return failed, waiting / (candidate.tokens_per_second or usual), candidate.load, candidate.member.worker_id
+
+    return _computing_at(min(_computing(need, fleet), key=rank, default=None))
+
+
+def place_computing_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Placement | None:
+    """Return a place for work that needs no decoding: one worker after another."""
+    workers = sorted(_computing(need, snapshot), key=lambda candidate: candidate.member.worker_id)
+    unfailed = [candidate for candidate in workers if candidate.member.worker_id not in need.failed]
+    return _computing_at(_in_turn(unfailed or workers, turn)) if workers else None
+
+
+def _computing(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
+    """Return the workers that can compute a context now."""
+    fitting = [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
+    workers = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
+    return [c for c in workers if c.member.worker_id not in need.refused and c.has_room]
+
+
+def _computing_at(candidate: Candidate | None) -> Placement | None:
+    if candidate is None:
+        return None
+    member = candidate.member
+    return Placement(None, member) if member.role == "prefill" else Placement(member, None)
 
 
 @dataclass(frozen=True, slots=True)

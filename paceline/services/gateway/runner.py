@@ -1,7 +1,7 @@
-"""The life of one request: waiting, attempts, and going on where a worker failed.
+"""The life of one sequence: it waits, an attempt runs, and the next attempt goes on if a worker fails or drains.
 
-The gateway owns the request. A worker may die at any moment; then a new attempt starts from the tokens that have
-already come, and because sampling is a function of (seed, position) alone, the client cannot tell.
+The gateway owns the sequence. A worker may end at any moment; then a new attempt starts from the tokens that have come
+already. Sampling is a function of (seed, position) alone, so the client sees no difference.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.admission_queue import AdmissionQueue
-from paceline.services.gateway.attempt import Attempt, Ended, Event, HandedOver, NotCachedError
+from paceline.services.gateway.attempt import Ended, Event, HandedOver, NotCachedError
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
-from paceline.services.gateway.router import Candidate, Need, Placement, place, place_in_turn
+from paceline.services.gateway.router import Candidate, Need, Placement
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
-from paceline.services.gateway.worker_call import WorkerBusyError, WorkerFailedError
+from paceline.services.gateway.worker_call import WorkerBusyError, WorkerDrainingError, WorkerFailedError
 
 log = logging.getLogger(__name__)
 
 
 class SequenceRunner:
-    """Runs requests on a fleet."""
+    """Runs sequences on a fleet."""
 
     def __init__(self, config: GatewayConfig, fleet: Fleet, placements: PlacementLog, prefixes: PrefixIndex) -> None:
         self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
@@ -41,20 +42,21 @@ class SequenceRunner:
         self._placements = placements
         self._prefixes = prefixes
         self._turns = itertools.count()
-        self._running: set[Attempt] = set()
+        self._running: dict[AnyAttempt, SequenceRun] = {}
         self._aborted = False
         self.sequences = InUse()
         """Sequences that wait or run."""
+        fleet.on_refresh = self._leave_draining_workers
 
     def abort(self) -> None:
-        """Ends all attempts; each request fails with UnavailableError."""
+        """End all attempts. Each sequence fails with UnavailableError."""
         self._aborted = True
         for attempt in list(self._running):
             attempt.close()
         self.queue.wake()
 
     async def run(self, sequence: SequenceRun, take: Callable[[Event], object]) -> None:
-        """Tells `take` what comes, and Ended last. What it raises ends the request.
+        """Run a sequence and give its events to `take`, Ended last. An exception of `take` ends the sequence.
 
         Raises:
             InvalidRequestError: no worker can ever serve this.
@@ -68,6 +70,9 @@ class SequenceRunner:
                 try:
                     await attempt.run(partial(self._hear, sequence, attempt.record, take))
                     return
+                except WorkerDrainingError as error:
+                    attempt.record.fail(str(error))
+                    sequence.failed |= {error.worker.member.worker_id}
                 except (WorkerFailedError, WorkerBusyError) as error:  # busy after it had admitted is a failure, too
                     attempt.record.fail(str(error))
                     if isinstance(error, WorkerBusyError):
@@ -87,8 +92,26 @@ class SequenceRunner:
         if isinstance(event, HandedOver):
             self.queue.wake()
 
-    async def _admit(self, sequence: SequenceRun, deadline: float) -> Attempt:
-        """A reserved place, after waiting where there is none."""
+    def _leave_draining_workers(self) -> None:
+        """Move sequences from decode workers that drain to others, as far as these have room."""
+        running = [attempt for attempt in self._running if attempt.decode is not None]
+        staying = [a for a in running if a.decode is not None and a.decode.member.state == "draining"]
+        if not staying:
+            return
+        snapshot = self._fleet.snapshot()
+        room = sum(
+            max(0, candidate.member.max_seqs - candidate.in_flight)
+            for candidate in snapshot
+            if candidate.member.role == "decode" and candidate.member.state == "ready"
+        )
+        for attempt in staying[:room]:
+            sequence = self._running[attempt]
+            need = Need(sequence.context_tokens, prompt_tokens=len(sequence.context.token_ids))
+            if KINDS[sequence.kind].place(need, snapshot) is not None:
+                attempt.leave()
+
+    async def _admit(self, sequence: SequenceRun, deadline: float) -> AnyAttempt:
+        """Return an attempt that workers have admitted, after waiting if there is no room."""
         span = trace.get_current_span()
         span.add_event("queue")
         record = sequence.trace
@@ -96,17 +119,18 @@ class SequenceRunner:
         own = AttemptTrace(ahead=len(self.queue))
         record.tries.append(own)
         try:
-            attempt = await self.queue.admit(
+            attempt: AnyAttempt = await self.queue.admit(
                 lambda: self._try_to_admit(sequence, own, deadline, again),
                 priority=sequence.priority,
                 first=again,
                 patient=sequence.follows and not again,
             )
         except BusyError as error:
-            if sequence.unreachable_since is None and self._fleet.max_model_len() >= sequence.context_tokens:
+            if sequence.unreachable_since is None and self._max_model_len(sequence) >= sequence.context_tokens:
                 raise
             raise sequence.unreachable() from error
-        span.add_event("admitted", {"decode": attempt.decode.member.worker_id, "attempt": sequence.attempts})
+        prefill, decode = own.worker_ids
+        span.add_event("admitted", {"prefill": prefill, "decode": decode, "attempt": sequence.attempts})
         sequence.unreachable_since = None
         own.admitted = time.monotonic()
         self._placements.put(sequence.request_id, *record.workers, record.attempts)
@@ -114,8 +138,9 @@ class SequenceRunner:
 
     async def _try_to_admit(
         self, sequence: SequenceRun, record: AttemptTrace, deadline: float, again: bool
-    ) -> Attempt | None:
-        """Asks the workers in the router's order, until one admits; None where all are full or none is there now."""
+    ) -> AnyAttempt | None:
+        """Ask workers in the router's order until one admits. Returns None if all are full or none is there now."""
+        kind = KINDS[sequence.kind]
         context_tokens = sequence.context_tokens
         cached = self._cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
@@ -133,27 +158,23 @@ class SequenceRunner:
                 cut=self._fleet.failed_links(),
                 local_tokens=0 if sequence.needs_scores else self._config.local_prefill_tokens,
             )
-            placement = self._place(need, snapshot)
+            placement = self._place(kind, need, snapshot)
             if placement is None:
-                if not again and self._fleet.max_model_len() < context_tokens:
+                if not again and self._max_model_len(sequence) < context_tokens:
                     raise NoWorkerError
                 busy |= any(c.member.role == "prefill" and not c.has_room for c in snapshot)
                 sequence.unreachable_since = None if busy else sequence.unreachable_since or time.monotonic()
                 record.wait_for("no worker has room" if busy else "no worker that can be reached fits")
                 return None
-            attempt = Attempt(
+            attempt = kind.attempt(
                 self._fleet,
-                self._fleet.worker(placement.decode.worker_id),
-                self._fleet.worker(placement.prefill.worker_id) if placement.prefill is not None else None,
+                placement,
                 sequence.work(self._fleet.model),
                 seconds=max(deadline - time.monotonic(), 0.1),
                 stall_seconds=self._config.stall_seconds,
                 record=record,
-                source=self._fleet.host(placement.source),
-                cached_tokens=placement.cached_tokens,
-                least_cached_tokens=placement.least_cached_tokens,
             )
-            self._running.add(attempt)
+            self._running[attempt] = sequence
             try:
                 await attempt.admit()
                 return attempt
@@ -175,25 +196,30 @@ class SequenceRunner:
                 self._discard(attempt)
                 raise
 
+    def _max_model_len(self, sequence: SequenceRun) -> int:
+        return self._fleet.max_model_len(KINDS[sequence.kind].decodes)
+
     def _cached_tokens(self, sequence: SequenceRun) -> Mapping[str, int]:
-        """By host, how many tokens of the context it has, as far as this gateway knows."""
+        """Return for each host the tokens of the context that it has cached, as far as this gateway knows."""
         if self._config.router_mode != "kv" or sequence.needs_scores:
             return {}
         return self._prefixes.cached_tokens(sequence.context, len(sequence.context.token_ids) - 1)
 
-    def _place(self, need: Need, snapshot: Sequence[Candidate]) -> Placement | None:
+    def _place(self, kind: KindOfWork, need: Need, snapshot: Sequence[Candidate]) -> Placement | None:
         if self._config.router_mode == "round-robin":
-            return place_in_turn(need, snapshot, next(self._turns))
-        return place(need, snapshot)
+            return kind.place_in_turn(need, snapshot, next(self._turns))
+        return kind.place(need, snapshot)
 
-    def _discard(self, attempt: Attempt) -> None:
-        self._running.discard(attempt)
+    def _discard(self, attempt: AnyAttempt) -> None:
+        self._running.pop(attempt, None)
         attempt.close()
 
     def _note_failure(self, error: WorkerFailedError, sequence: SequenceRun, begun: bool = True) -> None:
         if error.link is not None:
-            # Nobody's fault, and no try that counts: without the link there is another way, at the latest without any.
+            # This is no worker's fault, and no attempt is spent: there is a way without the link, if only without both.
             self._fleet.avoid_link(error.link)
+        elif error.worker.member.state == "draining":
+            sequence.failed |= {error.worker.member.worker_id}  # its time to drain is over, and no attempt is spent
         else:
             sequence.failed |= {error.worker.member.worker_id}
             # Beyond its first token an attempt has got on: whatever ended it is not this request.

@@ -14,6 +14,7 @@ from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.gateway.attempt import Event, Generated, HandedOver, PromptScores
+from paceline.services.gateway.kinds import Kind
 from paceline.services.gateway.traces import AttemptTrace, SequenceTrace
 from paceline.services.gateway.worker_call import WorkerFailedError
 
@@ -29,6 +30,7 @@ class SequenceRun:
     cache_salt: str = ""
     priority: int = 0
     """Lower is more urgent."""
+    kind: Kind = common_pb2.WORK_KIND_GENERATE
     follows: bool = False
     """Whether another sequence of the same request was started before: its client is being served already."""
     trace: SequenceTrace = field(default_factory=SequenceTrace)
@@ -79,10 +81,13 @@ class SequenceRun:
             sampling=sampling_to_pb(sampling),
             cache_salt=self.cache_salt,
             priority=self.priority,
+            kind=self.kind,
         )
 
     def end(self) -> FinishReason | None:
         """Return the finish reason that the tokens imply, if a worker failed before it could report it."""
+        if self.kind == common_pb2.WORK_KIND_SCORE:
+            return None if self.needs_scores else FinishReason.LENGTH
         if self.generated and self.sampling.ends(self.generated[-1], len(self.generated)):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.generated) >= self.sampling.max_tokens else None

@@ -124,6 +124,11 @@ class AttemptTrace:
     def decode_tokens(self) -> int:
         return self.tokens if self.prefill is None else max(0, self.tokens - 1)
 
+    @property
+    def worker_ids(self) -> tuple[str, str]:
+        """Ids of the prefill and the decode worker; "" if there is none."""
+        return self.prefill.worker if self.prefill else "", self.decode.worker if self.decode else ""
+
     def wait_for(self, reason: str) -> None:
         """Notes why it was not admitted just now."""
         reason = reason[:_REASON_CHARACTERS]
@@ -131,9 +136,10 @@ class AttemptTrace:
             reason = OTHER_REASONS
         self.waited_for[reason] += 1
 
-    def ask(self, decode: Member, prefill: Member | None, number: int, context_tokens: int) -> None:
-        """These workers are asked to admit it."""
-        self.decode, self.asked = WorkerName(decode.worker_id, decode.host_id), time.monotonic()
+    def ask(self, decode: Member | None, prefill: Member | None, number: int, context_tokens: int) -> None:
+        """Note that these workers are asked to admit the attempt."""
+        self.asked = time.monotonic()
+        self.decode = None if decode is None else WorkerName(decode.worker_id, decode.host_id)
         self.prefill = None if prefill is None else WorkerName(prefill.worker_id, prefill.host_id)
         self.number, self.context_tokens = number, context_tokens
 
@@ -213,10 +219,7 @@ class SequenceTrace:
     def workers(self) -> tuple[str, str]:
         """Ids of the last prefill and decode worker that took it; "" where there is none."""
         taken = [attempt for attempt in self.tries if attempt.admitted is not None]
-        if not taken:
-            return "", ""
-        prefill, decode = taken[-1].prefill, taken[-1].decode
-        return prefill.worker if prefill else "", decode.worker if decode else ""
+        return taken[-1].worker_ids if taken else ("", "")
 
     def end(self, outcome: str, why: str, generated_tokens: int) -> None:
         """Must come behind everything that reads `token_times`."""

@@ -1,27 +1,39 @@
-"""A call to a worker, whose errors become ours, and whose silence is one."""
+"""Calls to workers. Their errors become the gateway's, and a long silence is an error."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError, UnavailableError
+from paceline.core.errors import (
+    BusyError,
+    InvalidRequestError,
+    PacelineError,
+    RefusedError,
+    TransferError,
+    UnavailableError,
+)
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import heeding_cancellation, is_cancelled, unmapped_error
-from paceline.services.common.tasks import StallWatch
+from paceline.services.common.rpc import heeding_cancellation, is_cancelled, is_serving, unmapped_error
+from paceline.services.common.tasks import StallWatch, end_tasks
 from paceline.services.gateway.event_feed import FeedError, Inbox
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.router import Link
 
 ADMIT_SECONDS = 10.0
 """A worker answers an admission without computing anything, so a longer silence is a failure."""
+QUIET_SECONDS = 1.0
+"""Time without an answer to an admission after which the worker's health is checked, again and again. Most answers come
+within milliseconds; a worker that reads a large grammar takes longer and is healthy."""
+
+Answer = TypeVar("Answer")
 
 
 class WorkerFailedError(UnavailableError):
@@ -36,6 +48,14 @@ class WorkerFailedError(UnavailableError):
         self.worker = worker
         self.unreachable = unreachable
         self.link = link
+
+
+class WorkerDrainingError(UnavailableError):
+    """An attempt ended because its worker drains. The sequence goes on elsewhere, and no attempt is spent."""
+
+    def __init__(self, worker: RemoteWorker) -> None:
+        super().__init__(f"{worker} drains")
+        self.worker = worker
 
 
 class WorkerBusyError(BusyError):
@@ -100,6 +120,26 @@ class WorkerCall:
         return WorkerFailedError(str(mapped), self.worker, error.code() in elsewhere, link)
 
 
+async def answer(asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> Answer:
+    """Wait for a worker's answer to an admission, and return it.
+
+    A worker that stands still (stopped, swapped out, its machine gone) fails soon, because other requests wait for this
+    answer, and there may be room for the request elsewhere. Raises WorkerFailedError, and the errors of `asking`.
+    """
+    answer = asyncio.create_task(asking)
+    try:
+        while not (await asyncio.wait((answer,), timeout=QUIET_SECONDS))[0]:
+            try:
+                serves = await is_serving(worker.channel, worker.member.worker_id)
+            except RefusedError as error:
+                raise WorkerFailedError(str(error), worker, True) from error
+            if not serves and not answer.done():
+                raise WorkerFailedError(f"{worker} stands still: it does not answer", worker, True)
+        return await answer
+    finally:
+        await end_tasks(answer)
+
+
 def silence(worker: RemoteWorker, seconds: float | None) -> WorkerFailedError:
     return WorkerFailedError(f"{worker} was silent for {seconds:g} seconds", worker, True)
 
@@ -154,6 +194,10 @@ class DecodeCall:
     async def tell(self, command: worker_pb2.DecodeCommand) -> None:
         assert self._call is not None
         await self._call.write(command)
+
+    def leave(self) -> None:
+        """Make `next` raise WorkerDrainingError after the events that have come."""
+        self._inbox.put(WorkerDrainingError(self._worker))
 
     def divert(self, take: Callable[[list[Token]], object]) -> None:
         """See `Inbox.divert`."""

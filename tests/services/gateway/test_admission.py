@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from paceline.services.gateway import attempt
+from paceline.services.gateway import attempt, worker_call
 from tests.services.gateway.conftest import StartStack, eventually
 from tests.services.gateway.toy_workers import ADMISSION, TEXT
 
@@ -17,7 +17,7 @@ FOR_EVER = 3600.0
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silence is never long enough by itself, and soon long enough to ask for a worker's health."""
     monkeypatch.setattr(attempt, "ADMIT_SECONDS", FOR_EVER)
-    monkeypatch.setattr(attempt, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(worker_call, "QUIET_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

@@ -11,6 +11,7 @@ from paceline.core.types import Key, SamplingParams
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.gateway.attempt import Attempt, Ended, Event, HandedOver
+from paceline.services.gateway.router import Placement
 from paceline.services.gateway.worker_call import ADMIT_SECONDS, WorkerCall
 from tests.services.gateway.conftest import PATIENCE, Cluster
 
@@ -31,7 +32,13 @@ async def test_a_prefill_worker_that_is_done_is_not_counted_any_more(
     await cluster.add("d")
     await cluster.add("p", "prefill")
     decode, prefill = cluster.fleet.worker("d"), cluster.fleet.worker("p")
-    attempt = Attempt(cluster.fleet, decode, prefill, make_work(max_tokens), seconds=PATIENCE, stall_seconds=PATIENCE)
+    attempt = Attempt(
+        cluster.fleet,
+        Placement(decode.member, prefill.member),
+        make_work(max_tokens),
+        seconds=PATIENCE,
+        stall_seconds=PATIENCE,
+    )
     await attempt.admit()
     assert (decode.in_flight, prefill.in_flight) == (1, 1)
     seen: list[tuple[int, int]] = []
@@ -49,7 +56,9 @@ async def test_a_prefill_worker_that_is_done_is_not_counted_any_more(
 async def test_a_prompt_that_decode_has_computed_is_not_queued_any_more(cluster: Cluster) -> None:
     await cluster.add("d")
     decode = cluster.fleet.worker("d")
-    attempt = Attempt(cluster.fleet, decode, None, make_work(9), seconds=PATIENCE, stall_seconds=PATIENCE)
+    attempt = Attempt(
+        cluster.fleet, Placement(decode.member, None), make_work(9), seconds=PATIENCE, stall_seconds=PATIENCE
+    )
     await attempt.admit()
     assert decode.candidate(0).queued_tokens == 3
     seen: list[tuple[int, float]] = []

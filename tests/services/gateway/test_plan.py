@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.proto import common_pb2
 from paceline.services.gateway.errors import ContextLengthError
 from paceline.services.gateway.plan import Plan, plan_chat, plan_completion
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
@@ -89,7 +90,7 @@ def test_echo_with_logprobs_scores_the_prompt(tokenizer: Tokenizer) -> None:
     assert completion(tokenizer, echo=True, logprobs=2).prompts[0].sampling.prompt_logprobs == 2
     assert completion(tokenizer, echo=True).prompts[0].sampling.prompt_logprobs is None
     plan = completion(tokenizer, echo=True, max_tokens=0)
-    assert (plan.prompt_only, plan.prompts[0].sampling.max_tokens) == (True, 1)
+    assert (plan.kind, plan.prompts[0].sampling.prompt_logprobs) == (common_pb2.WORK_KIND_SCORE, 0)
 
 
 def test_text_parts_are_one_text(tokenizer: Tokenizer) -> None:

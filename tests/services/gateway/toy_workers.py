@@ -93,12 +93,13 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         port: int = 0,
         max_seqs: int = 8,
         secret: Secret = _NO_SECRET,
+        state: State = "ready",
     ) -> None:
         self.role: Role = role
         self.worker_id = worker_id
         self.script = text.encode()
         self.host_id = host_id
-        self.state: State = "ready"
+        self.state: State = state
         self.model = ""
         self.layout = "fingerprint"
         self.max_model_len = 512
@@ -134,6 +135,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
     async def start(self, redis_url: str, cluster: str) -> ToyWorker:
         worker_pb2_grpc.add_PrefillServicer_to_server(self, self._rpc.server)
         worker_pb2_grpc.add_DecodeServicer_to_server(self, self._rpc.server)
+        worker_pb2_grpc.add_ComputeServicer_to_server(_ToyCompute(self), self._rpc.server)
         kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(self, self._rpc.server)
         self.port = await self._rpc.start()
         await self._rpc.set_ready(True)
@@ -322,6 +324,26 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
             common_pb2.PromptLogprobs(first=1 + start, tokens=tokens[start : start + 4])
             for start in range(0, len(tokens), 4)
         ]
+
+
+class _ToyCompute(worker_pb2_grpc.ComputeServicer):
+    """The service for work that needs no decoding."""
+
+    def __init__(self, worker: ToyWorker) -> None:
+        self._worker = worker
+
+    async def Run(  # type: ignore[override]
+        self, work: common_pb2.Work, context: grpc.aio.ServicerContext
+    ) -> None:
+        worker = self._worker
+        async with mapped_errors(context), _Tracked(worker, work, context) as call:
+            call.commands.append("compute")
+            await worker._progress(call, ADMISSION, context)
+            await context.write(worker_pb2.ComputeEvent(opened=worker_pb2.Opened(key=work.key)))
+            for count, scores in enumerate(worker._scores(work)):
+                await worker._progress(call, count, context)
+                await context.write(worker_pb2.ComputeEvent(prompt_logprobs=scores))
+            await context.write(worker_pb2.ComputeEvent(computed=worker_pb2.Computed()))
 
 
 class _Tracked:

@@ -1,0 +1,42 @@
+"""Kinds of work: how each is placed and run. A new kind is an entry of `KINDS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paceline.proto import common_pb2
+from paceline.services.gateway.attempt import Attempt
+from paceline.services.gateway.compute_attempt import ComputeAttempt
+from paceline.services.gateway.router import (
+    Candidate,
+    Need,
+    Placement,
+    place,
+    place_computing,
+    place_computing_in_turn,
+    place_in_turn,
+)
+
+Kind: TypeAlias = common_pb2.WorkKind.ValueType
+AnyAttempt = Attempt | ComputeAttempt
+
+
+@dataclass(frozen=True, slots=True)
+class KindOfWork:
+    """How the gateway treats one kind of work."""
+
+    place: Callable[[Need, Sequence[Candidate]], Placement | None]
+    """Chooses the cheapest workers."""
+    place_in_turn: Callable[[Need, Sequence[Candidate], int], Placement | None]
+    """Chooses workers one after another."""
+    attempt: type[Attempt] | type[ComputeAttempt]
+    decodes: bool
+    """Whether a decode worker is needed."""
+
+
+KINDS: dict[Kind, KindOfWork] = {
+    common_pb2.WORK_KIND_GENERATE: KindOfWork(place, place_in_turn, Attempt, decodes=True),
+    common_pb2.WORK_KIND_SCORE: KindOfWork(place_computing, place_computing_in_turn, ComputeAttempt, decodes=False),
+}

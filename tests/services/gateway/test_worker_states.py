@@ -1,0 +1,77 @@
+"""Workers come and go: requests wait for the first ones, and leave those that drain without losing a token."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
+from tests.services.gateway.toy_workers import TEXT, ToyWorker
+
+
+def drain(worker: ToyWorker) -> None:
+    """Tell gateways that a worker drains, by both ways."""
+    worker.state = "draining"
+    worker.outboxes.tell_draining()
+
+
+async def is_draining(stack: Stack, worker: ToyWorker) -> bool:
+    workers = (await stack.http.get("/fleet")).json()["workers"]
+    return [each["state"] for each in workers if each["worker_id"] == worker.worker_id] == ["draining"]
+
+
+async def test_a_stream_goes_on_elsewhere_and_no_attempt_is_spent(start_stack: StartStack) -> None:
+    stack = await start_stack(decode=2, max_attempts=1)
+    stack.pause_decode(after=5)
+    reader = Reader(stack, max_tokens=40)
+    await eventually(lambda: len(reader.text) >= 5)
+    first = next(worker for worker in stack.workers.values() if worker.role == "decode" and worker.calls)
+    second = next(worker for worker in stack.workers.values() if worker.role == "decode" and worker is not first)
+    second.resume.set()
+    drain(first)
+    assert await reader.task == TEXT[:40]
+    (call,) = second.calls
+    assert call.outcome == "finished"
+    assert len(call.work.token_ids) >= len("x") + 5
+
+
+async def test_without_another_worker_a_stream_stays_and_ends(start_stack: StartStack) -> None:
+    stack = await start_stack(decode=1)
+    stack.pause_decode(after=5)
+    reader = Reader(stack, max_tokens=12)
+    await eventually(lambda: len(reader.text) >= 5)
+    (worker,) = (worker for worker in stack.workers.values() if worker.role == "decode")
+    drain(worker)
+    await eventually(lambda: is_draining(stack, worker))
+    worker.resume.set()
+    assert await reader.task == TEXT[:12]
+    assert len(worker.calls) == 1
+
+
+async def test_new_requests_do_not_go_to_a_worker_that_drains(start_stack: StartStack) -> None:
+    stack = await start_stack(decode=2)
+    drain(stack.workers["decode-0"])
+    await eventually(lambda: is_draining(stack, stack.workers["decode-0"]))
+    for _ in range(4):
+        assert (await stack.post("/v1/completions", prompt="abc", max_tokens=3)).status_code == 200
+    assert stack.workers["decode-0"].calls == []
+
+
+async def test_a_request_waits_for_the_first_workers(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=0)
+    worker = await stack.add("decode", "loading", state="starting")
+    await eventually(stack.sees_all)
+    assert (await stack.http.get("/v1/models")).json()["data"] == []
+    assert (await stack.http.get("/v1/models/toy")).status_code == 503
+    asking = asyncio.create_task(stack.post("/v1/completions", prompt="abc", max_tokens=3))
+    await asyncio.sleep(0.5)
+    assert not asking.done()
+    worker.state = "ready"
+    assert (await asking).status_code == 200
+    assert [card["id"] for card in (await stack.http.get("/v1/models")).json()["data"]] == ["toy"]
+
+
+async def test_a_request_does_not_wait_for_first_workers_for_ever(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=0, queue_seconds=0.3)
+    await stack.add("decode", "loading", state="starting")
+    await eventually(stack.sees_all)
+    assert (await stack.post("/v1/completions", prompt="abc", max_tokens=3)).status_code == 503
