@@ -13,8 +13,8 @@ from torch import Tensor
 
 from paceline.engine.engine import Runner
 from paceline.engine.step import Step, StepResult
-from paceline.kernels.interface import AnyCache, AttentionBatch, Logits
-from paceline.models.base import Model, Taps
+from paceline.kernels.interface import AnyCache, AttentionBatch, Logits, Taps
+from paceline.models.base import Model
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, as_draw, best_of, sample, score
 from paceline.engine.scheduler import Limits
 from paceline.engine.step import Chunk, ChunkResult, RowAssigned, Step, StepResult
-from paceline.kernels.interface import AnyCache, Draw, Logits, TokenChooser, view_pool, view_states
-from paceline.models.base import Model, Taps
+from paceline.kernels.interface import AnyCache, Draw, Logits, Taps, TokenChooser, view_pool, view_states
+from paceline.models.base import Model
 
 _SCORED_ROWS = 256
 """Rows of prompt logits at a time: a long prompt times a large vocabulary would not fit into memory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -150,6 +150,21 @@ class TokenChooser(Protocol):
         """
 
 
+@dataclass(slots=True)
+class Taps:
+    """Hidden states that a forward pass shows, for drafters that were trained on them."""
+
+    depths: tuple[int, ...] = ()
+    """Numbers of layers after which states are taken; 0 is the embedding."""
+    states: dict[int, Tensor] = field(default_factory=dict)
+    """[tokens, hidden] for each depth, as the next layer receives it."""
+
+    def see(self, depth: int, x: Tensor) -> None:
+        """Keep the states after `depth` layers, if they are wanted."""
+        if depth in self.depths:
+            self.states[depth] = x
+
+
 class Forward(Protocol):
     """A model's forward pass; see `paceline.models.base.Model`."""
 
@@ -160,6 +175,7 @@ class Forward(Protocol):
         caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
+        taps: Taps | None = None,
     ) -> Tensor: ...
 
 

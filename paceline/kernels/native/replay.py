@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupTables
+from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupTables, Taps
 from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, Kind, Op, Step, make_step
 
 RECORDED_TOKENS = 2
@@ -51,11 +51,13 @@ _GATED = {
 }
 
 
-def fuse_gated_layers(operations: Sequence[tuple[Op, Operands]], result: Tensor) -> list[tuple[Op, Operands]]:
+def fuse_gated_layers(
+    operations: Sequence[tuple[Op, Operands]], results: Sequence[Tensor]
+) -> list[tuple[Op, Operands]]:
     """Makes one operation of two linear layers and the activation that alone needs them: what lies between them, the
     widest rows of a model, never goes to memory. Their results keep their bits."""
     uses = Counter(_buffer(tensor) for _, operands in operations for tensor in operands if tensor is not None)
-    uses[_buffer(result)] += 1
+    uses.update(map(_buffer, results))
 
     def is_between(tensor: Tensor | None) -> bool:
         return tensor is not None and uses[_buffer(tensor)] == 2
@@ -115,8 +117,8 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class Runner(Protocol):
-    """What computes and records: `NativeKernels`."""
+class Executor(Protocol):
+    """The kernels that compute a program and record it: `NativeKernels`."""
 
     recorder: Recorder | None
     one_at_a_time: threading.Lock
@@ -132,33 +134,34 @@ class Program:
     may be one. Its address is its offset for one token times the number of tokens that there is room for.
     """
 
-    def __init__(self, recorder: Recorder, inputs: Sequence[Tensor], result: Tensor) -> None:
-        operations = fuse_gated_layers(recorder.operations, result)
+    def __init__(self, recorder: Recorder, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        operations = fuse_gated_layers(recorder.operations, results)
         join_layers(operations)
         self._operands = [operands for _, operands in operations]
         self._ops = (Op * len(operations))(*(op for op, _ in operations))
-        self._row = (*result.shape[1:],)
-        self._dtype = result.dtype
+        self._rows = [((*result.shape[1:],), result.dtype) for result in results]
         self._inputs = {_buffer(tensor) for tensor in inputs}
-        self._result = _buffer(result)
+        self._results = {_buffer(result): index for index, result in enumerate(results)}
         self._offsets, self._bytes_per_token = self._plan()
         self._capacity = 0
-        self._result_places: list[tuple[Op, str, int]] = []
+        self._result_places: list[tuple[Op, str, int, int]] = []
+        """Operation, operand, index of the result, and offset in it in bytes."""
 
-    def run(self, runner: Runner, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def run(self, executor: Executor, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> list[Tensor]:
+        """Compute a step and return the results, each in new memory."""
         tokens = len(token_ids)
         if tokens > self._capacity:
             self._make_room(-(-tokens // _TOKENS_STEP) * _TOKENS_STEP)
-        out = torch.empty(tokens, *self._row, dtype=self._dtype)
-        for op, name, offset in self._result_places:
-            setattr(op, name, out.data_ptr() + offset)
+        results = [torch.empty(tokens, *row, dtype=dtype) for row, dtype in self._rows]
+        for op, name, index, offset in self._result_places:
+            setattr(op, name, results[index].data_ptr() + offset)
         if token_ids.dtype != torch.int64 or positions.dtype != torch.int64:
             raise ValueError(f"token ids and positions must be int64, not {token_ids.dtype} and {positions.dtype}")
         step = make_step(tokens, batch.query_start, batch.context_len, batch.groups)
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
         step.token_ids, step.positions = token_ids.data_ptr(), positions.data_ptr()
-        runner.execute(self._ops, len(self._ops), step)
-        return out
+        executor.execute(self._ops, len(self._ops), step)
+        return results
 
     def _plan(self) -> tuple[dict[int, int], int]:
         """Offset of every buffer for one token, and what all of them take."""
@@ -194,8 +197,8 @@ class Program:
                     setattr(op, name, tensor.data_ptr())
                     continue
                 buffer, offset = _buffer(tensor), int(tensor.storage_offset()) * tensor.itemsize
-                if buffer == self._result:
-                    self._result_places.append((op, name, offset))
+                if buffer in self._results:
+                    self._result_places.append((op, name, self._results[buffer], offset))
                 elif buffer not in self._inputs:
                     setattr(op, name, base + self._offsets[buffer] * capacity + offset)
         self._capacity = capacity
@@ -204,9 +207,9 @@ class Program:
 class Replay:
     """A forward pass that is recorded when it is called with new caches, and replayed from then on."""
 
-    def __init__(self, forward: Forward, runner: Runner) -> None:
+    def __init__(self, forward: Forward, executor: Executor) -> None:
         self._forward = forward
-        self._runner = runner
+        self._executor = executor
         self._programs: dict[tuple[object, ...], Program] = {}
 
     def __call__(
@@ -216,27 +219,35 @@ class Replay:
         caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
+        depths = taps.depths if taps is not None else ()
         ends = [cache.first for cache in (caches[0], caches[-1])]
         places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
-        key = (layers, *places[0], *places[1])
-        with self._runner.one_at_a_time:
+        key = (layers, depths, *places[0], *places[1])
+        with self._executor.one_at_a_time:
             program = self._programs.get(key)
             if program is None:
                 if len(self._programs) == _MAX_PROGRAMS:
                     self._programs.clear()
-                program = self._programs[key] = self._record(caches, batch, layers)
-            return program.run(self._runner, token_ids, positions, batch)
+                program = self._programs[key] = self._record(caches, batch, layers, depths)
+            result, *states = program.run(self._executor, token_ids, positions, batch)
+        if taps is not None:
+            taps.states.update(zip(depths, states))
+        return result
 
-    def _record(self, caches: Sequence[AnyCache], batch: AttentionBatch, layers: int | None) -> Program:
+    def _record(
+        self, caches: Sequence[AnyCache], batch: AttentionBatch, layers: int | None, depths: tuple[int, ...]
+    ) -> Program:
+        taps = Taps(depths)
         token_ids, positions = (torch.empty(RECORDED_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
-        self._runner.recorder = recorder = Recorder(batch.groups)
+        self._executor.recorder = recorder = Recorder(batch.groups)
         try:
             with _OnlyViews():  # type: ignore[no-untyped-call]
-                result = self._forward(token_ids, positions, caches, batch, layers)
+                result = self._forward(token_ids, positions, caches, batch, layers, taps)
         finally:
-            self._runner.recorder = None
-        return Program(recorder, (token_ids, positions), result)
+            self._executor.recorder = None
+        return Program(recorder, (token_ids, positions), [result, *(taps.states[depth] for depth in depths)])
 
 
 def _buffers(operands: Operands) -> list[Tensor]:

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupTables
+from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupTables, Taps
 from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.attention import SPLIT, StaticBatch
 
@@ -28,15 +28,15 @@ _MAX_GRAPHS = 64
 
 
 class Recording(Protocol):
-    """A computation whose inputs and result stay where they are."""
+    """A computation whose inputs and results stay where they are."""
 
-    result: Tensor
+    results: list[Tensor]
 
     def replay(self) -> None:
-        """Computes `result` anew from what the inputs hold now."""
+        """Compute `results` anew from the present inputs."""
 
 
-Record = Callable[[Callable[[], Tensor]], Recording]
+Record = Callable[[Callable[[], list[Tensor]]], Recording]
 
 
 class CudaRecorder:
@@ -45,7 +45,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Tensor]) -> Recording:
+    def __call__(self, run: Callable[[], list[Tensor]]) -> Recording:
         # Kernels are compiled, and vendors' libraries take their memory, outside of the recording.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -55,25 +55,26 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = run()
-        return _CudaRecording(graph, result)
+            results = run()
+        return _CudaRecording(graph, results)
 
 
 class _CudaRecording:
-    def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor) -> None:
-        self.result = result
+    def __init__(self, graph: torch.cuda.CUDAGraph, results: list[Tensor]) -> None:
+        self.results = results
         self.replay = graph.replay
 
 
 class CalledAgain:
-    """A recording where there are no graphs: in Triton's interpreter."""
+    """A recording for Triton's interpreter, which has no graphs."""
 
-    def __init__(self, run: Callable[[], Tensor]) -> None:
+    def __init__(self, run: Callable[[], list[Tensor]]) -> None:
         self._run = run
-        self.result = run()
+        self.results = run()
 
     def replay(self) -> None:
-        self.result.copy_(self._run())
+        for result, computed in zip(self.results, self._run()):
+            result.copy_(computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,38 +122,52 @@ class Graphs:
         caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         size = size_of(batch)
         if size is None:
-            return self._forward(token_ids, positions, caches, batch, layers)
+            return self._forward(token_ids, positions, caches, batch, layers, taps)
+        depths = taps.depths if taps is not None else ()
         ends = [cache.first for cache in (caches[0], caches[-1])]
         places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
-        key = (size, layers, *places)
+        key = (size, layers, depths, *places)
         if key not in self._graphs:
             if len(self._graphs) == _MAX_GRAPHS:
                 self._graphs.clear()
                 self._record = self._recorder()
             inputs = _Inputs(size, batch.groups, token_ids.device)
             inputs.fill(token_ids, positions, batch)
-            self._graphs[key] = _Graph(inputs, self._bound(inputs, caches, layers), self._record, self._plans)
-        return self._graphs[key].run(token_ids, positions, batch)
+            self._graphs[key] = _Graph(inputs, self._bound(inputs, caches, layers, depths), self._record, self._plans)
+        result, *states = self._graphs[key].run(token_ids, positions, batch)
+        if taps is not None:
+            taps.states.update(zip(depths, states))
+        return result
 
-    def _bound(self, inputs: _Inputs, caches: Sequence[AnyCache], layers: int | None) -> Callable[[], Tensor]:
-        return lambda: self._forward(inputs.token_ids, inputs.positions, caches, inputs.batch, layers)
+    def _bound(
+        self, inputs: _Inputs, caches: Sequence[AnyCache], layers: int | None, depths: tuple[int, ...]
+    ) -> Callable[[], list[Tensor]]:
+        def run() -> list[Tensor]:
+            taps = Taps(depths)
+            result = self._forward(inputs.token_ids, inputs.positions, caches, inputs.batch, layers, taps)
+            return [result, *(taps.states[depth] for depth in depths)]
+
+        return run
 
 
 class _Graph:
-    def __init__(self, inputs: _Inputs, run: Callable[[], Tensor], record: Record, plans: Callable[[], object]) -> None:
+    def __init__(
+        self, inputs: _Inputs, run: Callable[[], list[Tensor]], record: Record, plans: Callable[[], object]
+    ) -> None:
         self._inputs = inputs
         self._recording = record(run)
         # Made before the recording began, outside of its pool: nobody else keeps what it points to.
         self._read_by_replays = plans()
 
-    def run(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def run(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> list[Tensor]:
         self._inputs.fill(token_ids, positions, batch)
         self._recording.replay()
         # The next replay writes to the same place.
-        return self._recording.result[: len(token_ids)].clone()
+        return [result[: len(token_ids)].clone() for result in self._recording.results]
 
 
 class _Inputs:
