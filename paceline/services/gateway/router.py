@@ -182,9 +182,14 @@ def place_computing_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int
 
 def _computing(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
     """Return the workers that can compute a context now."""
-    fitting = [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
+    fitting = _fitting(need, snapshot)
     workers = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
     return [c for c in workers if c.member.worker_id not in need.refused and c.has_room]
+
+
+def _fitting(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
+    """Return the workers that take work of this length."""
+    return [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
 
 
 def _computing_at(candidate: Candidate | None) -> Placement | None:
@@ -260,7 +265,7 @@ class _Way:
 
 def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
     """All that are allowed now."""
-    fitting = [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
+    fitting = _fitting(need, snapshot)
     prefills = [c for c in fitting if c.member.role == "prefill"]
     ways: list[_Way] = []
     for decode in fitting:

@@ -109,6 +109,9 @@ def test_drafts_are_refused_where_states_could_not_go_back(tmp_path: Path, model
         check_model(drafting(hybrid), model_folder)
 
 
+POOLS = {"kv_pool": "device", "kv_pool_memory": "32MiB", "kv_memory": "64MiB"}
+
+
 def test_decode_workers_alone_make_a_stack() -> None:
     check_config(ServeConfig(prefill=0, decode=3))
 
@@ -141,6 +144,8 @@ def test_an_address_that_is_not_ours_is_refused(host: str, port: int) -> None:
         ({"quantization": "int8", "kernels": "reference"}, 2 * 1 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         ({"prefill": 0, "kv_memory": "1GiB"}, 1 * MIB + PROCESS_BYTES + 1024 * MIB),
         ({"prefill": 0, "device": "cuda"}, PROCESS_BYTES + LEAST_KV_BYTES),
+        # On a CPU each worker's pool is memory of the same machine.
+        (POOLS, 1 * MIB + 2 * PROCESS_BYTES + 64 * MIB + 2 * 32 * MIB),
     ],
 )
 def test_memory_is_weights_processes_and_kv(model_folder: Path, options: dict[str, Any], needed: int) -> None:
