@@ -33,6 +33,7 @@ from paceline.kernels.interface import (
     Kernels,
     LayerState,
     PackedWeight,
+    Taps,
     view_pool,
     view_states,
 )
@@ -125,6 +126,7 @@ def layers_pass(kernels: Kernels, weights: list[PackedWeight], x: Tensor) -> Cal
         caches: Sequence[AnyCache],
         batch: AttentionBatch,
         layers: int | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         rows = kernels.embed(token_ids, inputs)
         # Layers of the very same tensor would be joined to one operation.
