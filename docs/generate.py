@@ -1,0 +1,154 @@
+"""Writes the reference pages from the code: options, metrics, and fields of requests.
+
+    python docs/generate.py [--check]
+
+With --check nothing is written; the exit code is 1 if a page is not what the code says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+from paceline.cli import SERVICES
+from paceline.core.metrics import Family
+from paceline.core.options import Options, flag, group_of
+from paceline.services.gateway.metrics import Metrics
+from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
+
+FOLDER = Path(__file__).parent / "reference"
+PACKAGE = Path(__file__).parents[1] / "paceline"
+HIDDEN = ("ready_fd", "supervisor_socket")
+
+
+def options() -> str:
+    """Return the page of all options."""
+    lines = [
+        "# Options",
+        "",
+        "Each option is a flag of its command and a key of a TOML file (`--config FILE`): `--max-seqs 8` is",
+        "`max-seqs = 8`. A key at the top of the file is for every service that has it; a key in a table such as",
+        "`[decode]` is for that service. A flag takes precedence over the table, the table over the top, and the top",
+        "over the default.",
+    ]
+    for name, service in SERVICES.items():
+        config: type[Options] = service.config
+        lines += ["", f"## paceline {name}", "", service.summary, "", "| option | group | default | meaning |"]
+        lines.append("| --- | --- | --- | --- |")
+        for field, info in config.model_fields.items():
+            if field not in HIDDEN:
+                shown = "MODEL" if field == "model" else flag(field)
+                default = "`~/.cache/paceline`" if field == "cache_dir" else _code(info.default)
+                lines.append(f"| `{shown}` | {group_of(config, field)} | {default} | {_cell(info.description)} |")
+    return "\n".join(lines) + "\n"
+
+
+def metrics() -> str:
+    """Return the page of all metrics."""
+    rows = [*_worker_metrics(), *_gateway_metrics()]
+    lines = [
+        "# Metrics",
+        "",
+        "`GET /metrics` of a gateway shows its own metrics and those of all workers and hosts, for Prometheus. Names",
+        "begin with `paceline:`; names of counters end with `_total`.",
+        "",
+        "| name | kind | counted by | meaning |",
+        "| --- | --- | --- | --- |",
+        *(f"| `{name}` | {kind} | {place} | {_cell(help)} |" for name, kind, place, help in sorted(rows)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def api() -> str:
+    """Return the page of the fields of requests."""
+    lines = [
+        "# Fields of requests",
+        "",
+        "The fields are those of OpenAI, and vLLM's where OpenAI has none. Other fields are ignored.",
+    ]
+    for path, schema in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
+        described = schema.model_json_schema()
+        lines += ["", f"## POST {path}", "", "| field | type | default |", "| --- | --- | --- |"]
+        for name, field in described["properties"].items():
+            default = "required" if name in described.get("required", ()) else _code(field.get("default"))
+            lines.append(f"| `{name}` | {_cell(_type(field, described))} | {default} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"options.md": options, "metrics.md": metrics, "api.md": api}
+
+
+def stale() -> list[str]:
+    """Return the names of pages that are not what the code says."""
+    return [name for name, make in PAGES.items() if _read(FOLDER / name) != make()]
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def _worker_metrics() -> Iterator[tuple[str, str, str, str]]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if "= Family(" in file.read_text():
+            module = importlib.import_module(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts))
+            for family in vars(module).values():
+                if isinstance(family, Family) and family.name:
+                    place = "kvtransfer" if "kvtransfer" in file.parts else "workers"
+                    yield f"paceline:{family.name}", family.kind, place, family.help
+
+
+def _gateway_metrics() -> Iterator[tuple[str, str, str, str]]:
+    idle: Any = SimpleNamespace(sequences=SimpleNamespace(count=0), queue=())
+    found: Iterator[Metric] = Metrics("model", lambda: (), idle).registry.collect()
+    for metric in found:
+        yield metric.name, metric.type, "gateway", metric.documentation
+
+
+def _code(default: object) -> str:
+    return "" if default in ("", None) else f"`{default}`"
+
+
+def _type(field: dict[str, Any], schema: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_type(each, schema) for each in field["anyOf"]))
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    if field.get("type") == "array":
+        return f"array of {_type(field['items'], schema)}" if "items" in field else "array"
+    if "enum" in field:
+        return " or ".join(map(repr, field["enum"]))
+    limits = [f"{word} {field[key]}" for key, word in _LIMITS.items() if key in field]
+    return ", ".join([str(field.get("type", "any")), *limits])
+
+
+_LIMITS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "more than",
+    "maximum": "at most",
+    "exclusiveMaximum": "less than",
+}
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+def main() -> int:
+    if "--check" in sys.argv:
+        for name in stale():
+            print(f"docs/reference/{name} is not what the code says; run: python docs/generate.py", file=sys.stderr)
+        return bool(stale())
+    FOLDER.mkdir(exist_ok=True)
+    for name, make in PAGES.items():
+        (FOLDER / name).write_text(make())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
