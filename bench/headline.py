@@ -78,7 +78,7 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
         found["output_tokens_per_s"] = result["output_throughput"]
         found["total_tokens_per_s"] = result["total_token_throughput"]
     except KeyError as error:
-        raise ServerError(f"the client's results do not hold {error}") from error
+        raise ServerError(f"the client's results do not lease {error}") from error
     return found
 
 

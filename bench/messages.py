@@ -63,8 +63,8 @@ class Middle:
         else:
             self._instant = request.operations[0].traceparent
         if self._receiver is not None and self._instant:
-            hold = pb.Hold(tables=[pb.BlockTable(slots=range(BLOCKS), hashes=_HASHES)])
-            self._receiver(pb.BatchReply(results=[pb.Result(message=self._instant, hold=hold)]))
+            lease = pb.Lease(tables=[pb.BlockTable(slots=range(BLOCKS), hashes=_HASHES)])
+            self._receiver(pb.BatchReply(results=[pb.Result(message=self._instant, lease=lease)]))
             self._receiver, self._instant = None, ""
         if request.session == PUT:
             reply(pb.BatchReply())

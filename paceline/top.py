@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.client import fetch
 
-_PATH = "/fleet?holds=1"
+_PATH = "/fleet?leases=1"
 _COLUMNS = (
     ("WORKER", 20),
     ("ROLE", 8),
@@ -87,12 +87,12 @@ def _ledger(host: Mapping[str, Any]) -> str:
     text = f"{host['host_id']}: {host['total']} blocks: {blocks}; prefix hits {hits}"
     if not host["balanced"]:
         text += "; OUT OF BALANCE: restart this host's services"
-    return text + (f"; oldest hold {_hold(host['holds'][0])}" if host["holds"] else "")
+    return text + (f"; oldest lease {_lease(host['leases'][0])}" if host["leases"] else "")
 
 
-def _hold(hold: Mapping[str, Any]) -> str:
-    age = f"{hold['age_ms'] / 1000:.1f} s"
-    return f"{age} ({hold['blocks']} blocks, {hold['state']}, of {hold['owner']}, {hold['key']['request_id']})"
+def _lease(lease: Mapping[str, Any]) -> str:
+    age = f"{lease['age_ms'] / 1000:.1f} s"
+    return f"{age} ({lease['blocks']} blocks, {lease['state']}, of {lease['owner']}, {lease['key']['request_id']})"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from paceline.top import render, top
 def fleet(**stats: float) -> dict[str, Any]:
     worker = {"worker_id": "decode-0", "role": "decode", "state": "ready", "running": 3, "waiting": 0, "stats": stats}
     host = {"host_id": "h", "total": 10, "held": 2, "in_flight": 1, "cached": 3, "free": 4, "hit_rate": 0.25}
-    host |= {"balanced": True, "holds": []}
+    host |= {"balanced": True, "leases": []}
     return {"workers": [worker, {**worker, "role": "kvtransfer"}], "hosts": [host], "waiting": 7}
 
 
@@ -51,12 +51,12 @@ def test_a_worker_that_has_just_come_and_drafts_nothing_is_shown() -> None:
     assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "0.0%", "-", "-"]
 
 
-def test_the_oldest_hold_and_an_imbalance_are_seen() -> None:
+def test_the_oldest_lease_and_an_imbalance_are_seen() -> None:
     now = fleet()
-    hold = {"age_ms": 83_250, "blocks": 7, "state": "filling", "owner": "decode-0", "key": {"request_id": "cmpl-1"}}
-    now["hosts"][0] |= {"holds": [hold, {**hold, "age_ms": 5}], "balanced": False}
+    lease = {"age_ms": 83_250, "blocks": 7, "state": "filling", "owner": "decode-0", "key": {"request_id": "cmpl-1"}}
+    now["hosts"][0] |= {"leases": [lease, {**lease, "age_ms": 5}], "balanced": False}
     line = render(now, now, 1.0)[-2]
-    assert line.endswith("; oldest hold 83.2 s (7 blocks, filling, of decode-0, cmpl-1)")
+    assert line.endswith("; oldest lease 83.2 s (7 blocks, filling, of decode-0, cmpl-1)")
     assert "OUT OF BALANCE" in line
 
 

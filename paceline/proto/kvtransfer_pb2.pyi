@@ -32,11 +32,11 @@ class _CodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Code.ValueType],
     CODE_EXHAUSTED: _Code.ValueType  # 1
     """The blocks are not there now; try again later or give something back."""
     CODE_STALE: _Code.ValueType  # 2
-    """The generation is not the hold's newest: somebody else owns it now."""
+    """The generation is not the lease's newest: somebody else owns it now."""
     CODE_UNKNOWN: _Code.ValueType  # 3
-    """No such hold: never made, released, or expired."""
+    """No such lease: never made, released, or expired."""
     CODE_INVALID: _Code.ValueType  # 4
-    """The operation does not fit the hold's state or the layout."""
+    """The operation does not fit the lease's state or the layout."""
 
 class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
 
@@ -44,11 +44,11 @@ CODE_OK: Code.ValueType  # 0
 CODE_EXHAUSTED: Code.ValueType  # 1
 """The blocks are not there now; try again later or give something back."""
 CODE_STALE: Code.ValueType  # 2
-"""The generation is not the hold's newest: somebody else owns it now."""
+"""The generation is not the lease's newest: somebody else owns it now."""
 CODE_UNKNOWN: Code.ValueType  # 3
-"""No such hold: never made, released, or expired."""
+"""No such lease: never made, released, or expired."""
 CODE_INVALID: Code.ValueType  # 4
-"""The operation does not fit the hold's state or the layout."""
+"""The operation does not fit the lease's state or the layout."""
 Global___Code: _TypeAlias = Code  # noqa: Y015
 
 @_typing.final
@@ -153,7 +153,7 @@ Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 
 @_typing.final
 class Claim(_message.Message):
-    """A hold of the time of another service, as its only writer knows it."""
+    """A lease of the time of another service, as its only writer knows it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -165,7 +165,7 @@ class Claim(_message.Message):
     token_count: _builtins.int
     filled_tokens: _builtins.int
     active: _builtins.bool
-    """False where the hold is over, and the worker only has not stopped touching its blocks yet."""
+    """False where the lease is over, and the worker only has not stopped touching its blocks yet."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     @_builtins.property
@@ -356,19 +356,19 @@ class Result(_message.Message):
 
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
-    HOLD_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     ADOPTION_FIELD_NUMBER: _builtins.int
     code: Global___Code.ValueType
     message: _builtins.str
     """What is wrong and what to do, where code is not OK."""
     @_builtins.property
-    def hold(self) -> Global___Hold:
-        """The hold after the operation (reserve, open, extend)."""
+    def lease(self) -> Global___Lease:
+        """The lease after the operation (reserve, open, extend)."""
 
     @_builtins.property
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Key]:
-        """Renew: the holds that are not the caller's any more. The code is that of the first; all others were renewed."""
+        """Renew: the leases that are not the caller's any more. The code is that of the first; all others were renewed."""
 
     @_builtins.property
     def adoption(self) -> Global___Adoption:
@@ -379,13 +379,13 @@ class Result(_message.Message):
         *,
         code: Global___Code.ValueType = ...,
         message: _builtins.str = ...,
-        hold: Global___Hold | None = ...,
+        lease: Global___Lease | None = ...,
         lost: _abc.Iterable[_common_pb2.Key] | None = ...,
         adoption: Global___Adoption | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adoption", b"adoption", "hold", b"hold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adoption", b"adoption", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption", b"adoption", "code", b"code", "hold", b"hold", "lost", b"lost", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption", b"adoption", "code", b"code", "lease", b"lease", "lost", b"lost", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -408,7 +408,7 @@ class Adoption(_message.Message):
     """What the writer has called these tokens."""
     @_builtins.property
     def key(self) -> _common_pb2.Key:
-        """The hold's from now on."""
+        """The lease's from now on."""
 
     @_builtins.property
     def trimmed_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -436,7 +436,7 @@ class Adoption(_message.Message):
 Global___Adoption: _TypeAlias = Adoption  # noqa: Y015
 
 @_typing.final
-class Hold(_message.Message):
+class Lease(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
@@ -469,7 +469,7 @@ class Hold(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Hold: _TypeAlias = Hold  # noqa: Y015
+Global___Lease: _TypeAlias = Lease  # noqa: Y015
 
 @_typing.final
 class BlockTable(_message.Message):
@@ -499,7 +499,7 @@ Global___BlockTable: _TypeAlias = BlockTable  # noqa: Y015
 
 @_typing.final
 class Reserve(_message.Message):
-    """Makes a hold that the caller owns: cached blocks of the longest known prefix, then fresh blocks up to token_count."""
+    """Makes a lease that the caller owns: cached blocks of the longest known prefix, then fresh blocks up to token_count."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -515,7 +515,7 @@ class Reserve(_message.Message):
     """Of the request, as in Work."""
     @_builtins.property
     def key(self) -> _common_pb2.Key:
-        """generation must be above that of every earlier hold of (request, attempt)."""
+        """generation must be above that of every earlier lease of (request, attempt)."""
 
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -540,7 +540,7 @@ Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
 
 @_typing.final
 class Open(_message.Message):
-    """The caller becomes the writer of a hold that another worker reserved. Raises the generation."""
+    """The caller becomes the writer of a lease that another worker reserved. Raises the generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -625,9 +625,9 @@ Global___Fill: _TypeAlias = Fill  # noqa: Y015
 
 @_typing.final
 class Adopt(_message.Message):
-    """Makes a hold that the caller has reserved the caller's to write, as soon as it is filled, and is answered then. Raises
+    """Makes a lease that the caller has reserved the caller's to write, as soon as it is filled, and is answered then. Raises
     the generation. Full blocks that the writer has not sealed are left to the caller. Where nobody hears the answer,
-    releasing the key of the reservation ends the hold in either case.
+    releasing the key of the reservation ends the lease in either case.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -652,7 +652,7 @@ Global___Adopt: _TypeAlias = Adopt  # noqa: Y015
 
 @_typing.final
 class Extend(_message.Message):
-    """Grows the hold's tables to cover token_count tokens, in all groups or in none."""
+    """Grows the lease's tables to cover token_count tokens, in all groups or in none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -705,9 +705,9 @@ Global___Trim: _TypeAlias = Trim  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
-    """Ends the hold. Sealed blocks stay cached. Releasing twice is not an error. The one who reserved may release with that
+    """Ends the lease. Sealed blocks stay cached. Releasing twice is not an error. The one who reserved may release with that
     generation while another worker writes; the blocks are then kept until the writer fills, releases, or is gone. So are
-    those of a hold whose lease has ended.
+    those of a lease that has ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -730,7 +730,7 @@ Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class Renew(_message.Message):
-    """Restarts the lease of each hold. The one who reserved may do so with that generation until it adopts."""
+    """Restarts the time of each lease. The one who reserved may do so with that generation until it adopts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -763,11 +763,11 @@ class FetchRequest(_message.Message):
     """Address of the other host's service."""
     @_builtins.property
     def key(self) -> _common_pb2.Key:
-        """The hold to fill. The caller has reserved it."""
+        """The lease to fill. The caller has reserved it."""
 
     @_builtins.property
     def source_key(self) -> _common_pb2.Key:
-        """The hold to bring over."""
+        """The lease to bring over."""
 
     def __init__(
         self,
@@ -1269,20 +1269,20 @@ Global___CudaMemory: _TypeAlias = CudaMemory  # noqa: Y015
 class LedgerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    WITH_HOLDS_FIELD_NUMBER: _builtins.int
-    MAX_HOLDS_FIELD_NUMBER: _builtins.int
-    with_holds: _builtins.bool
-    max_holds: _builtins.int
+    WITH_LEASES_FIELD_NUMBER: _builtins.int
+    MAX_LEASES_FIELD_NUMBER: _builtins.int
+    with_leases: _builtins.bool
+    max_leases: _builtins.int
     """The oldest so many; 0 shows all."""
     def __init__(
         self,
         *,
-        with_holds: _builtins.bool = ...,
-        max_holds: _builtins.int = ...,
+        with_leases: _builtins.bool = ...,
+        max_leases: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_holds", b"max_holds", "with_holds", b"with_holds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_leases", b"max_leases", "with_leases", b"with_leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1299,13 +1299,13 @@ class LedgerReply(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
     BALANCED_FIELD_NUMBER: _builtins.int
-    EXPIRED_HOLDS_FIELD_NUMBER: _builtins.int
+    EXPIRED_LEASES_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_QUERIES_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_HITS_TOKENS_FIELD_NUMBER: _builtins.int
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
-    HOLDS_FIELD_NUMBER: _builtins.int
-    HOLDS_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    LEASES_LEFT_OUT_FIELD_NUMBER: _builtins.int
     BLOCKS_LEFT_OUT_FIELD_NUMBER: _builtins.int
     host_id: _builtins.str
     total: _builtins.int
@@ -1314,17 +1314,17 @@ class LedgerReply(_message.Message):
     in_flight: _builtins.int
     cached: _builtins.int
     balanced: _builtins.bool
-    """free + held + in_flight + cached == total, and every block's owners agree with the holds."""
-    expired_holds: _builtins.int
+    """free + held + in_flight + cached == total, and every block's owners agree with the leases."""
+    expired_leases: _builtins.int
     evicted_blocks: _builtins.int
     prefix_queries_tokens: _builtins.int
     prefix_hits_tokens: _builtins.int
     slot_bytes: _builtins.int
-    holds_left_out: _builtins.int
+    leases_left_out: _builtins.int
     blocks_left_out: _builtins.int
-    """Blocks that only holds that are left out have."""
+    """Blocks that only leases that are left out have."""
     @_builtins.property
-    def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___HoldInfo]:
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseInfo]:
         """Oldest first. The sum of blocks - shared_blocks over them, with blocks_left_out, is held + in_flight."""
 
     def __init__(
@@ -1337,25 +1337,25 @@ class LedgerReply(_message.Message):
         in_flight: _builtins.int = ...,
         cached: _builtins.int = ...,
         balanced: _builtins.bool = ...,
-        expired_holds: _builtins.int = ...,
+        expired_leases: _builtins.int = ...,
         evicted_blocks: _builtins.int = ...,
         prefix_queries_tokens: _builtins.int = ...,
         prefix_hits_tokens: _builtins.int = ...,
         slot_bytes: _builtins.int = ...,
-        holds: _abc.Iterable[Global___HoldInfo] | None = ...,
-        holds_left_out: _builtins.int = ...,
+        leases: _abc.Iterable[Global___LeaseInfo] | None = ...,
+        leases_left_out: _builtins.int = ...,
         blocks_left_out: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "blocks_left_out", b"blocks_left_out", "cached", b"cached", "evicted_blocks", b"evicted_blocks", "expired_holds", b"expired_holds", "free", b"free", "held", b"held", "holds", b"holds", "holds_left_out", b"holds_left_out", "host_id", b"host_id", "in_flight", b"in_flight", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "slot_bytes", b"slot_bytes", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "blocks_left_out", b"blocks_left_out", "cached", b"cached", "evicted_blocks", b"evicted_blocks", "expired_leases", b"expired_leases", "free", b"free", "held", b"held", "host_id", b"host_id", "in_flight", b"in_flight", "leases", b"leases", "leases_left_out", b"leases_left_out", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "slot_bytes", b"slot_bytes", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LedgerReply: _TypeAlias = LedgerReply  # noqa: Y015
 
 @_typing.final
-class HoldInfo(_message.Message):
+class LeaseInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -1397,7 +1397,7 @@ class HoldInfo(_message.Message):
     expires_in_ms: _builtins.int
     """0 while it drains: then the writer's word or the end of its session ends it."""
     shared_blocks: _builtins.int
-    """Of `blocks`, those that an older hold has, too."""
+    """Of `blocks`, those that an older lease has, too."""
     filled_tokens: _builtins.int
     """Tokens at the front whose KV is in the blocks, and tokens for which there are blocks."""
     token_count: _builtins.int
@@ -1428,4 +1428,4 @@ class HoldInfo(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HoldInfo: _TypeAlias = HoldInfo  # noqa: Y015
+Global___LeaseInfo: _TypeAlias = LeaseInfo  # noqa: Y015

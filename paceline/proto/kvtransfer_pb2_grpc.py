@@ -81,7 +81,7 @@ class KVTransferServicer:
 
     def Attach(self, request, context):
         """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
-        When it breaks, the worker counts as dead and its holds end after a short grace.
+        When it breaks, the worker counts as dead and its leases end after a short grace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,15 +96,15 @@ class KVTransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Ledger(self, request, context):
-        """The block ledger, with the owner of every hold.
+        """The block ledger, with the owner of every lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Brings the blocks of a context that is being computed on another host into a reserved hold. Ends when all of them
-        are here and verified: the hold is filled then. Cancelling the call ends the transfer. A hold whose transfer did not
+        """Brings the blocks of a context that is being computed on another host into a reserved lease. Ends when all of them
+        are here and verified: the lease is filled then. Cancelling the call ends the transfer. A lease whose transfer did not
         succeed has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -112,8 +112,8 @@ class KVTransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Export(self, request, context):
-        """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
-        the hold is filled. Ending the call says that they have been read.
+        """Asked by another host's service: names the blocks of a lease as they become complete, and those that are left once
+        the lease is filled. Ending the call says that they have been read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

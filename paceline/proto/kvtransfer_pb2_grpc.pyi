@@ -35,22 +35,22 @@ class KVTransferStub:
     def __new__(cls, channel: _aio.Channel) -> KVTransferAsyncStub: ...
     Attach: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.AttachRequest, _kvtransfer_pb2.AttachEvent]
     """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
-    When it breaks, the worker counts as dead and its holds end after a short grace.
+    When it breaks, the worker counts as dead and its leases end after a short grace.
     """
     Reusable: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ReusableRequest, _kvtransfer_pb2.ReusableReply]
     """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
     cluster's stream of block events. Ends when all is told.
     """
     Ledger: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.LedgerRequest, _kvtransfer_pb2.LedgerReply]
-    """The block ledger, with the owner of every hold."""
+    """The block ledger, with the owner of every lease."""
     Fetch: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]
-    """Brings the blocks of a context that is being computed on another host into a reserved hold. Ends when all of them
-    are here and verified: the hold is filled then. Cancelling the call ends the transfer. A hold whose transfer did not
+    """Brings the blocks of a context that is being computed on another host into a reserved lease. Ends when all of them
+    are here and verified: the lease is filled then. Cancelling the call ends the transfer. A lease whose transfer did not
     succeed has ended.
     """
     Export: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ExportRequest, _kvtransfer_pb2.ExportEvent]
-    """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
-    the hold is filled. Ending the call says that they have been read.
+    """Asked by another host's service: names the blocks of a lease as they become complete, and those that are left once
+    the lease is filled. Ending the call says that they have been read.
     """
     FetchPrefix: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchPrefixRequest, _kvtransfer_pb2.FetchReply]
     """Brings into the cache of this host what its disk tier or another host has of a context. Who reserves behind it finds
@@ -68,22 +68,22 @@ class KVTransferAsyncStub(KVTransferStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.AttachRequest, _kvtransfer_pb2.AttachEvent]  # type: ignore[assignment]
     """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
-    When it breaks, the worker counts as dead and its holds end after a short grace.
+    When it breaks, the worker counts as dead and its leases end after a short grace.
     """
     Reusable: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ReusableRequest, _kvtransfer_pb2.ReusableReply]  # type: ignore[assignment]
     """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
     cluster's stream of block events. Ends when all is told.
     """
     Ledger: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.LedgerRequest, _kvtransfer_pb2.LedgerReply]  # type: ignore[assignment]
-    """The block ledger, with the owner of every hold."""
+    """The block ledger, with the owner of every lease."""
     Fetch: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]  # type: ignore[assignment]
-    """Brings the blocks of a context that is being computed on another host into a reserved hold. Ends when all of them
-    are here and verified: the hold is filled then. Cancelling the call ends the transfer. A hold whose transfer did not
+    """Brings the blocks of a context that is being computed on another host into a reserved lease. Ends when all of them
+    are here and verified: the lease is filled then. Cancelling the call ends the transfer. A lease whose transfer did not
     succeed has ended.
     """
     Export: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ExportRequest, _kvtransfer_pb2.ExportEvent]  # type: ignore[assignment]
-    """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
-    the hold is filled. Ending the call says that they have been read.
+    """Asked by another host's service: names the blocks of a lease as they become complete, and those that are left once
+    the lease is filled. Ending the call says that they have been read.
     """
     FetchPrefix: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchPrefixRequest, _kvtransfer_pb2.FetchReply]  # type: ignore[assignment]
     """Brings into the cache of this host what its disk tier or another host has of a context. Who reserves behind it finds
@@ -104,7 +104,7 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.AttachEvent], _abc.AsyncIterator[_kvtransfer_pb2.AttachEvent]]:
         """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
-        When it breaks, the worker counts as dead and its holds end after a short grace.
+        When it breaks, the worker counts as dead and its leases end after a short grace.
         """
 
     @_abc_1.abstractmethod
@@ -123,7 +123,7 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _kvtransfer_pb2.LedgerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvtransfer_pb2.LedgerReply, _abc.Awaitable[_kvtransfer_pb2.LedgerReply]]:
-        """The block ledger, with the owner of every hold."""
+        """The block ledger, with the owner of every lease."""
 
     @_abc_1.abstractmethod
     def Fetch(
@@ -131,8 +131,8 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _kvtransfer_pb2.FetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvtransfer_pb2.FetchReply, _abc.Awaitable[_kvtransfer_pb2.FetchReply]]:
-        """Brings the blocks of a context that is being computed on another host into a reserved hold. Ends when all of them
-        are here and verified: the hold is filled then. Cancelling the call ends the transfer. A hold whose transfer did not
+        """Brings the blocks of a context that is being computed on another host into a reserved lease. Ends when all of them
+        are here and verified: the lease is filled then. Cancelling the call ends the transfer. A lease whose transfer did not
         succeed has ended.
         """
 
@@ -142,8 +142,8 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _kvtransfer_pb2.ExportRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.ExportEvent], _abc.AsyncIterator[_kvtransfer_pb2.ExportEvent]]:
-        """Asked by another host's service: names the blocks of a hold as they become complete, and those that are left once
-        the hold is filled. Ending the call says that they have been read.
+        """Asked by another host's service: names the blocks of a lease as they become complete, and those that are left once
+        the lease is filled. Ending the call says that they have been read.
         """
 
     @_abc_1.abstractmethod

@@ -212,7 +212,7 @@ class Caller:
 
 
 def _key(rng: random.Random) -> common_pb2.Key:
-    """One of few, so that operations meet each other's holds, and stale generations come up."""
+    """One of few, so that operations meet each other's leases, and stale generations come up."""
     return common_pb2.Key(
         request_id=f"fuzz-{rng.randrange(4)}", attempt=rng.choice((1, 2)), generation=rng.choice((0, 1, 1, 2, 2, 3, 9))
     )

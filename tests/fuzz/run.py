@@ -67,7 +67,7 @@ class Sight:
         wrong = []
         if not later.ledger.get("balanced"):
             wrong.append("the ledger is out of balance")
-        names = ("total", "held", "in_flight", "holds") if cache_may_grow else (*_COUNTS, "holds", "expired_holds")
+        names = ("total", "held", "in_flight", "leases") if cache_may_grow else (*_COUNTS, "leases", "expired_leases")
         for name in names:
             if self.ledger[name] != later.ledger[name]:
                 wrong.append(f"the ledger's {name} was {self.ledger[name]} and is {later.ledger[name]}")

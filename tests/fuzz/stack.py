@@ -126,7 +126,7 @@ class FuzzStack:
             ledger: dict[str, Any] = {}
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SETTLE_SECONDS):
-                    while not ledger or ledger["held"] or ledger["in_flight"] or ledger["holds"]:
+                    while not ledger or ledger["held"] or ledger["in_flight"] or ledger["leases"]:
                         await asyncio.sleep(0.2)
                         (ledger,) = (await client.get("/fleet")).json()["hosts"]
             return ledger

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from paceline.core.errors import PacelineError, StaleError
 from paceline.core.types import Key
-from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
+from paceline.services.kvtransfer.lease import TRANSFER, Lease, State
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof import judge
 from tests.proof.parties import Op
 from tests.proof.world import Violation, World, is_prefix, origin
 
-Answer = Hold | PacelineError | None
+Answer = Lease | PacelineError | None
 
 
 def carry_out(world: World, op: Op) -> Answer:
-    """Calls the ledger; the answer is the hold, or the error."""
+    """Calls the ledger; the answer is the lease, or the error."""
     ledger = world.hosts[op.host].ledger
     allowed = judge.right_to(ledger, op, world.now)
     try:
@@ -61,9 +61,9 @@ def _call(world: World, ledger: Ledger, op: Op) -> Answer:
     return None
 
 
-def _adopt(ledger: Ledger, session: int, key: Key, now: float) -> Hold:
+def _adopt(ledger: Ledger, session: int, key: Key, now: float) -> Lease:
     """As services/kvtransfer/adoptions.py does it, when it looks."""
-    hold = ledger.find(key, now)
-    if hold.owner != session or hold.state is not State.FILLED:
+    lease = ledger.find(key, now)
+    if lease.owner != session or lease.state is not State.FILLED:
         raise StaleError(f"{key} is not to be adopted by {session}")
-    return ledger.adopt(session, hold.key, now)
+    return ledger.adopt(session, lease.key, now)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim
-from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State
+from paceline.services.kvtransfer.lease import NOBODY, TRANSFER, Lease, State
 from tests.proof.parties import DECODE, Asked, Block, Job, Op, Transfer, Word
 from tests.proof.world import World, is_prefix, origin
 
@@ -19,7 +19,7 @@ from tests.proof.world import World, is_prefix, origin
 def digest(world: World) -> bytes:
     """16 bytes.
 
-    Left out is what has no effect: instants (a hold is renewed before the next lease is over, or it is not), what free
+    Left out is what has no effect: instants (a lease is renewed before the next lease is over, or it is not), what free
     blocks contain that nobody reads, and what is remembered of attempts to which no message refers.
     """
     looks = [_look(world, index) for index in range(len(world.asked))]
@@ -55,7 +55,7 @@ class _Encoder:
             parts.append(self._asked(index, world.asked[index]))
             parts.append([self._job(job) for job in self._sorted(world.jobs.values()) if job.request == index])
             for number in range(len(world.hosts)):
-                parts.append([self._hold(number, hold) for hold in self._holds(number, index)])
+                parts.append([self._lease(number, lease) for lease in self._leases(number, index)])
             parts.append([self._transfer(each) for each in self._transfers(index)])
         parts.append([self._job(job) for job in self._sorted(world.ghosts)])
         for queue in sorted(world.queues.values(), key=lambda queue: list(map(self._rank_of, queue))):
@@ -83,11 +83,11 @@ class _Encoder:
     def _sorted(self, jobs: Iterable[Job]) -> list[Job]:
         return sorted(jobs, key=lambda job: (self._name(job.key), job.role == DECODE, job.phase))
 
-    def _holds(self, host: int, index: int) -> list[Hold]:
+    def _leases(self, host: int, index: int) -> list[Lease]:
         prefix = f"{index}."
-        holds = self._world.hosts[host].ledger.holds()
-        found = [hold for hold in holds if origin(hold.key.request_id).startswith(prefix)]
-        return sorted(found, key=lambda hold: (self._name(hold.key), hold.key.generation))
+        leases = self._world.hosts[host].ledger.leases()
+        found = [lease for lease in leases if origin(lease.key.request_id).startswith(prefix)]
+        return sorted(found, key=lambda lease: (self._name(lease.key), lease.key.generation))
 
     def _transfers(self, index: int) -> list[Transfer]:
         found = [each for each in self._world.transfers.values() if each.request == index]
@@ -148,23 +148,23 @@ class _Encoder:
         where = (self._slot(each.there, block.slot), pool.name(block.slot), free)
         return (block.group, block.index, block.hash, digest, host.memory[block.slot] == block.digest, where)
 
-    def _hold(self, host: int, hold: Hold) -> object:
-        owner, writer = self._session(hold.owner), self._session(hold.writer)
-        name = (*self._name(hold.key), hold.key.generation, hold.first_generation)
+    def _lease(self, host: int, lease: Lease) -> object:
+        owner, writer = self._session(lease.owner), self._session(lease.writer)
+        name = (*self._name(lease.key), lease.key.generation, lease.first_generation)
         # A draining hold that waits for a word of its writer differs from one whose grace runs.
-        ending = (hold.deadline <= self._world.now, hold.state is State.DRAINING and hold.deadline < math.inf)
-        rest = (hold.state.value, hold.token_count, hold.filled_tokens, hold.context_hash, *ending)
-        tables = [[self._block(host, hold, slot) for slot in table] for table in hold.tables]
+        ending = (lease.deadline <= self._world.now, lease.state is State.DRAINING and lease.deadline < math.inf)
+        rest = (lease.state.value, lease.token_count, lease.filled_tokens, lease.context_hash, *ending)
+        tables = [[self._block(host, lease, slot) for slot in table] for table in lease.tables]
         return (name, owner, writer, rest, tables)
 
-    def _block(self, host: int, hold: Hold, slot: int) -> object:
+    def _block(self, host: int, lease: Lease, slot: int) -> object:
         number = self._slot(host, slot)
         if slot == NO_SLOT:
             return number
         pool, memory = self._world.hosts[host].ledger._pool, self._world.hosts[host].memory
         name = pool.name(slot)
         shared = name is not None and pool.find(*name) == slot
-        return (number, name, shared, self._word(hold.key, memory[slot]))
+        return (number, name, shared, self._word(lease.key, memory[slot]))
 
     def _word(self, key: Key, word: Word | None) -> object:
         """A block's content matters only where it may be shared, or is what this very attempt has written there."""

@@ -27,7 +27,7 @@ def start(world: World, index: int, decoder: int, prefiller: int) -> None:
 
 
 def call_prefill(world: World, index: int, another: bool = False) -> None:
-    """The decode worker has admitted the request; the prefill worker opens its hold, or, on another host, one of its
+    """The decode worker has admitted the request; the prefill worker opens its lease, or, on another host, one of its
     own."""
     asked, decode = world.asked[index], world.job(DECODE, index)
     assert decode is not None

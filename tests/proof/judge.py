@@ -6,13 +6,13 @@ from collections import defaultdict
 
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
-from paceline.services.kvtransfer.hold import NOBODY, TRANSFER, Hold, State
+from paceline.services.kvtransfer.lease import NOBODY, TRANSFER, Lease, State
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof.ledger_copy import copy_ledger
 from tests.proof.parties import Job, Op, Transfer
 from tests.proof.world import Host, Violation, World, blocks_of, is_prefix
 
-Holders = defaultdict[int, list[Hold]]
+Holders = defaultdict[int, list[Lease]]
 """By slot."""
 
 
@@ -43,9 +43,9 @@ def _check_host(host: Host) -> Holders:
         if name is not None and host.memory[slot] != name:
             raise Violation(f"block {slot} is published as {name} and contains {host.memory[slot]}")
     holders: Holders = defaultdict(list)
-    for hold in host.ledger.holds():
-        for slot in hold.slots():
-            holders[slot].append(hold)
+    for lease in host.ledger.leases():
+        for slot in lease.slots():
+            holders[slot].append(lease)
     return holders
 
 
@@ -79,7 +79,9 @@ def _check_prefixes(world: World, number: int) -> None:
             if own & links:
                 raise Violation(f"the prefix of {transfer.key} is brought twice at a time")
             links |= own
-    left = [hold.key for hold in world.hosts[number].ledger.holds() if is_prefix(hold.key) and hold.key not in moved]
+    left = [
+        lease.key for lease in world.hosts[number].ledger.leases() if is_prefix(lease.key) and lease.key not in moved
+    ]
     if left:
         raise Violation(f"{left} hold blocks, and nobody moves them")
 
@@ -98,8 +100,8 @@ def _check_named(world: World, transfer: Transfer) -> None:
             raise Violation(f"what is read for {transfer.key} is not what was named any more")
 
 
-def _check_block(slot: int, key: Key, session: int, holders: list[Hold], writes: bool) -> None:
-    own = [hold for hold in holders if hold.key == key]
+def _check_block(slot: int, key: Key, session: int, holders: list[Lease], writes: bool) -> None:
+    own = [lease for lease in holders if lease.key == key]
     if not own:
         raise Violation(f"session {session} touches block {slot} of {key}, which is not held for it")
     if writes and (own[0].writer != session or len(holders) > 1):
@@ -122,45 +124,45 @@ def right_to(ledger: Ledger, op: Op, now: float) -> bool:
     """Whether the sender may do this: within a lease, with the newest generation, to what is its own to change."""
     if op.kind in ("reserve", "pin", "release"):
         return True
-    hold = next((hold for hold in ledger.holds() if hold.key[:2] == op.key[:2] and lives(hold, now)), None)
+    lease = next((lease for lease in ledger.leases() if lease.key[:2] == op.key[:2] and lives(lease, now)), None)
     if op.kind == "adopt" and op.session != TRANSFER:  # by the key of the reservation
-        return hold is not None and hold.state is State.FILLED and hold.owner == op.session
-    if hold is None or hold.key.generation != op.key.generation:
+        return lease is not None and lease.state is State.FILLED and lease.owner == op.session
+    if lease is None or lease.key.generation != op.key.generation:
         return False
     if op.kind in ("open", "adopt"):
-        return hold.state is (State.RESERVED if op.kind == "open" else State.FILLED)
-    return hold.writer == op.session
+        return lease.state is (State.RESERVED if op.kind == "open" else State.FILLED)
+    return lease.writer == op.session
 
 
-def lives(hold: Hold, now: float) -> bool:
+def lives(lease: Lease, now: float) -> bool:
     """A lease that is over is so before any sweep."""
-    return hold.state is not State.DRAINING and hold.deadline > now
+    return lease.state is not State.DRAINING and lease.deadline > now
 
 
 def standing(ledger: Ledger, now: float) -> object:
     """All that an operation may change, but for deadlines, and for the end of what is over."""
     swept = copy_ledger(ledger)
     swept.expire(now)
-    holds = {hold.key: (hold.state, hold.owner, hold.writer, hold.tables) for hold in swept.holds()}
-    return holds, swept.counts()
+    leases = {lease.key: (lease.state, lease.owner, lease.writer, lease.tables) for lease in swept.leases()}
+    return leases, swept.counts()
 
 
 def check_leases(world: World, renewed: set[tuple[int, str, int]]) -> None:
-    """A lease has gone by: no hold lives that nobody has renewed.
+    """A lease has gone by: no lease lives that nobody has renewed.
 
     Args:
         renewed: (host, request id, attempt).
     """
     for number, host in enumerate(world.hosts):
-        for hold in host.ledger.holds():
-            if lives(hold, world.now) and (number, *hold.key[:2]) not in renewed:
-                raise Violation(f"hold {hold.key} outlives its lease")
+        for lease in host.ledger.leases():
+            if lives(lease, world.now) and (number, *lease.key[:2]) not in renewed:
+                raise Violation(f"lease {lease.key} outlives its lease")
 
 
 def check_swept(world: World, host: int) -> None:
-    for hold in world.hosts[host].ledger.holds():
-        if hold.deadline <= world.now:
-            raise Violation(f"hold {hold.key}, {hold.state.value}, outlives a sweep")
+    for lease in world.hosts[host].ledger.leases():
+        if lease.deadline <= world.now:
+            raise Violation(f"lease {lease.key}, {lease.state.value}, outlives a sweep")
 
 
 def check_exported(world: World) -> None:
@@ -168,8 +170,8 @@ def check_exported(world: World) -> None:
     for transfer in world.transfers.values():
         renews = transfer.named_all or not transfer.prefix
         if transfer.source == "exporting" and transfer.adopted is not None and renews:
-            holds = world.hosts[transfer.there].ledger.holds()
-            if not any(hold.key == transfer.adopted and lives(hold, world.now) for hold in holds):
+            leases = world.hosts[transfer.there].ledger.leases()
+            if not any(lease.key == transfer.adopted and lives(lease, world.now) for lease in leases):
                 raise Violation(f"the lease of {transfer.adopted} ended while it was being read")
 
 
@@ -182,6 +184,8 @@ def check_quiet(world: World) -> None:
         raise Violation(f"jobs {list(world.jobs)} and transfers {list(world.transfers)} never end")
     for host in world.hosts:
         counts = host.ledger.counts()
-        if host.ledger.holds() or counts.free + counts.cached != counts.total:
-            holds = [f"{hold.key} {hold.state.value} writer {hold.writer or NOBODY}" for hold in host.ledger.holds()]
-            raise Violation(f"blocks never come back: {counts}, holds {holds}")
+        if host.ledger.leases() or counts.free + counts.cached != counts.total:
+            leases = [
+                f"{lease.key} {lease.state.value} writer {lease.writer or NOBODY}" for lease in host.ledger.leases()
+            ]
+            raise Violation(f"blocks never come back: {counts}, holds {leases}")

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.lru import LRU
-from paceline.services.kvtransfer.hold import Hold
+from paceline.services.kvtransfer.lease import Lease
 from paceline.services.kvtransfer.ledger import Ledger
 
 Owner = TypeVar("Owner")
@@ -20,8 +20,8 @@ def copy_ledger(ledger: Ledger) -> Ledger:
     pool._index = [index.copy() for index in pool._index]
     pool._policy = _copy_policy(ledger._pool._policy)
     book._pool = pool
-    book._live = {name: _copy_hold(hold) for name, hold in book._live.items()}
-    book._draining = {key: _copy_hold(hold) for key, hold in book._draining.items()}
+    book._live = {name: _copy_lease(lease) for name, lease in book._live.items()}
+    book._draining = {key: _copy_lease(lease) for key, lease in book._draining.items()}
     return twin
 
 
@@ -42,7 +42,7 @@ def copy_fields(owner: Owner) -> Owner:
     return twin
 
 
-def _copy_hold(hold: Hold) -> Hold:
-    twin = copy.copy(hold)
-    twin.tables = [table.copy() for table in hold.tables]
+def _copy_lease(lease: Lease) -> Lease:
+    twin = copy.copy(lease)
+    twin.tables = [table.copy() for table in lease.tables]
     return twin

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from paceline.core.types import Key
-from paceline.services.kvtransfer.hold import prefix_key
+from paceline.services.kvtransfer.lease import prefix_key
 from tests.proof import claims, gateway, judge, network, transfer, transfer_moves, worker
 from tests.proof.parties import DECODE, Job
 from tests.proof.world import Violation, World
@@ -76,7 +76,7 @@ def _of_network(world: World) -> Iterator[Move]:
         if not _away(world, session):
             yield Move(network.notice, (session,))
     for number, host in enumerate(world.hosts):
-        if not host.away and any(hold.deadline <= world.now for hold in host.ledger.holds()):
+        if not host.away and any(lease.deadline <= world.now for lease in host.ledger.leases()):
             yield Move(network.sweep, (number,))
 
 
@@ -119,9 +119,9 @@ _NEXT = {
 
 
 def _is_lost(world: World, job: Job) -> bool:
-    """Whether the ledger would refuse a renewal: the hold has ended."""
-    holds = world.hosts[job.host].ledger.holds()
-    return not any(hold.key[:2] == job.key[:2] and judge.lives(hold, world.now) for hold in holds)
+    """Whether the ledger would refuse a renewal: the lease has ended."""
+    leases = world.hosts[job.host].ledger.leases()
+    return not any(lease.key[:2] == job.key[:2] and judge.lives(lease, world.now) for lease in leases)
 
 
 def _is_read_for(world: World, job: Job, key: Key) -> bool:

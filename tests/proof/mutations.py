@@ -12,8 +12,8 @@ from paceline.proto.kvtransfer_pb2 import ExportedBlock
 from paceline.services.kvtransfer.arrivals import Arrivals
 from paceline.services.kvtransfer.exports import Cursor
 from paceline.services.kvtransfer.flights import Flights
-from paceline.services.kvtransfer.hold import NOBODY, Hold, State
-from paceline.services.kvtransfer.hold_book import HoldBook
+from paceline.services.kvtransfer.lease import NOBODY, Lease, State
+from paceline.services.kvtransfer.lease_book import LeaseBook
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof import claims, network, transfer, worker
 from tests.proof.parties import Job
@@ -24,65 +24,65 @@ Patch = pytest.MonkeyPatch
 
 
 def without_generation_fence(patch: Patch) -> None:
-    """Whoever names a request and attempt reaches its hold, however old the generation."""
+    """Whoever names a request and attempt reaches its lease, however old the generation."""
 
-    def find(book: HoldBook, key: Key, now: float) -> Hold:
-        hold = book._alive(key, now)
-        return hold if hold is not None else original(book, key, now)
+    def find(book: LeaseBook, key: Key, now: float) -> Lease:
+        lease = book._alive(key, now)
+        return lease if lease is not None else original(book, key, now)
 
-    original = HoldBook.find
-    patch.setattr(HoldBook, "find", find)
-    patch.setattr(HoldBook, "find_newest", find)
+    original = LeaseBook.find
+    patch.setattr(LeaseBook, "find", find)
+    patch.setattr(LeaseBook, "find_newest", find)
 
 
 def without_memory_of_ended_keys(patch: Patch) -> None:
     """A reservation that comes late or again is a new one."""
-    patch.setattr(HoldBook, "forbid", lambda book, key: None)
+    patch.setattr(LeaseBook, "forbid", lambda book, key: None)
 
 
 def without_quarantine(patch: Patch) -> None:
-    """Blocks of a hold that has ended are free at once, although another worker writes."""
+    """Blocks of a lease that has ended are free at once, although another worker writes."""
 
-    def drain(book: HoldBook, hold: Hold, writer: int) -> None:
-        book._forget(hold)
-        book._give_back(hold)
+    def drain(book: LeaseBook, lease: Lease, writer: int) -> None:
+        book._forget(lease)
+        book._give_back(lease)
 
-    patch.setattr(HoldBook, "_drain", drain)
+    patch.setattr(LeaseBook, "_drain", drain)
 
 
 def without_grace(patch: Patch) -> None:
     """Blocks of a worker whose session has ended are free at once, although a step may be under way."""
 
-    def lose_session(book: HoldBook, session: int, now: float) -> None:
+    def lose_session(book: LeaseBook, session: int, now: float) -> None:
         original(book, session, now)
-        for hold in list(book._draining.values()):
-            if hold.writer == session:
-                book._end_drain(hold)
+        for lease in list(book._draining.values()):
+            if lease.writer == session:
+                book._end_drain(lease)
 
-    original = HoldBook.lose_session
-    patch.setattr(HoldBook, "lose_session", lose_session)
+    original = LeaseBook.lose_session
+    patch.setattr(LeaseBook, "lose_session", lose_session)
 
 
 def without_deadlines(patch: Patch) -> None:
-    """A hold that nobody renews lives on."""
-    patch.setattr(HoldBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
-    patch.setattr(HoldBook, "expire", lambda book, now: None)
+    """A lease that nobody renews lives on."""
+    patch.setattr(LeaseBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
+    patch.setattr(LeaseBook, "expire", lambda book, now: None)
 
 
 def without_leases_before_the_sweep(patch: Patch) -> None:
     """A lease ends when the ledger is swept, and not before."""
-    patch.setattr(HoldBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
+    patch.setattr(LeaseBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
 
 
 def without_a_look_at_the_lease_in_a_release(patch: Patch) -> None:
     """As it was before: where the lease was over and nobody had noticed, what was given back drained for ever."""
 
-    def drained(book: HoldBook, session: int, key: Key, now: float) -> None:
-        for hold in [hold for hold in book._draining.values() if hold.key[:2] == key[:2]]:
-            if hold.writer == session and hold.first_generation <= key.generation <= hold.key.generation:
-                book._end_drain(hold)
+    def drained(book: LeaseBook, session: int, key: Key, now: float) -> None:
+        for lease in [lease for lease in book._draining.values() if lease.key[:2] == key[:2]]:
+            if lease.writer == session and lease.first_generation <= key.generation <= lease.key.generation:
+                book._end_drain(lease)
 
-    patch.setattr(HoldBook, "drained", drained)
+    patch.setattr(LeaseBook, "drained", drained)
 
 
 def without_idempotent_release(patch: Patch) -> None:
@@ -93,9 +93,9 @@ def without_idempotent_release(patch: Patch) -> None:
         if key in released:
             ledger._pool.give_back(released[key])
             return
-        hold = next((hold for hold in ledger.holds() if hold.key == key), None)
-        if hold is not None and hold.writer == session:
-            released[key] = hold.slots()
+        lease = next((lease for lease in ledger.leases() if lease.key == key), None)
+        if lease is not None and lease.writer == session:
+            released[key] = lease.slots()
         original(ledger, session, key, now)
 
     original = Ledger.release
@@ -105,16 +105,16 @@ def without_idempotent_release(patch: Patch) -> None:
 def without_idempotent_fill(patch: Patch) -> None:
     """A prompt that is declared complete twice is handed over twice."""
 
-    def fill(ledger: Ledger, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes) -> Hold:
+    def fill(ledger: Ledger, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes) -> Lease:
         ledger._book.drained(session, key, now)
-        hold = ledger._book._live.get(key[:2])
-        if hold is None:
+        lease = ledger._book._live.get(key[:2])
+        if lease is None:
             return original(ledger, session, key, filled_tokens, now, context_hash)
-        if not hold.in_flight:
-            ledger._pool.enter_flight(hold.slots())
-        hold.state, hold.writer = State.FILLED, NOBODY
-        hold.filled_tokens, hold.context_hash = filled_tokens, context_hash
-        return hold
+        if not lease.in_flight:
+            ledger._pool.enter_flight(lease.slots())
+        lease.state, lease.writer = State.FILLED, NOBODY
+        lease.filled_tokens, lease.context_hash = filled_tokens, context_hash
+        return lease
 
     original = Ledger.fill
     patch.setattr(Ledger, "fill", fill)
@@ -159,8 +159,8 @@ def without_digests(patch: Patch) -> None:
 def without_seals(patch: Patch) -> None:
     """The source names blocks that are yet to be written."""
 
-    def sealed(cursor: Cursor, hold: Hold, hash_of: Callable[[int], bytes | None]) -> Iterator[ExportedBlock]:
-        return cursor._take(hold, hold.token_count, hash_of, only_sealed=False)
+    def sealed(cursor: Cursor, lease: Lease, hash_of: Callable[[int], bytes | None]) -> Iterator[ExportedBlock]:
+        return cursor._take(lease, lease.token_count, hash_of, only_sealed=False)
 
     patch.setattr(Cursor, "sealed", sealed)
 
@@ -176,7 +176,7 @@ def without_the_source_letting_go(patch: Patch) -> None:
 
 
 def without_the_reader_letting_go(patch: Patch) -> None:
-    """A reader that fails keeps its hold."""
+    """A reader that fails keeps its lease."""
     patch.setattr(
         transfer, "stop_reading", lambda world, name: put(world, world.transfers[name], reader="gone", stream=())
     )

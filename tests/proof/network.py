@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.core.errors import BusyError, PacelineError, UnavailableError
-from paceline.services.kvtransfer.hold import State
-from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
+from paceline.services.kvtransfer.lease import State
+from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
 from tests.proof import judge, transfer, worker
 from tests.proof.calls import carry_out
 from tests.proof.parties import Job, JobId, Late, Op
@@ -66,8 +66,8 @@ def _take(world: World, session: int) -> Op:
 def may_adopt(world: World, job: Job) -> bool:
     """Whether a decode worker that waits for its blocks gets an answer: they are filled, or it has lost them."""
     host = world.hosts[job.host]
-    holds = [hold for hold in host.ledger.holds() if hold.key[:2] == job.key[:2] and judge.lives(hold, world.now)]
-    return not host.away and (not holds or holds[0].state is State.FILLED)
+    leases = [lease for lease in host.ledger.leases() if lease.key[:2] == job.key[:2] and judge.lives(lease, world.now)]
+    return not host.away and (not leases or leases[0].state is State.FILLED)
 
 
 def adopt(world: World, job_id: JobId) -> None:

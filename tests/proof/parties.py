@@ -129,7 +129,7 @@ class Named(NamedTuple):
     last: bool
     """Whether these are all."""
     filled_tokens: int
-    """That the source's hold contains."""
+    """That the source's lease contains."""
     context_hash: bytes
     """Names them, in the last message."""
 
@@ -148,9 +148,9 @@ class Transfer(NamedTuple):
     caller: JobId
     """That worker's job."""
     key: Key
-    """Of the hold here."""
+    """Of the lease here."""
     source_key: Key
-    """Of the hold there; of a prefix the same, and each end makes its own."""
+    """Of the lease there; of a prefix the same, and each end makes its own."""
     prefix: bool = False
     reader: str = "called"
     """called; waiting: for another that brings the same prefix; reading; filled: its answer is on the way; gone."""
@@ -159,14 +159,14 @@ class Transfer(NamedTuple):
     cut: bool = False
     """Whether the stream has broken, of which both sides are yet to learn."""
     tables: tuple[tuple[int, ...], ...] = ()
-    """Of the hold here, as the three below."""
+    """Of the lease here, as the three below."""
     filled_tokens: int = 0
     """That were here from the beginning."""
     come: frozenset[tuple[int, int]] = frozenset()
     """(group, block) of those that have been read."""
     stream: tuple[Named, ...] = ()
     adopted: Key | None = None
-    """Under which the source has taken over the filled hold there, or holds what it had cached."""
+    """Under which the source has taken over the filled lease there, or holds what it had cached."""
     named: tuple[int, ...] = ()
     """By group, how far the source has named blocks."""
     named_all: bool = False

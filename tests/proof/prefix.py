@@ -1,14 +1,14 @@
 """A cached prefix comes from another host: kvtransfer's prefixes.py, and what fetches.py and exports.py do for it
 alone. The rest of it is a transfer as any other.
 
-To the ledger each of the two services is what a decode worker is that computes a context itself: it reserves a hold of
+To the ledger each of the two services is what a decode worker is that computes a context itself: it reserves a lease of
 its own, the source of cached blocks alone.
 """
 
 from __future__ import annotations
 
 from paceline.core.prefix import lacking_links
-from paceline.services.kvtransfer.hold import Hold
+from paceline.services.kvtransfer.lease import Lease
 from tests.proof import transfer
 from tests.proof.transfer import Id
 from tests.proof.world import World, tables_of
@@ -25,8 +25,8 @@ def ask(world: World, name: Id) -> None:
     if not lacking:
         transfer.end_flight(world, transfer.put(world, each, reader="filled"))
         return
-    hold = transfer.do(world, "reserve", each.here, each.key)
-    if not isinstance(hold, Hold):
+    lease = transfer.do(world, "reserve", each.here, each.key)
+    if not isinstance(lease, Lease):
         transfer.end_flight(world, transfer.put(world, each, reader="gone"))
         return
     transfer.put(
@@ -34,18 +34,18 @@ def ask(world: World, name: Id) -> None:
         each,
         reader="reading",
         source="exporting",
-        tables=tables_of(hold),
-        filled_tokens=hold.filled_tokens,
-        named=tuple(hold.filled_tokens // group.block_tokens for group in groups),
+        tables=tables_of(lease),
+        filled_tokens=lease.filled_tokens,
+        named=tuple(lease.filled_tokens // group.block_tokens for group in groups),
     )
 
 
 def pin(world: World, name: Id) -> None:
     """The source has got the call, and holds what it has cached until all has been read."""
     each = world.transfers[name]
-    hold = transfer.do(world, "pin", each.there, each.source_key)
-    if not isinstance(hold, Hold):
+    lease = transfer.do(world, "pin", each.there, each.source_key)
+    if not isinstance(lease, Lease):
         transfer.stop_exporting(world, name)
         return
-    first = [hold.filled_tokens // group.block_tokens for group in world.setup.layout.groups]
-    transfer.put(world, each, adopted=hold.key, named=tuple(map(min, each.named, first)))
+    first = [lease.filled_tokens // group.block_tokens for group in world.setup.layout.groups]
+    transfer.put(world, each, adopted=lease.key, named=tuple(map(min, each.named, first)))

@@ -29,7 +29,7 @@ class Request:
     text: str
     """The prompt's front, one letter for each 16 tokens. Equal beginnings have equal KV."""
     tail: int = 4
-    """Tokens of the prompt behind it; with none and no text, the hold has no blocks at all."""
+    """Tokens of the prompt behind it; with none and no text, the lease has no blocks at all."""
     growth: int = 0
     """Tokens that its decode worker asks room for only when it is there."""
     one_token: bool = False

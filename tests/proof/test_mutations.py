@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.errors import BusyError, PacelineError
 from paceline.core.types import Key
-from paceline.services.kvtransfer.hold import Hold
+from paceline.services.kvtransfer.lease import Lease
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof import judge, mutations
 from tests.proof.explore import Explorer
@@ -181,7 +181,7 @@ def test_the_explorer_finds_a_protocol_without_generations(monkeypatch: Patch) -
 def test_a_reservation_that_was_refused_must_not_come_again(monkeypatch: Patch) -> None:
     """As it was before the simulator found it (seed 20): refused for want of blocks, it came again and was granted."""
 
-    def reserve(ledger: Ledger, session: int, key: Key, *rest: object) -> Hold:
+    def reserve(ledger: Ledger, session: int, key: Key, *rest: object) -> Lease:
         seen = ledger._book._ended.get(key[:2])
         try:
             return original(ledger, session, key, *rest)  # type: ignore[arg-type]

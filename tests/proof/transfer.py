@@ -11,7 +11,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.types import Key
 from paceline.services.kvtransfer.arrivals import Arrivals, check_names
 from paceline.services.kvtransfer.exports import Cursor
-from paceline.services.kvtransfer.hold import TRANSFER, Hold, State
+from paceline.services.kvtransfer.lease import TRANSFER, Lease, State
 from tests.proof import worker
 from tests.proof.calls import Answer, carry_out
 from tests.proof.judge import lives
@@ -43,32 +43,33 @@ def waiting_job(world: World, transfer: Transfer) -> Job | None:
 
 
 def begin(world: World, name: Id) -> None:
-    """The call of the decode worker has come: the reader opens its hold, and calls the source."""
+    """The call of the decode worker has come: the reader opens its lease, and calls the source."""
     transfer = world.transfers[name]
     try:
         world.hosts[transfer.here].ledger.renew(transfer.session, transfer.key, world.now)
     except PacelineError:
         put(world, transfer, reader="gone")
         return
-    hold = do(world, "open", transfer.here, transfer.key)
-    if not isinstance(hold, Hold):
+    lease = do(world, "open", transfer.here, transfer.key)
+    if not isinstance(lease, Lease):
         put(world, transfer, reader="gone")
         return
-    first = tuple(hold.filled_tokens // group.block_tokens for group in world.setup.layout.groups)
+    first = tuple(lease.filled_tokens // group.block_tokens for group in world.setup.layout.groups)
     put(
         world,
         transfer,
         reader="reading",
         source="exporting",
-        key=hold.key,
-        tables=tables_of(hold),
-        filled_tokens=hold.filled_tokens,
+        key=lease.key,
+        tables=tables_of(lease),
+        filled_tokens=lease.filled_tokens,
         named=first,
     )
 
 
 def read(world: World, name: Id) -> None:
-    """Reads the blocks of one message and publishes those that have a name. With the last ones the hold is complete."""
+    """Reads the blocks of one message and publishes those that have a name. With the last ones the lease is
+    complete."""
     transfer = world.transfers[name]
     here, there = world.hosts[transfer.here], world.hosts[transfer.there]
     (blocks, last, filled_tokens, context_hash), *stream = transfer.stream
@@ -99,7 +100,7 @@ def read(world: World, name: Id) -> None:
     elif last:
         if any(group.shape.window for group in world.setup.layout.groups):
             do(world, "trim", transfer.here, transfer.key)  # what no query sees has not come
-        if isinstance(do(world, "fill", transfer.here, transfer.key, context_hash), Hold):
+        if isinstance(do(world, "fill", transfer.here, transfer.key, context_hash), Lease):
             put(world, transfer, reader="filled")
         else:
             stop_reading(world, name)
@@ -146,10 +147,10 @@ def answer(world: World, name: Id) -> None:
 
 
 def take_over(world: World, name: Id) -> None:
-    """The prompt is complete: the source adopts its hold, so that it stays until all has been read."""
+    """The prompt is complete: the source adopts its lease, so that it stays until all has been read."""
     transfer = world.transfers[name]
     taken = do(world, "adopt", transfer.there, transfer.source_key)
-    if isinstance(taken, Hold):
+    if isinstance(taken, Lease):
         put(world, transfer, adopted=taken.key)
     else:
         stop_exporting(world, name)
@@ -158,16 +159,16 @@ def take_over(world: World, name: Id) -> None:
 def tell(world: World, name: Id) -> None:
     """The source names the blocks that have become complete."""
     transfer = world.transfers[name]
-    hold = exported(world, transfer)
-    assert hold is not None
-    blocks, named = complete(world, transfer, hold)
+    lease = exported(world, transfer)
+    assert lease is not None
+    blocks, named = complete(world, transfer, lease)
     last = transfer.adopted is not None
-    message = Named(blocks, last, hold.filled_tokens if last else 0, hold.context_hash if last else b"")
+    message = Named(blocks, last, lease.filled_tokens if last else 0, lease.context_hash if last else b"")
     put(world, transfer, stream=(*transfer.stream, message), named=named, named_all=message.last)
 
 
 def stop_exporting(world: World, name: Id) -> None:
-    """The hold has ended, or the reader is gone or done."""
+    """The lease has ended, or the reader is gone or done."""
     transfer = world.transfers[name]
     if transfer.adopted is not None:
         do(world, "release", transfer.there, transfer.adopted)
@@ -175,7 +176,8 @@ def stop_exporting(world: World, name: Id) -> None:
 
 
 def keep(world: World, transfer: Transfer, now: float) -> bool:
-    """What the source does every second: it renews, or takes over what has been filled. Whether the hold is its own."""
+    """What the source does every second: it renews, or takes over what has been filled. Whether the lease is its
+    own."""
     ledger = world.hosts[transfer.there].ledger
     if transfer.prefix and not transfer.named_all:
         return False  # it renews nothing until all has been named
@@ -183,31 +185,31 @@ def keep(world: World, transfer: Transfer, now: float) -> bool:
         if transfer.adopted is not None:
             ledger.renew(TRANSFER, transfer.adopted, now)
             return True
-        hold = ledger.find(transfer.source_key, now)
-        if hold.state is State.FILLED:
-            put(world, transfer, adopted=ledger.adopt(TRANSFER, hold.key, now).key)
+        lease = ledger.find(transfer.source_key, now)
+        if lease.state is State.FILLED:
+            put(world, transfer, adopted=ledger.adopt(TRANSFER, lease.key, now).key)
             return True
     except PacelineError:
         pass  # which it meets again when it looks
     return False
 
 
-def exported(world: World, transfer: Transfer) -> Hold | None:
-    """The hold at the source, while it lives."""
+def exported(world: World, transfer: Transfer) -> Lease | None:
+    """The lease at the source, while it lives."""
     key = transfer.adopted or transfer.source_key
-    for hold in world.hosts[transfer.there].ledger.holds():
-        if lives(hold, world.now) and hold.key[:2] == key[:2]:
-            return hold if hold.first_generation <= key.generation <= hold.key.generation else None
+    for lease in world.hosts[transfer.there].ledger.leases():
+        if lives(lease, world.now) and lease.key[:2] == key[:2]:
+            return lease if lease.first_generation <= key.generation <= lease.key.generation else None
     return None
 
 
-def complete(world: World, transfer: Transfer, hold: Hold) -> tuple[tuple[Block, ...], tuple[int, ...]]:
-    """Blocks of the source's hold that can be named and have not been, and how far they go."""
+def complete(world: World, transfer: Transfer, lease: Lease) -> tuple[tuple[Block, ...], tuple[int, ...]]:
+    """Blocks of the source's lease that can be named and have not been, and how far they go."""
     host = world.hosts[transfer.there]
     cursor = Cursor(world.setup.layout.groups, transfer.filled_tokens)
     cursor._next = list(transfer.named)
     take = cursor.sealed if transfer.adopted is None else cursor.rest
-    blocks = [Block(b.group, b.index, b.slot, b.hash, host.memory[b.slot]) for b in take(hold, host.ledger.hash_of)]
+    blocks = [Block(b.group, b.index, b.slot, b.hash, host.memory[b.slot]) for b in take(lease, host.ledger.hash_of)]
     return tuple(blocks), tuple(cursor._next)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from paceline.services.kvtransfer.hold import State
+from paceline.services.kvtransfer.lease import State
 from tests.proof import prefix, transfer
 from tests.proof.parties import Transfer
 from tests.proof.transfer import Id
@@ -35,14 +35,14 @@ def _of_reader(each: Transfer, awaited: bool) -> Acts:
 
 def _of_source(world: World, each: Transfer) -> Acts:
     uncalled = each.prefix and each.adopted is None
-    hold = None if uncalled else transfer.exported(world, each)
+    lease = None if uncalled else transfer.exported(world, each)
     if uncalled:
         yield prefix.pin
-    if (hold is None and not uncalled) or each.reader != "reading" or each.cut:
+    if (lease is None and not uncalled) or each.reader != "reading" or each.cut:
         yield transfer.stop_exporting
-    if hold is None:
+    if lease is None:
         return
-    if each.adopted is None and hold.state is State.FILLED:
+    if each.adopted is None and lease.state is State.FILLED:
         yield transfer.take_over
-    elif not each.named_all and (each.adopted is not None or transfer.complete(world, each, hold)[0]):
+    elif not each.named_all and (each.adopted is not None or transfer.complete(world, each, lease)[0]):
         yield transfer.tell

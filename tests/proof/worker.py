@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.core.errors import BusyError, UnavailableError
-from paceline.services.kvtransfer.hold import Hold, prefix_key
+from paceline.services.kvtransfer.lease import Lease, prefix_key
 from tests.proof import judge
 from tests.proof.calls import Answer
 from tests.proof.parties import DECODE, PREFILL, Job, JobId, Op, Transfer
@@ -32,7 +32,7 @@ def _waiting_for(world: World, op: Op) -> Job | None:
 
 
 def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
-    if isinstance(answer, Hold) and not job.cancelled:
+    if isinstance(answer, Lease) and not job.cancelled:
         tables = tables_of(answer)
         if job.role == PREFILL:
             world.send(world.put(job, phase="opening"), "open")
@@ -41,7 +41,7 @@ def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
         else:
             world.put(job, phase="admitted", tables=tables, settled=answer.filled_tokens)
         return
-    if isinstance(answer, Hold | UnavailableError):
+    if isinstance(answer, Lease | UnavailableError):
         world.send(job, "release")
     elif isinstance(answer, BusyError) and job.alone and not job.cancelled:
         world.put(job, phase="waiting")  # for another try, under a key of its own
@@ -52,33 +52,33 @@ def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
 
 
 def _open_answered(world: World, job: Job, answer: Answer) -> None:
-    if isinstance(answer, Hold) and not job.cancelled and goes_on_with_its_own(world, job, answer):
+    if isinstance(answer, Lease) and not job.cancelled and goes_on_with_its_own(world, job, answer):
         world.put(job, key=answer.key, phase="writing", tables=tables_of(answer), settled=answer.filled_tokens)
         if job.reserved and world.is_current(job):
             world.asked[job.request] = world.asked[job.request]._replace(opened=answer.key)
         return
-    if isinstance(answer, Hold | UnavailableError):
+    if isinstance(answer, Lease | UnavailableError):
         world.send(job, "release", job.next_key.generation)
     if job.reserved:
         world.send(job, "release")
     world.drop(job)
 
 
-def goes_on_with_its_own(world: World, job: Job, opened: Hold) -> bool:
+def goes_on_with_its_own(world: World, job: Job, opened: Lease) -> bool:
     """Whether what is cached in the blocks belongs to the prompt that a prefill worker was given."""
     return not opened.filled_tokens or opened.context_hash == world.prompt(job).hashes[opened.filled_tokens // 16 - 1]
 
 
 def _fill_answered(world: World, job: Job, answer: Answer) -> None:
     world.drop(job)
-    if not isinstance(answer, Hold) or job.cancelled:
+    if not isinstance(answer, Lease) or job.cancelled:
         world.send(job, "release")
     elif world.is_current(job):
         world.asked[job.request] = world.asked[job.request]._replace(filled=answer.key)
 
 
 def _extend_answered(world: World, job: Job, answer: Answer) -> None:
-    if isinstance(answer, Hold):
+    if isinstance(answer, Lease):
         world.put(job, phase="running", grown=True, tables=tables_of(answer))
     elif isinstance(answer, BusyError):  # preempted: it leaves the engine, and comes again under its next generation
         world.send(job, "release")
@@ -121,7 +121,7 @@ def leave_prefix(world: World, job_id: JobId) -> None:
 
 def given(world: World, job: Job, answer: Answer) -> None:
     """The ledger has given it the blocks for which it waited, or refused to; the worker has not heard yet."""
-    if isinstance(answer, Hold):
+    if isinstance(answer, Lease):
         world.put(job, phase="adopting", tables=tables_of(answer), context_hash=answer.context_hash)
         return
     if not job.lost:

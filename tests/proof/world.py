@@ -2,7 +2,7 @@
 
 A world is plain data. Everything that can happen to it is a *move*, a function of the other modules; nothing else
 changes it. Between gateway and workers there are streams, which break but never repeat or reorder; what each side
-learns of a break, and when, is free. The same holds for a transfer between two hosts. Between workers and the ledger
+learns of a break, and when, is free. The same leases for a transfer between two hosts. Between workers and the ledger
 each operation may be lost, carried out without an answer, come late (behind what was sent after it), or come twice.
 """
 
@@ -15,7 +15,7 @@ from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim
 from paceline.services.kvtransfer.flights import Flights
-from paceline.services.kvtransfer.hold import TRANSFER, Hold, prefix_key
+from paceline.services.kvtransfer.lease import TRANSFER, Lease, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof.ledger_copy import copy_fields, copy_ledger
 from tests.proof.parties import Asked, Job, JobId, Late, Op, Transfer, Word
@@ -164,15 +164,15 @@ def origin(request_id: str) -> str:
 
 
 def is_prefix(key: Key) -> bool:
-    """Whether a hold is one in which a prefix is moved."""
+    """Whether a lease is one in which a prefix is moved."""
     return key.request_id.startswith(_PREFIX)
 
 
 _PREFIX = prefix_key(Key("", 0, 0)).request_id
 
 
-def tables_of(hold: Hold) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, hold.tables))
+def tables_of(lease: Lease) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, lease.tables))
 
 
 def blocks_of(tables: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
@@ -197,11 +197,11 @@ def _cache(host: Host, text: str) -> None:
     """As if a request had been served that left this; in a layout of one group."""
     hashes, ledger = Request(text, tail=0).hashes, host.ledger
     tokens, session = 16 * len(hashes), FIRST_SESSION - 2
-    hold = ledger.reserve(session, Key(f"left {text}", 1, 1), hashes, tokens, 0, 0.0)
-    for slot, digest in zip(hold.tables[0], hashes):
+    lease = ledger.reserve(session, Key(f"left {text}", 1, 1), hashes, tokens, 0, 0.0)
+    for slot, digest in zip(lease.tables[0], hashes):
         host.memory[slot] = (0, digest)
-    ledger.seal(session, hold.key, 0, 0, hashes, 0.0)
-    ledger.release(session, hold.key, 0.0)
+    ledger.seal(session, lease.key, 0, 0, hashes, 0.0)
+    ledger.release(session, lease.key, 0.0)
 
 
 def make_world(setup: Setup) -> World:

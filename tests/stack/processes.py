@@ -34,7 +34,7 @@ def arenas(processes: Iterable[psutil.Process]) -> set[Path]:
 def is_settled(ledgers: Iterable[Any]) -> bool:
     """Whether nothing is held or in flight on these hosts. They must add up at any time."""
     assert all(ledger["balanced"] and ledger["adds_up"] for ledger in ledgers)
-    return not any(ledger["held"] or ledger["in_flight"] or ledger["holds"] for ledger in ledgers)
+    return not any(ledger["held"] or ledger["in_flight"] or ledger["leases"] for ledger in ledgers)
 
 
 class Stack:

@@ -24,9 +24,9 @@ from paceline.services.gateway.trace_book import KEPT, describe
 
 LEDGER_SECONDS = 1.0
 
-HOLDS = 100
-"""Holds of a host that /fleet shows where nobody asks for more; at most MOST_HOLDS."""
-MOST_HOLDS = 5000
+LEASES = 100
+"""Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
+MOST_LEASES = 5000
 
 
 def make_operations(gateway: Gateway) -> APIRouter:
@@ -58,9 +58,13 @@ def make_operations(gateway: Gateway) -> APIRouter:
         return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @router.get("/fleet")
-    async def fleet(holds: Annotated[int, Query(ge=1, le=MOST_HOLDS)] = HOLDS) -> dict[str, Any]:
+    async def fleet(
+        leases: Annotated[int, Query(ge=1, le=MOST_LEASES)] = LEASES,
+        holds: Annotated[int | None, Query(ge=1, le=MOST_LEASES, deprecated=True)] = None,
+    ) -> dict[str, Any]:
+        leases = holds or leases  # its name in earlier releases
         workers, hosts = gateway.fleet.workers(), gateway.fleet.hosts()
-        ledgers = await asyncio.gather(*(_ledger(host, holds) for host in hosts))
+        ledgers = await asyncio.gather(*(_ledger(host, leases) for host in hosts))
         return {
             "workers": [_describe(worker) for worker in workers],
             "hosts": [
@@ -103,10 +107,10 @@ def _describe(worker: RemoteWorker) -> dict[str, Any]:
     }
 
 
-async def _ledger(host: RemoteWorker, most_holds: int) -> dict[str, Any]:
+async def _ledger(host: RemoteWorker, most_leases: int) -> dict[str, Any]:
     """A host's block ledger as it is at this moment, or why it is not to be had."""
     stub = kvtransfer_pb2_grpc.KVTransferStub(host.channel)
-    request = kvtransfer_pb2.LedgerRequest(with_holds=True, max_holds=most_holds)
+    request = kvtransfer_pb2.LedgerRequest(with_leases=True, max_leases=most_leases)
     try:
         reply = await stub.Ledger(request, timeout=LEDGER_SECONDS)
     except grpc.aio.AioRpcError as error:
@@ -116,19 +120,19 @@ async def _ledger(host: RemoteWorker, most_holds: int) -> dict[str, Any]:
             raise
         return {"host_id": host.member.host_id, "error": "it has left"}  # whose channel is closed, with its calls
     queries = reply.prefix_queries_tokens
-    owned = sum(hold.blocks - hold.shared_blocks for hold in reply.holds) + reply.blocks_left_out
+    owned = sum(lease.blocks - lease.shared_blocks for lease in reply.leases) + reply.blocks_left_out
     return {
         "host_id": reply.host_id,
         "hit_rate": reply.prefix_hits_tokens / queries if queries else None,
-        **{field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if field.name != "holds"},
-        # Every block is free, cached, or of a hold; whoever doubts `balanced` can add up what is shown.
-        "blocks_of_holds": owned,
+        **{field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if field.name != "leases"},
+        # Every block is free, cached, or of a lease; whoever doubts `balanced` can add up what is shown.
+        "blocks_of_leases": owned,
         "adds_up": reply.total == reply.free + reply.cached + owned and owned == reply.held + reply.in_flight,
-        "holds": [_hold(hold) for hold in reply.holds],
+        "leases": [_lease(lease) for lease in reply.leases],
     }
 
 
-def _hold(hold: kvtransfer_pb2.HoldInfo) -> dict[str, Any]:
-    fields = MessageToDict(hold, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+def _lease(lease: kvtransfer_pb2.LeaseInfo) -> dict[str, Any]:
+    fields = MessageToDict(lease, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     # The JSON form of protobuf writes 64-bit numbers as text.
-    return {**fields, "age_ms": hold.age_ms, "expires_in_ms": hold.expires_in_ms}
+    return {**fields, "age_ms": lease.age_ms, "expires_in_ms": lease.expires_in_ms}

@@ -235,7 +235,7 @@ class RequestTrace:
     request_id: str
     """What the client got; it may have chosen it, and have used it before."""
     own_id: str
-    """Unique in the cluster; in the keys of holds and in logs of workers each of several sequences adds its index."""
+    """Unique in the cluster; in the keys of leases and in logs of workers each of several sequences adds its index."""
     endpoint: str
     streamed: bool
     asked: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The arena: one file of shared memory that holds every KV block of a host, and the page on which its workers agree
+"""The arena: one file of shared memory that leases every KV block of a host, and the page on which its workers agree
 whose turn it is."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _prefix(owner: str = "") -> str:
 
 
 def _lock_stale(path: Path) -> int | None:
-    """A descriptor that holds the lock; None for somebody else's file, one that is locked, or gone by now."""
+    """A descriptor that leases the lock; None for somebody else's file, one that is locked, or gone by now."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

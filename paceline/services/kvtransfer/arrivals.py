@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.core.errors import TransferError
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVGroup
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.kvtransfer.hold import Hold
+from paceline.services.kvtransfer.lease import Lease
 
 
 def check_names(groups: Sequence[KVGroup], blocks: Sequence[pb.ExportedBlock], hashes: Sequence[bytes]) -> None:
@@ -24,12 +24,12 @@ def check_names(groups: Sequence[KVGroup], blocks: Sequence[pb.ExportedBlock], h
 
 
 class Arrivals:
-    """Which blocks of a hold have come: each that is needed has to, once."""
+    """Which blocks of a lease have come: each that is needed has to, once."""
 
-    def __init__(self, groups: Sequence[KVGroup], hold: Hold) -> None:
+    def __init__(self, groups: Sequence[KVGroup], lease: Lease) -> None:
         self._groups = groups
-        self._hold = hold
-        self._first = [hold.filled_tokens // group.block_tokens for group in groups]
+        self._lease = lease
+        self._first = [lease.filled_tokens // group.block_tokens for group in groups]
         """Of each group, the first block that is not here from the beginning."""
         self._come: list[set[int]] = [set() for _ in groups]
 
@@ -38,7 +38,7 @@ class Arrivals:
         return [self._place(block.group, block.index) for block in blocks]
 
     def _place(self, group: int, index: int) -> int:
-        table = self._hold.tables[group] if group < len(self._groups) else []
+        table = self._lease.tables[group] if group < len(self._groups) else []
         if index >= len(table) or table[index] == NO_SLOT or index < self._first[group] or index in self._come[group]:
             raise TransferError(f"block {index} of group {group} came, and there is no place for it")
         self._come[group].add(index)

@@ -1,4 +1,4 @@
-"""The block tables of holds, and what they can be made of. Pure."""
+"""The block tables of leases, and what they can be made of. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from paceline.core.block_pool import BlockPool
 from paceline.core.context import HASH_BYTES
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.kv_layout import NO_SLOT, KVLayout
-from paceline.services.kvtransfer.hold import Hold
+from paceline.services.kvtransfer.lease import Lease
 
 
-def table_of(hold: Hold, group: int) -> list[int]:
+def table_of(lease: Lease, group: int) -> list[int]:
     """Raises InvalidRequestError where there is no such group."""
-    if not 0 <= group < len(hold.tables):
-        raise InvalidRequestError(f"there is no group {group}; the layout has {len(hold.tables)}")
-    return hold.tables[group]
+    if not 0 <= group < len(lease.tables):
+        raise InvalidRequestError(f"there is no group {group}; the layout has {len(lease.tables)}")
+    return lease.tables[group]
 
 
 def names_of(pool: BlockPool, table: Sequence[int]) -> list[bytes]:

@@ -12,7 +12,7 @@ from paceline.core.context import HASH_BYTES
 from paceline.core.errors import InvalidRequestError
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key
-from paceline.services.kvtransfer.hold import Hold, State
+from paceline.services.kvtransfer.lease import Lease, State
 from paceline.services.kvtransfer.places import place_of
 
 
@@ -22,7 +22,7 @@ class ContradictionError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One hold as the only worker knows it that may touch its blocks."""
+    """One lease as the only worker knows it that may touch its blocks."""
 
     session: int
     key: Key
@@ -76,9 +76,9 @@ def claimed_places(layout: KVLayout, claims: Sequence[Claim]) -> dict[int, Place
     }
 
 
-def restored_hold(claim: Claim, now: float, lease_seconds: float) -> Hold:
+def restored_lease(claim: Claim, now: float, lease_seconds: float) -> Lease:
     """What is claimed, as a ledger keeps it."""
-    return Hold(
+    return Lease(
         key=claim.key,
         first_generation=claim.key.generation,
         state=State.ACTIVE if claim.active else State.DRAINING,

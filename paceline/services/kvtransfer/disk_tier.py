@@ -28,7 +28,7 @@ from paceline.core.prefix import match_prefix
 from paceline.core.types import Key
 from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer.exports import digest_of
-from paceline.services.kvtransfer.hold import TRANSFER, Hold, prefix_key
+from paceline.services.kvtransfer.lease import TRANSFER, Lease, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.transport import ArenaMemory
 
@@ -227,8 +227,8 @@ class Promotions:
         self._clock = clock
 
     async def run(self, key: Key, hashes: Sequence[bytes]) -> None:
-        """What the disk has of a context, behind what the arena has, is cached there then. It comes into a hold of this
-        service's own. What does not come in time is a miss.
+        """What the disk has of a context, behind what the arena has, is cached there then. It comes into a lease of
+        this service's own. What does not come in time is a miss.
 
         Args:
             key: of the request for which it is brought back.
@@ -242,24 +242,24 @@ class Promotions:
         if length <= match_prefix(self._layout, self._ledger.slot_of, hashes, tokens)[0]:
             return
         hashes = hashes[: length // BASE_TOKENS]
-        hold = self._ledger.reserve(TRANSFER, prefix_key(key, "disk "), hashes, length, length, self._clock())
+        lease = self._ledger.reserve(TRANSFER, prefix_key(key, "disk "), hashes, length, length, self._clock())
         try:
             async with asyncio.timeout(PROMOTION_SECONDS):
-                await self._bring(hold, hashes, length)
+                await self._bring(lease, hashes, length)
         except TimeoutError:
             log.warning("the disk tier took longer than %g s; computing instead", PROMOTION_SECONDS)
         finally:
             with contextlib.suppress(PacelineError):
-                self._ledger.release(TRANSFER, hold.key, self._clock())
+                self._ledger.release(TRANSFER, lease.key, self._clock())
 
     def _find(self, group: int, digest: bytes) -> int | None:
         slot = self._ledger.slot_of(group, digest)
         return self._disk.find(group, digest) if slot is None else slot
 
-    async def _bring(self, hold: Hold, hashes: Sequence[bytes], length: int) -> None:
+    async def _bring(self, lease: Lease, hashes: Sequence[bytes], length: int) -> None:
         places = []
         for number, group in enumerate(self._layout.groups):
-            first = max(hold.filled_tokens // group.block_tokens, group.first_needed_block(length))
+            first = max(lease.filled_tokens // group.block_tokens, group.first_needed_block(length))
             places += [(number, index) for index in range(first, group.blocks_for(length))]
         strides = [group.block_tokens // BASE_TOKENS for group in self._layout.groups]
         names = [hashes[(index + 1) * strides[number] - 1] for number, index in places]
@@ -268,10 +268,10 @@ class Promotions:
         wanted.sort(key=lambda block: (block[1] + 1) * self._layout.groups[block[0]].block_tokens)
         for first in range(0, len(wanted), _TOGETHER):
             part = wanted[first : first + _TOGETHER]
-            came = await self._disk.read([(number, name, hold.tables[number][index]) for number, index, name in part])
+            came = await self._disk.read([(number, name, lease.tables[number][index]) for number, index, name in part])
             for (number, index, name), is_here in zip(part, came):
                 if is_here:
-                    self._ledger.seal(TRANSFER, hold.key, number, index, [name], self._clock())
+                    self._ledger.seal(TRANSFER, lease.key, number, index, [name], self._clock())
             if not all(came):
                 return
 

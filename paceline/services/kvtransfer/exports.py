@@ -1,7 +1,7 @@
-"""The source's side of a handoff to another host: which blocks of a hold are complete, as they become so.
+"""The source's side of a handoff to another host: which blocks of a lease are complete, as they become so.
 
-To the ledger the reader is what a decode worker is on one host: it adopts the hold once it is filled, keeps its lease,
-and releases it when all blocks have been read. Until then the hold is the prefill worker's, and only blocks that it has
+To the ledger the reader is what a decode worker is on one host: it adopts the lease once it is filled, renews it, and
+releases it when all blocks have been read. Until then the lease is the prefill worker's, and only blocks that it has
 sealed are named: their content never changes again.
 """
 
@@ -18,7 +18,7 @@ from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.kv_layout import NO_SLOT, KVGroup, KVLayout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.kvtransfer.hold import TRANSFER, Hold, State, prefix_key
+from paceline.services.kvtransfer.lease import TRANSFER, Lease, State, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.transport import ArenaMemory
 
@@ -41,8 +41,8 @@ class _Reading:
 
     key: Key
     change: asyncio.Event = field(default_factory=asyncio.Event)
-    """An operation may have completed blocks, or ended the hold."""
-    adopted: Hold | None = None
+    """An operation may have completed blocks, or ended the lease."""
+    adopted: Lease | None = None
 
 
 class Exports:
@@ -66,7 +66,7 @@ class Exports:
         self._most_blocks = max(1, _DIGESTED_BYTES // layout.slot_bytes)
 
     def note(self, key: Key) -> None:
-        """Blocks of this hold may have become complete, or it may have ended."""
+        """Blocks of this lease may have become complete, or it may have ended."""
         if reading := self._readings.get(key[:2]):
             reading.change.set()
 
@@ -78,11 +78,11 @@ class Exports:
 
         Raises:
             InvalidRequestError: this cannot be exported, or is being exported.
-            StaleError: the hold has ended.
+            StaleError: the lease has ended.
         """
         self._check_aligned(cached_tokens)
         if key[:2] in self._readings:
-            raise InvalidRequestError(f"hold {key} is being exported already")
+            raise InvalidRequestError(f"lease {key} is being exported already")
         cursor = Cursor(self._layout.groups, cached_tokens)
         reading = self._readings[key[:2]] = _Reading(key)
         keeper = asyncio.create_task(self._keep(reading), name="export lease")
@@ -90,8 +90,8 @@ class Exports:
             await write(pb.ExportEvent(offer=self._offer))
             while (adopted := self._take_over(reading)) is None:
                 reading.change.clear()
-                hold = self._ledger.find(key, self._clock())
-                await self._name(hold, cursor.sealed(hold, self._ledger.hash_of), write)
+                lease = self._ledger.find(key, self._clock())
+                await self._name(lease, cursor.sealed(lease, self._ledger.hash_of), write)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ALIVE_SECONDS):
                         await reading.change.wait()
@@ -121,54 +121,54 @@ class Exports:
             StaleError: it has been exported.
         """
         self._check_aligned(cached_tokens)
-        hold = self._ledger.pin(TRANSFER, prefix_key(key), hashes, self._clock())
+        lease = self._ledger.pin(TRANSFER, prefix_key(key), hashes, self._clock())
         try:
             await write(pb.ExportEvent(offer=self._offer))
-            cursor = Cursor(self._layout.groups, min(cached_tokens, hold.filled_tokens))
-            await self._name(hold, cursor.rest(hold, self._ledger.hash_of), write, last=True)
+            cursor = Cursor(self._layout.groups, min(cached_tokens, lease.filled_tokens))
+            await self._name(lease, cursor.rest(lease, self._ledger.hash_of), write, last=True)
             while True:
                 await asyncio.sleep(ALIVE_SECONDS)
-                self._ledger.renew(TRANSFER, hold.key, self._clock())
+                self._ledger.renew(TRANSFER, lease.key, self._clock())
                 await write(pb.ExportEvent(exported=pb.Exported()))
         finally:
             with contextlib.suppress(PacelineError):
-                self._ledger.release(TRANSFER, hold.key, self._clock())
+                self._ledger.release(TRANSFER, lease.key, self._clock())
 
     def _check_aligned(self, cached_tokens: int) -> None:
         if cached_tokens % self._layout.alignment:
             raise InvalidRequestError(f"cached_tokens must be a multiple of {self._layout.alignment}")
 
-    def _take_over(self, reading: _Reading) -> Hold | None:
-        """Adopts the hold once it is filled, and renews its lease from then on. Raises what `run` does."""
+    def _take_over(self, reading: _Reading) -> Lease | None:
+        """Adopt the lease once it is filled, and renew it from then on. Raises what `run` does."""
         now = self._clock()
         if reading.adopted is not None:
             return self._ledger.renew(TRANSFER, reading.adopted.key, now)
-        hold = self._ledger.find(reading.key, now)
-        if hold.state is State.FILLED:
-            reading.adopted = self._ledger.adopt(TRANSFER, hold.key, now)
-        elif hold.state is not State.FILLING:
-            raise InvalidRequestError(f"hold {hold.key} is {hold.state.value}; nobody computes a prompt in it")
+        lease = self._ledger.find(reading.key, now)
+        if lease.state is State.FILLED:
+            reading.adopted = self._ledger.adopt(TRANSFER, lease.key, now)
+        elif lease.state is not State.FILLING:
+            raise InvalidRequestError(f"lease {lease.key} is {lease.state.value}; nobody computes a prompt in it")
         return reading.adopted
 
     async def _keep(self, reading: _Reading) -> None:
-        """Nobody else renews a filled hold, and a slow reader keeps `run` waiting for longer than a lease."""
+        """Nobody else renews a filled lease, and a slow reader keeps `run` waiting for longer than a lease."""
         with contextlib.suppress(PacelineError):  # which `run` meets, too
             while True:
                 await asyncio.sleep(ALIVE_SECONDS)
                 self._take_over(reading)
 
-    async def _name(self, hold: Hold, blocks: Iterator[pb.ExportedBlock], write: Write, last: bool = False) -> None:
+    async def _name(self, lease: Lease, blocks: Iterator[pb.ExportedBlock], write: Write, last: bool = False) -> None:
         """Writes these blocks with their digests; without any too, to say that all is well."""
         found = list(blocks)
         while True:
             part, found = found[: self._most_blocks], found[self._most_blocks :]
-            # In between others may have ended the hold, and its slots may be somebody else's.
-            self._ledger.find(hold.key, self._clock())
+            # In between others may have ended the lease, and its slots may be somebody else's.
+            self._ledger.find(lease.key, self._clock())
             for block in part:
                 block.digest = digest_of(self._memory.slot(block.slot))
             exported = pb.Exported(blocks=part)
             if last and not found:
-                exported.filled_tokens, exported.context_hash = hold.filled_tokens, hold.context_hash
+                exported.filled_tokens, exported.context_hash = lease.filled_tokens, lease.context_hash
             await write(pb.ExportEvent(exported=exported))
             if not found:
                 return
@@ -184,18 +184,18 @@ class Cursor:
         self._groups = groups
         self._next = [cached_tokens // group.block_tokens for group in groups]
 
-    def sealed(self, hold: Hold, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:
+    def sealed(self, lease: Lease, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:
         """Blocks that have been sealed since; each group's in order."""
-        return self._take(hold, hold.token_count, hash_of, only_sealed=True)
+        return self._take(lease, lease.token_count, hash_of, only_sealed=True)
 
-    def rest(self, hold: Hold, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:
-        """All that is left of a filled hold."""
-        return self._take(hold, hold.filled_tokens, hash_of, only_sealed=False)
+    def rest(self, lease: Lease, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:
+        """All that is left of a filled lease."""
+        return self._take(lease, lease.filled_tokens, hash_of, only_sealed=False)
 
     def _take(
-        self, hold: Hold, tokens: int, hash_of: Callable[[int], bytes | None], only_sealed: bool
+        self, lease: Lease, tokens: int, hash_of: Callable[[int], bytes | None], only_sealed: bool
     ) -> Iterator[pb.ExportedBlock]:
-        for number, (group, table) in enumerate(zip(self._groups, hold.tables)):
+        for number, (group, table) in enumerate(zip(self._groups, lease.tables)):
             index = max(self._next[number], group.first_needed_block(tokens))
             while index < group.blocks_for(tokens):
                 slot = table[index]

@@ -1,7 +1,8 @@
 """The destination's side of a handoff between hosts: blocks of a prompt are pulled while it is being computed.
 
-To the ledger this service is what a prefill worker is on one host: it opens the reserved hold, writes its blocks, seals
-and fills it. The source names blocks as they become complete (`exports`), so that only the last ones are waited for.
+To the ledger this service is what a prefill worker is on one host: it opens the reserved lease, writes its blocks,
+seals and fills it. The source names blocks as they become complete (`exports`), so that only the last ones are waited
+for.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from paceline.services.common.wire import key_to_pb
 from paceline.services.kvtransfer.arrivals import Arrivals, check_names
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.exports import digest_of
-from paceline.services.kvtransfer.hold import TRANSFER, Hold, prefix_key
+from paceline.services.kvtransfer.lease import TRANSFER, Lease, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.paths import Paths
 from paceline.services.kvtransfer.transport import ArenaMemory
@@ -71,11 +72,11 @@ class Totals:
 
 
 class Fetches:
-    """Brings prompts from other hosts into holds of this one.
+    """Brings prompts from other hosts into leases of this one.
 
     Args:
         clock: that of the ledger, in seconds.
-        on_change: is called with the key of a hold that was filled or has ended.
+        on_change: is called with the key of a lease that was filled or has ended.
     """
 
     def __init__(
@@ -98,30 +99,30 @@ class Fetches:
         self._on_change = on_change
 
     async def run(self, session: int, key: Key, source: str, source_key: Key) -> pb.FetchReply:
-        """Fills the hold, which ends where that fails.
+        """Fills the lease, which ends where that fails.
 
         Args:
             session: of the worker that reserved it.
             source: address of the service that exports `source_key`.
 
         Raises:
-            StaleError: the hold is not, or not any more, this worker's.
+            StaleError: the lease is not, or not any more, this worker's.
             TransferError: the blocks could not be brought over.
         """
         self._ledger.renew(session, key, self._clock())
-        hold = self._ledger.open(TRANSFER, key, self._clock())
+        lease = self._ledger.open(TRANSFER, key, self._clock())
         request = pb.ExportRequest(
-            fingerprint=self._layout.fingerprint, key=key_to_pb(source_key), cached_tokens=hold.filled_tokens
+            fingerprint=self._layout.fingerprint, key=key_to_pb(source_key), cached_tokens=lease.filled_tokens
         )
         try:
             with self._channels.to(source) as channel:
                 call = pb_grpc.KVTransferStub(channel).Export(request)
-                reply, last = await self._bring(hold, call, source)
-            self._trim(hold, last.filled_tokens)
-            self._ledger.fill(TRANSFER, hold.key, last.filled_tokens, self._clock(), last.context_hash)
+                reply, last = await self._bring(lease, call, source)
+            self._trim(lease, last.filled_tokens)
+            self._ledger.fill(TRANSFER, lease.key, last.filled_tokens, self._clock(), last.context_hash)
         except BaseException as error:
             with contextlib.suppress(PacelineError):
-                self._ledger.release(TRANSFER, hold.key, self._clock())
+                self._ledger.release(TRANSFER, lease.key, self._clock())
             if isinstance(error, PacelineError):
                 self.totals.failures += 1
                 raise TransferError(f"{key} could not be brought over from {source}: {error}") from error
@@ -134,7 +135,7 @@ class Fetches:
     async def run_prefix(self, key: Key, source: str, hashes: Sequence[bytes]) -> pb.FetchReply:
         """Brings into this host's cache what another one has cached of a context, as far as it lacks here.
 
-        It comes into a hold of this service's own, which ends with this: what was sealed is cached then.
+        It comes into a lease of this service's own, which ends with this: what was sealed is cached then.
 
         Args:
             key: of the request for which it is brought over.
@@ -146,28 +147,28 @@ class Fetches:
             TransferError: the blocks could not be brought over.
         """
         tokens = len(hashes) * BASE_TOKENS
-        hold = self._ledger.reserve(TRANSFER, prefix_key(key), hashes, tokens, tokens, self._clock())
+        lease = self._ledger.reserve(TRANSFER, prefix_key(key), hashes, tokens, tokens, self._clock())
         request = pb.ExportPrefixRequest(
-            fingerprint=self._layout.fingerprint, key=key_to_pb(key), cached_tokens=hold.filled_tokens, hashes=hashes
+            fingerprint=self._layout.fingerprint, key=key_to_pb(key), cached_tokens=lease.filled_tokens, hashes=hashes
         )
         try:
             with self._channels.to(source) as channel:
                 call = pb_grpc.KVTransferStub(channel).ExportPrefix(request)
-                reply, _ = await self._bring(hold, call, source, hashes)
+                reply, _ = await self._bring(lease, call, source, hashes)
         except PacelineError as error:
             self.totals.failures += 1
             raise TransferError(f"the prefix of {key} could not be brought over from {source}: {error}") from error
         finally:
             with contextlib.suppress(PacelineError):
-                self._ledger.release(TRANSFER, hold.key, self._clock())
+                self._ledger.release(TRANSFER, lease.key, self._clock())
         self._count(reply)
         return reply
 
-    def _trim(self, hold: Hold, filled_tokens: int) -> None:
+    def _trim(self, lease: Lease, filled_tokens: int) -> None:
         """Gives back blocks that have not been brought because no query behind the prompt sees them."""
         for number, group in enumerate(self._layout.groups):
             if first_needed := group.first_needed_block(filled_tokens):
-                self._ledger.trim(TRANSFER, hold.key, number, first_needed, self._clock())
+                self._ledger.trim(TRANSFER, lease.key, number, first_needed, self._clock())
 
     def _count(self, reply: pb.FetchReply) -> None:
         totals = self.totals
@@ -176,14 +177,14 @@ class Fetches:
         totals.read_seconds += reply.read_ms / 1000
 
     async def _bring(
-        self, hold: Hold, call: Call, source: str, hashes: Sequence[bytes] | None = None
+        self, lease: Lease, call: Call, source: str, hashes: Sequence[bytes] | None = None
     ) -> tuple[pb.FetchReply, pb.Exported]:
         """Pulls all blocks that the source names; returns its last word, too.
 
         Args:
             hashes: what the blocks have to be called, where that is known.
         """
-        arrivals = Arrivals(self._layout.groups, hold)
+        arrivals = Arrivals(self._layout.groups, lease)
         reply = pb.FetchReply()
         read_seconds = 0.0
         try:
@@ -195,7 +196,7 @@ class Fetches:
                     if hashes is not None:
                         check_names(self._layout.groups, exported.blocks, hashes)
                     reply.path = await self._read(offer, source, exported.blocks, arrivals)
-                    self._seal(hold.key, exported.blocks)
+                    self._seal(lease.key, exported.blocks)
                 read_seconds += time.monotonic() - named
                 reply.blocks += len(exported.blocks)
                 if exported.HasField("filled_tokens"):

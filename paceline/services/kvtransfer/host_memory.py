@@ -41,7 +41,7 @@ class HostOptions:
     arena_dir: Path
     """A tmpfs that all workers of the host see."""
     lease_seconds: float
-    """A hold that is not renewed for this long ends."""
+    """A lease that is not renewed for this long ends."""
     secret: Secret
     """By which services of other hosts know this one."""
     enough_tokens: int = 0

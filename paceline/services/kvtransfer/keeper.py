@@ -77,7 +77,9 @@ class Keeper:
         memory.ledger.expire(now)
         overdue = memory.ledger.take_overdue()
         for key in overdue:
-            log.warning("hold %s ended: its lease or its worker is gone", key, extra={"request_id": key.request_id})
+            log.warning(
+                "lease %s ended: its time is over, or its worker is gone", key, extra={"request_id": key.request_id}
+            )
             memory.adoptions.note(key)
         busy, self._changed = self._changed, False
         self._unproved = self._unproved or busy or bool(overdue)

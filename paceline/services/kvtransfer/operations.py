@@ -19,7 +19,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_from_pb, key_to_pb
 from paceline.services.kvtransfer.block_tables import check_hashes
 from paceline.services.kvtransfer.claim import Claim
-from paceline.services.kvtransfer.hold import Hold, UnknownHoldError
+from paceline.services.kvtransfer.lease import Lease, UnknownLeaseError
 from paceline.services.kvtransfer.ledger import Ledger
 
 log = logging.getLogger(__name__)
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 _MAX_REQUEST_ID = 256
 _MAX_GENERATION = 1 << 31
 _MAX_KEYS = 1 << 16
-"""Of one renewal; a worker has as many holds as it runs requests."""
+"""Of one renewal; a worker has as many leases as it runs requests."""
 
 _CODES: tuple[tuple[type[PacelineError], pb.Code.ValueType], ...] = (
-    (UnknownHoldError, pb.CODE_UNKNOWN),
+    (UnknownLeaseError, pb.CODE_UNKNOWN),
     (StaleError, pb.CODE_STALE),
     (BusyError, pb.CODE_EXHAUSTED),
     (InvalidRequestError, pb.CODE_INVALID),
@@ -42,12 +42,12 @@ def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
     if operation.HasField("renew"):
         return _renew(ledger, session, operation.renew, now)
     with traced(operation) as span:
-        result, hold = _carry_out(ledger, session, operation, now)
-        _describe(span, result, hold)
+        result, lease = _carry_out(ledger, session, operation, now)
+        _describe(span, result, lease)
         return result
 
 
-def adopted(ledger: Ledger, operation: pb.Operation, outcome: Hold | PacelineError, began: int) -> pb.Result:
+def adopted(ledger: Ledger, operation: pb.Operation, outcome: Lease | PacelineError, began: int) -> pb.Result:
     """The result of an adoption that was asked for when it `began`, on time.time_ns()."""
     with traced(operation, began) as span:
         if isinstance(outcome, PacelineError):
@@ -75,38 +75,38 @@ def traced(operation: pb.Operation, began: int | None = None) -> Iterator[trace.
         yield span
 
 
-def changed_holds(operations: Iterable[pb.Operation]) -> Iterator[Key]:
+def changed_leases(operations: Iterable[pb.Operation]) -> Iterator[Key]:
     """Those of which blocks may have become complete, or that may have ended."""
     for operation in operations:
         if (name := operation.WhichOneof("op")) in ("seal", "fill", "release"):
             yield key_from_pb(getattr(operation, name).key)
 
 
-def _describe(span: trace.Span | None, result: pb.Result, hold: Hold | None) -> None:
+def _describe(span: trace.Span | None, result: pb.Result, lease: Lease | None) -> None:
     if span is not None:
         span.set_attribute("paceline.code", pb.Code.Name(result.code))
-        if hold is not None:
-            span.set_attributes({"paceline.state": hold.state.value, "paceline.blocks": len(hold.slots())})
+        if lease is not None:
+            span.set_attributes({"paceline.state": lease.state.value, "paceline.blocks": len(lease.slots())})
 
 
-def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> tuple[pb.Result, Hold | None]:
+def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> tuple[pb.Result, Lease | None]:
     try:
-        hold = _call(ledger, session, operation, now)
+        lease = _call(ledger, session, operation, now)
     except PacelineError as error:
         return refused(error), None
-    if hold is None:
+    if lease is None:
         return pb.Result(), None
-    extra = {"request_id": hold.key.request_id}
-    log.debug("%s: hold %s is %s", operation.WhichOneof("op"), hold.key, hold.state.value, extra=extra)
+    extra = {"request_id": lease.key.request_id}
+    log.debug("%s: lease %s is %s", operation.WhichOneof("op"), lease.key, lease.state.value, extra=extra)
     if operation.HasField("fill"):
-        return pb.Result(), hold  # its blocks are not the caller's any more
+        return pb.Result(), lease  # its blocks are not the caller's any more
     # Those that an extension adds are fresh.
-    names = None if operation.HasField("extend") else ledger.names(hold)
-    return pb.Result(hold=hold_to_pb(hold, names)), hold
+    names = None if operation.HasField("extend") else ledger.names(lease)
+    return pb.Result(lease=lease_to_pb(lease, names)), lease
 
 
-def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> Hold | None:
-    """Returns the hold where the result shows it."""
+def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> Lease | None:
+    """Returns the lease where the result shows it."""
     match operation.WhichOneof("op"):
         case "reserve":
             reserve = operation.reserve
@@ -141,7 +141,7 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
 
 
 def _renew(ledger: Ledger, session: int, message: pb.Renew, now: float) -> pb.Result:
-    """Renews what can be renewed. The code is that of the first hold that cannot; `lost` names all of them."""
+    """Renews what can be renewed. The code is that of the first lease that cannot; `lost` names all of them."""
     if len(message.keys) > _MAX_KEYS:
         return refused(InvalidRequestError(f"a renewal may have {_MAX_KEYS} keys, not {len(message.keys)}"))
     result = pb.Result()
@@ -168,22 +168,22 @@ def key_of(message: common_pb2.Key) -> Key:
     return key_from_pb(message)
 
 
-def adoption_to_pb(hold: Hold, ledger: Ledger) -> pb.Adoption:
+def adoption_to_pb(lease: Lease, ledger: Ledger) -> pb.Adoption:
     """Looks at few blocks, however long the context is: a handoff waits for it."""
-    adoption = pb.Adoption(key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens, context_hash=hold.context_hash)
-    for table in hold.tables:
+    adoption = pb.Adoption(key=key_to_pb(lease.key), filled_tokens=lease.filled_tokens, context_hash=lease.context_hash)
+    for table in lease.tables:
         trimmed = bisect_left(table, True, key=lambda slot: slot != NO_SLOT)
         adoption.trimmed_blocks.append(trimmed)
         adoption.sealed_blocks.append(bisect_left(table, True, trimmed, key=lambda slot: ledger.hash_of(slot) is None))
     return adoption
 
 
-def hold_to_pb(hold: Hold, names: list[list[bytes]] | None) -> pb.Hold:
-    tables = [pb.BlockTable(slots=table) for table in hold.tables]
+def lease_to_pb(lease: Lease, names: list[list[bytes]] | None) -> pb.Lease:
+    tables = [pb.BlockTable(slots=table) for table in lease.tables]
     for table, hashes in zip(tables, names or ()):
         table.hashes.extend(hashes)
-    return pb.Hold(
-        key=key_to_pb(hold.key), filled_tokens=hold.filled_tokens, tables=tables, context_hash=hold.context_hash
+    return pb.Lease(
+        key=key_to_pb(lease.key), filled_tokens=lease.filled_tokens, tables=tables, context_hash=lease.context_hash
     )
 
 

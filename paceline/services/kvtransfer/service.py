@@ -27,12 +27,12 @@ from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.kvtransfer.adoptions import Waiter
 from paceline.services.kvtransfer.fetches import Totals
-from paceline.services.kvtransfer.hold import TRANSFER, Hold
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.host_socket import HostSocket, Reply
 from paceline.services.kvtransfer.keeper import Keeper
-from paceline.services.kvtransfer.operations import adopted, apply, changed_holds, key_of
-from paceline.services.kvtransfer.owners import describe_holds
+from paceline.services.kvtransfer.lease import TRANSFER, Lease
+from paceline.services.kvtransfer.operations import adopted, apply, changed_leases, key_of
+from paceline.services.kvtransfer.owners import describe_leases
 from paceline.services.kvtransfer.sessions import Sessions
 
 _MAX_OPERATIONS = 4096
@@ -56,8 +56,8 @@ class Snapshot:
     fingerprint: str = ""
     """Of the layout."""
     workers: int = 0
-    holds: int = 0
-    expired_holds: int = 0
+    leases: int = 0
+    expired_leases: int = 0
     evicted_blocks: int = 0
     block_events: int = 0
     """Told to gateways so far, or about to be."""
@@ -83,8 +83,8 @@ class Snapshot:
         """Yield all figures for metrics."""
         yield from self.counts.samples()
         yield Sample("slot_bytes", self.slot_bytes)
-        yield Sample("holds", self.holds)
-        yield Sample("expired_holds", self.expired_holds)
+        yield Sample("leases", self.leases)
+        yield Sample("expired_leases", self.expired_leases)
         yield Sample("evicted_blocks", self.evicted_blocks)
         yield Sample("block_events", self.block_events)
         yield Sample("token_bytes", self.token_bytes)
@@ -136,8 +136,8 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             slot_bytes=memory.layout.slot_bytes,
             fingerprint=memory.layout.fingerprint,
             workers=len(self.sessions.workers),
-            holds=len(memory.ledger.holds()),
-            expired_holds=memory.ledger.expired_holds,
+            leases=len(memory.ledger.leases()),
+            expired_leases=memory.ledger.expired_leases,
             evicted_blocks=memory.ledger.evicted_blocks,
             block_events=memory.ledger.event_count,
             token_bytes=memory.layout.token_bytes,
@@ -195,7 +195,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self._keeper.note_change()
         now = self._options.clock()
         results = [apply(memory.ledger, request.session, each, now) for each in request.operations]
-        for key in changed_holds(request.operations):
+        for key in changed_leases(request.operations):
             memory.adoptions.note(key)
             memory.exports.note(key)
         reply(pb.BatchReply(results=results))
@@ -203,7 +203,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     def _adopt(self, memory: HostMemory, session: int, operation: pb.Operation, reply: Reply) -> None:
         began = time.time_ns()
 
-        def tell(outcome: Hold | PacelineError) -> None:
+        def tell(outcome: Lease | PacelineError) -> None:
             self._keeper.note_change()
             reply(pb.BatchReply(results=[adopted(memory.ledger, operation, outcome, began)]))
 
@@ -283,13 +283,13 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             host_id=self._options.host_id,
             **snapshot.counts._asdict(),
             balanced=self._keeper.prove(),
-            expired_holds=snapshot.expired_holds,
+            expired_leases=snapshot.expired_leases,
             evicted_blocks=snapshot.evicted_blocks,
             prefix_queries_tokens=snapshot.prefix_queries_tokens,
             prefix_hits_tokens=snapshot.prefix_hits_tokens,
             slot_bytes=snapshot.slot_bytes,
         )
-        if (memory := self.sessions.memory) is not None and request.with_holds:
-            holds, names = memory.ledger.holds(), {TRANSFER: "kvtransfer", **self.sessions.workers}
-            reply.MergeFrom(describe_holds(holds, memory.layout, names, request.max_holds, self._options.clock()))
+        if (memory := self.sessions.memory) is not None and request.with_leases:
+            leases, names = memory.ledger.leases(), {TRANSFER: "kvtransfer", **self.sessions.workers}
+            reply.MergeFrom(describe_leases(leases, memory.layout, names, request.max_leases, self._options.clock()))
         return reply

@@ -112,7 +112,7 @@ class Sessions:
         return self.memory
 
     def leave(self, session: int) -> None:
-        """Its holds end after a grace. Harmless for one that was never let in."""
+        """Its leases end after a grace. Harmless for one that was never let in."""
         if self.reconciliation is not None:
             self.reconciliation.remove(session)
         worker_id = self.workers.pop(session, None)

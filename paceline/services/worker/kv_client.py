@@ -158,7 +158,7 @@ class KVClient:
         def answer(done: asyncio.Future[pb.Result]) -> None:
             outcome: Reservation | PacelineError
             try:
-                outcome = reservation_from_pb(checked(done.result()).hold)
+                outcome = reservation_from_pb(checked(done.result()).lease)
                 self._leases.grow(key, outcome.tables)
             except PacelineError as error:
                 outcome = error
@@ -231,7 +231,7 @@ class KVClient:
         def keep(done: asyncio.Future[pb.Result]) -> None:
             # With the answer, not when the caller sees it: a session that breaks in between ends this lease, too.
             if done.exception() is None and done.result().code == pb.CODE_OK:
-                self._leases.add(done.result().hold)
+                self._leases.add(done.result().lease)
 
         def give_back(done: asyncio.Future[pb.Result]) -> None:
             if done.exception() is not None or done.result().code == pb.CODE_OK:
@@ -246,4 +246,4 @@ class KVClient:
         except UnavailableError:
             self.release(key)
             raise
-        return reservation_from_pb(checked(result).hold)
+        return reservation_from_pb(checked(result).lease)

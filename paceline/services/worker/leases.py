@@ -66,7 +66,7 @@ def checked(result: pb.Result) -> pb.Result:
     raise StaleError(result.message)
 
 
-def reservation_from_pb(message: pb.Hold) -> Reservation:
+def reservation_from_pb(message: pb.Lease) -> Reservation:
     tables = [list(table.slots) for table in message.tables]
     return Reservation(key_from_pb(message.key), message.filled_tokens, tables, message.context_hash)
 
@@ -125,7 +125,7 @@ class Leases:
         """Return the keys of all leases that have to be renewed."""
         return list(self._newest.values())
 
-    def add(self, message: pb.Hold) -> None:
+    def add(self, message: pb.Lease) -> None:
         """Note a lease that kvtransfer has given."""
         key = key_from_pb(message.key)
         self._forget_unused(key)

@@ -74,6 +74,6 @@ class Reporter:
 
 
 def count_blocks(layout: KVLayout, reservation: Reservation, tokens: int) -> int:
-    """Blocks of a hold in which the first `tokens` tokens are."""
+    """Blocks of a lease in which the first `tokens` tokens are."""
     tables = zip(layout.groups, reservation.tables)
     return sum(slot != NO_SLOT for group, table in tables for slot in table[: group.blocks_for(tokens)])

@@ -28,12 +28,12 @@ async def score(
     # The engine ends a request with its first token, which nobody gets to see.
     work.sampling.max_tokens = 1
     context = Context(work.token_ids, work.cache_salt)
-    hold = await worker.reserve(work, key_from_pb(work.key), context, len(context))
+    lease = await worker.reserve(work, key_from_pb(work.key), context, len(context))
     try:
-        opened = worker_pb2.Opened(key=key_to_pb(hold.key), cached_tokens=hold.filled_tokens)
+        opened = worker_pb2.Opened(key=key_to_pb(lease.key), cached_tokens=lease.filled_tokens)
         await send(worker_pb2.ComputeEvent(opened=opened))
         events, reporter = EventStream(), Reporter()
-        worker.submit(worker.make_request(work, hold, context, None, only_first_token=True), events)
+        worker.submit(worker.make_request(work, lease, context, None, only_first_token=True), events)
         while True:
             batch = await events.batch()
             reporter.note(batch)
@@ -45,4 +45,4 @@ async def score(
             if (report := reporter.take()) is not None or (not batch and worker.goes_on):
                 await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive(), report=report))
     finally:
-        worker.retire(hold.key)
+        worker.retire(lease.key)

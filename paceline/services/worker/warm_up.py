@@ -33,18 +33,18 @@ async def warm_up(worker: Worker) -> bool:
     work = pb.Work(key=key_to_pb(key), token_ids=prompt, prompt_tokens=len(prompt), sampling=sampling)
     context = Context(prompt)
     try:
-        hold = await worker.reserve(work, key, context, len(prompt) + _TOKENS)
+        lease = await worker.reserve(work, key, context, len(prompt) + _TOKENS)
     except BusyError as error:
         log.info("not warmed up: %s", error)
         return False
-    worker.kv.use(hold.key)
-    request = worker.make_request(work, hold, context, None)
+    worker.kv.use(lease.key)
+    request = worker.make_request(work, lease, context, None)
     computing = asyncio.create_task(asyncio.to_thread(_compute, worker, request))
     try:
         await asyncio.shield(computing)
     finally:
         await asyncio.wait((computing,))  # where this was cancelled: until then its blocks are written to
-        worker.kv.release(hold.key)
+        worker.kv.release(lease.key)
     return True
 
 

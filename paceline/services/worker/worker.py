@@ -229,7 +229,7 @@ class Worker:
         """
         if not reservation.filled_tokens < len(context):
             filled = reservation.filled_tokens
-            raise InvalidRequestError(f"the blocks hold {filled} tokens, the context has {len(context)}")
+            raise InvalidRequestError(f"the blocks lease {filled} tokens, the context has {len(context)}")
         # Otherwise the request would go on after the cache of another context, and publish that.
         reservation.check_context(context, self.layout.fingerprint)
         return Request(

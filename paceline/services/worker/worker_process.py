@@ -105,7 +105,8 @@ class WorkerProcess:
         config, undo = self._config, self._undo
         undo.push_async_callback(self._kv.session.close)
         undo.push_async_callback(self._leave)
-        self.address = reachable_address(config, await self._server.start())
+        # Calls wait until the server starts, after the model is loaded, because gRPC takes no services later.
+        self.address = reachable_address(config, self._server.bind())
         await self._registrar.start()
         torch.set_num_threads(config.threads or available_cores())
         compute = await asyncio.to_thread(ComputeOptions.resolve, config)
@@ -123,6 +124,7 @@ class WorkerProcess:
         worker = Worker(loaded, self._model_id, memory, self._kv, limits, turns)
         add_ComputeServicer_to_server(ComputeService(worker), self._server.server)
         connection = add_service(self._server.server, worker)
+        await self._server.start()
         await warm_up(worker)
         worker.engine.start()
         undo.push_async_callback(self._stop_engine, worker)

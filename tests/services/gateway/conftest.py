@@ -35,8 +35,8 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
     """Returns when `condition` holds; fails when it does not come to hold."""
     async with asyncio.timeout(PATIENCE):
         while True:
-            holds = condition()
-            if await holds if isinstance(holds, Awaitable) else holds:
+            leases = condition()
+            if await leases if isinstance(leases, Awaitable) else leases:
                 return
             await asyncio.sleep(0.01)
 

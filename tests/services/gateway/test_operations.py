@@ -127,9 +127,9 @@ async def test_the_fleet_with_the_ledger_of_each_host(stack: Stack) -> None:
     answering, unanswering = fleet["hosts"]
     assert (answering["free"], answering["held"], answering["in_flight"], answering["cached"]) == (4, 2, 3, 1)
     assert (answering["total"], answering["balanced"], answering["hit_rate"]) == (10, True, 0.25)
-    assert answering["holds"][0]["key"]["request_id"] == "r"
-    assert answering["holds"][0]["age_ms"] == 9
-    assert answering["holds"][0]["blocks_by_group"] == {"full": 2}
+    assert answering["leases"][0]["key"]["request_id"] == "r"
+    assert answering["leases"][0]["age_ms"] == 9
+    assert answering["leases"][0]["blocks_by_group"] == {"full": 2}
     assert unanswering["error"]
 
 
@@ -154,7 +154,7 @@ async def test_a_host_that_starts_again_while_its_ledger_is_asked_for_is_no_erro
     assert (answer.status_code, answer.json()["hosts"][0]["error"]) == (200, "it has left")
 
 
-async def test_what_is_shown_of_the_holds_is_bounded_and_adds_up(stack: Stack) -> None:
+async def test_what_is_shown_of_the_leases_is_bounded_and_adds_up(stack: Stack) -> None:
     await stack.add("kvtransfer", "kv-0")
 
     async def host(query: str = "") -> dict[str, Any]:
@@ -165,15 +165,15 @@ async def test_what_is_shown_of_the_holds_is_bounded_and_adds_up(stack: Stack) -
         return bool(await host())
 
     await eventually(sees_it)
-    for query, shown in (("", 3), ("?holds=2", 2), ("?holds=1", 1)):
+    for query, shown in (("", 3), ("?leases=2", 2), ("?leases=1", 1)):
         told = await host(query)
-        assert (len(told["holds"]), told["holds_left_out"]) == (shown, 3 - shown)
-        owned = sum(hold["blocks"] - hold["shared_blocks"] for hold in told["holds"]) + told["blocks_left_out"]
-        assert told["blocks_of_holds"] == owned == told["held"] + told["in_flight"]
+        assert (len(told["leases"]), told["leases_left_out"]) == (shown, 3 - shown)
+        owned = sum(lease["blocks"] - lease["shared_blocks"] for lease in told["leases"]) + told["blocks_left_out"]
+        assert told["blocks_of_leases"] == owned == told["held"] + told["in_flight"]
         assert told["adds_up"] is True
     for wrong in ("0", "-1", "1000000", "many"):
-        answer = await stack.http.get(f"/fleet?holds={wrong}")
-        assert (answer.status_code, "holds" in answer.json()["error"]["message"]) == (400, True)
+        answer = await stack.http.get(f"/fleet?leases={wrong}")
+        assert (answer.status_code, "leases" in answer.json()["error"]["message"]) == (400, True)
 
 
 async def test_tokenize_and_detokenize(stack: Stack) -> None:

@@ -104,13 +104,13 @@ def test_who_follows_knows_what_the_ledger_would_reuse(steps: list[tuple[int, in
     ask()
     for number, (family, length, fate) in enumerate(steps):
         links = Context(contexts[family][: 16 * min(length, 6)]).links(layout.fingerprint)
-        hold = desk.ledger.reserve(DECODE, Key(f"r{number}", 1, 1), links, len(links) * 16, 1 << 20, desk.now)
+        lease = desk.ledger.reserve(DECODE, Key(f"r{number}", 1, 1), links, len(links) * 16, 1 << 20, desk.now)
         for group, blocks_of in enumerate(layout.groups):
             stride = blocks_of.block_tokens // 16
-            first = hold.filled_tokens // blocks_of.block_tokens
+            first = lease.filled_tokens // blocks_of.block_tokens
             digests = links[stride - 1 :: stride][first:]
-            desk.ledger.seal(DECODE, hold.key, group, first, digests, desk.now)
-        desk.ledger.release(DECODE, hold.key, desk.now)
+            desk.ledger.seal(DECODE, lease.key, group, first, digests, desk.now)
+        desk.ledger.release(DECODE, lease.key, desk.now)
         events = desk.ledger.take_events()
         batch = BlockBatch("a", "p", desk.ledger.event_count - len(events), tuple(events))
         if fate == "asked":

@@ -42,13 +42,13 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
         if self.pause_after == 0:
             await self.resume.wait()
         key = common_pb2.Key(request_id="r", attempt=1, generation=1)
-        holds = [
-            kvtransfer_pb2.HoldInfo(
+        leases = [
+            kvtransfer_pb2.LeaseInfo(
                 key=key, owner="d", age_ms=9 - index, blocks=2, shared_blocks=index, blocks_by_group={"full": 2}
             )
             for index in range(3)
         ]
-        shown, left_out = holds[: request.max_holds], holds[request.max_holds :]
+        shown, left_out = leases[: request.max_leases], leases[request.max_leases :]
         return kvtransfer_pb2.LedgerReply(
             host_id=self.host_id,
             total=10,
@@ -59,8 +59,8 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
             balanced=True,
             prefix_queries_tokens=100,
             prefix_hits_tokens=25,
-            holds=shown,
-            holds_left_out=len(left_out),
+            leases=shown,
+            leases_left_out=len(left_out),
             # One that is never shown has the last two.
-            blocks_left_out=2 + sum(hold.blocks - hold.shared_blocks for hold in left_out),
+            blocks_left_out=2 + sum(lease.blocks - lease.shared_blocks for lease in left_out),
         )

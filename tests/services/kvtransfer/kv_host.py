@@ -59,7 +59,7 @@ class Worker:
         return result
 
     async def adopt(self, key: Key) -> pb.Adoption:
-        """Waits until the hold is filled."""
+        """Waits until the lease is filled."""
         return (await self.do(pb.Operation(adopt=pb.Adopt(key=key)))).adoption
 
     async def leave(self) -> None:
@@ -109,7 +109,7 @@ class Host:
         return Worker(stream, arena)
 
     async def ledger(self) -> pb.LedgerReply:
-        reply = await self.stub.Ledger(pb.LedgerRequest(with_holds=True), timeout=10)
+        reply = await self.stub.Ledger(pb.LedgerRequest(with_leases=True), timeout=10)
         assert reply.free + reply.held + reply.in_flight + reply.cached == reply.total
         return reply
 

@@ -50,33 +50,35 @@ class Pair:
         self.contents: dict[tuple[int, int], bytes] = {}
         """By group and place in the table, what prefill has written."""
 
-    async def begin(self, context: str = CONTEXT, tokens: int = TOKENS) -> tuple[pb.Hold, pb.Hold]:
-        """The holds that decode reserves and prefill opens."""
-        reserved = (await self.decode.do(reserve(key(), context, tokens + 32))).hold
-        there = (await self.prefill.do(reserve(key(), context, tokens))).hold
-        opened = (await self.prefill.do(pb.Operation(open=pb.Open(key=there.key)))).hold
+    async def begin(self, context: str = CONTEXT, tokens: int = TOKENS) -> tuple[pb.Lease, pb.Lease]:
+        """The leases that decode reserves and prefill opens."""
+        reserved = (await self.decode.do(reserve(key(), context, tokens + 32))).lease
+        there = (await self.prefill.do(reserve(key(), context, tokens))).lease
+        opened = (await self.prefill.do(pb.Operation(open=pb.Open(key=there.key)))).lease
         return reserved, opened
 
-    def fetch(self, reserved: pb.Hold, opened: pb.Hold) -> grpc.aio.UnaryUnaryCall:
+    def fetch(self, reserved: pb.Lease, opened: pb.Lease) -> grpc.aio.UnaryUnaryCall:
         session = self.decode.arena.session
         request = pb.FetchRequest(session=session, key=reserved.key, source=self.source.address, source_key=opened.key)
         return self.destination.stub.Fetch(request, timeout=30)
 
-    async def compute(self, hold: pb.Hold, first: int, last: int, group: int = 0, context: str = CONTEXT) -> None:
+    async def compute(self, lease: pb.Lease, first: int, last: int, group: int = 0, context: str = CONTEXT) -> None:
         """Prefill writes blocks [first, last) of a group, and seals those that are full."""
         for index in range(first, last):
             content = self.contents[group, index] = self.random.randbytes(SLOT)
-            self.there.write(hold.tables[group].slots[index], content)
+            self.there.write(lease.tables[group].slots[index], content)
         if full := chain(context)[first:last]:
-            await self.prefill.do(pb.Operation(seal=pb.Seal(key=hold.key, group=group, first_block=first, hashes=full)))
+            await self.prefill.do(
+                pb.Operation(seal=pb.Seal(key=lease.key, group=group, first_block=first, hashes=full))
+            )
 
-    async def fill(self, hold: pb.Hold, tokens: int = TOKENS) -> None:
-        await self.prefill.do(pb.Operation(fill=pb.Fill(key=hold.key, filled_tokens=tokens)))
+    async def fill(self, lease: pb.Lease, tokens: int = TOKENS) -> None:
+        await self.prefill.do(pb.Operation(fill=pb.Fill(key=lease.key, filled_tokens=tokens)))
 
-    def check(self, hold: pb.Hold, first: int, last: int, group: int = 0) -> None:
+    def check(self, lease: pb.Lease, first: int, last: int, group: int = 0) -> None:
         """What prefill has written is here."""
         for index in range(first, last):
-            assert self.here.read(hold.tables[group].slots[index]) == self.contents[group, index]
+            assert self.here.read(lease.tables[group].slots[index]) == self.contents[group, index]
 
     async def end(self, here: Key | None = None, there: Key | None = None) -> None:
         """The workers let go of what is left; then no host holds anything."""
@@ -84,7 +86,7 @@ class Pair:
             if of is not None:
                 await worker.do(release(of))
         for host in (self.source, self.destination):
-            reply = await host.until(lambda reply: not (reply.held or reply.in_flight or reply.holds))
+            reply = await host.until(lambda reply: not (reply.held or reply.in_flight or reply.leases))
             assert reply.balanced
 
 

@@ -1,4 +1,4 @@
-"""What the workers of a hold know and believe, for the state machine."""
+"""What the workers of a lease know and believe, for the state machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYOUT = make_layout((16, 0), (32, 16))
 
 @dataclass(eq=False)
 class Story:
-    """One hold as its workers know it, from reservation on."""
+    """One lease as its workers know it, from reservation on."""
 
     serial: int
     request: str
@@ -31,7 +31,7 @@ class Story:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker's belief that it may touch the blocks of a hold."""
+    """A worker's belief that it may touch the blocks of a lease."""
 
     story: Story
     session: int

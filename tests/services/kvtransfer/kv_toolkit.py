@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.core.kv_layout import GroupShape, KVGroup, KVLayout
 from paceline.core.types import Key
-from paceline.services.kvtransfer.hold import Hold
+from paceline.services.kvtransfer.lease import Lease
 from paceline.services.kvtransfer.ledger import Ledger
 
 LEASE = 10.0
@@ -44,28 +44,28 @@ class Desk:
         session: int = DECODE,
         attempt: int = 1,
         generation: int = 1,
-    ) -> Hold:
-        """A hold for `context` (see `chain`) with room for `tokens`."""
+    ) -> Lease:
+        """A lease for `context` (see `chain`) with room for `tokens`."""
         tokens = len(context) * 16 if tokens is None else tokens
         key = Key(request, attempt, generation)
         return self.ledger.reserve(session, key, chain(context), tokens, cached, self.now)
 
-    def seal(self, hold: Hold, context: str, session: int = DECODE) -> None:
+    def seal(self, lease: Lease, context: str, session: int = DECODE) -> None:
         """Seals all blocks that `context` fills, in all groups."""
         for index, group in enumerate(self.layout.groups):
             stride = group.block_tokens // 16
-            self.ledger.seal(session, hold.key, index, 0, chain(context)[stride - 1 :: stride], self.now)
+            self.ledger.seal(session, lease.key, index, 0, chain(context)[stride - 1 :: stride], self.now)
 
     def cache(self, request: str, context: str) -> list[list[int]]:
         """Leaves a context in the cache; returns where its blocks are."""
-        hold = self.reserve(request, context, cached=0)
-        tables = [list(table) for table in hold.tables]
-        self.seal(hold, context)
-        self.ledger.release(DECODE, hold.key, self.now)
+        lease = self.reserve(request, context, cached=0)
+        tables = [list(table) for table in lease.tables]
+        self.seal(lease, context)
+        self.ledger.release(DECODE, lease.key, self.now)
         return tables
 
-    def filling(self, request: str, context: str = "", tokens: int | None = None) -> Hold:
-        """A hold that PREFILL writes and DECODE owns."""
+    def filling(self, request: str, context: str = "", tokens: int | None = None) -> Lease:
+        """A lease that PREFILL writes and DECODE owns."""
         return self.ledger.open(PREFILL, self.reserve(request, context, tokens).key, self.now)
 
     def counts(self) -> tuple[int, int, int, int]:
@@ -75,5 +75,5 @@ class Desk:
         assert sum(counts) == total
         return (*counts,)  # type: ignore[return-value]
 
-    def holds(self) -> Sequence[Hold]:
-        return self.ledger.holds()
+    def leases(self) -> Sequence[Lease]:
+        return self.ledger.leases()

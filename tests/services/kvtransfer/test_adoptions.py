@@ -8,16 +8,16 @@ from collections.abc import Awaitable
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto.common_pb2 import Key
 from paceline.services.kvtransfer.adoptions import Adoptions, Waiter
-from paceline.services.kvtransfer.hold import UnknownHoldError
+from paceline.services.kvtransfer.lease import UnknownLeaseError
 from tests.services.kvtransfer.kv_host import Host, Worker, key, layout, release, reserve, seal
 from tests.services.kvtransfer.kv_toolkit import DECODE, LEASE, PREFILL, Desk
 
 
-async def begin(host: Host) -> tuple[Worker, Worker, pb.Hold]:
-    """Both workers, and the hold that prefill writes."""
+async def begin(host: Host) -> tuple[Worker, Worker, pb.Lease]:
+    """Both workers, and the lease that prefill writes."""
     decode, prefill = await host.attach("decode"), await host.attach("prefill")
     await decode.do(reserve(key(), "abc", 60))
-    return decode, prefill, (await prefill.do(pb.Operation(open=pb.Open(key=key())))).hold
+    return decode, prefill, (await prefill.do(pb.Operation(open=pb.Open(key=key())))).lease
 
 
 async def waiting(host: Host, decode: Worker) -> asyncio.Task[list[pb.Result]]:
@@ -39,8 +39,8 @@ async def codes(answer: Awaitable[list[pb.Result]]) -> list[pb.Code]:
     return [result.code for result in await answer]
 
 
-def fill(hold: pb.Hold) -> pb.Operation:
-    return pb.Operation(fill=pb.Fill(key=hold.key, filled_tokens=50))
+def fill(lease: pb.Lease) -> pb.Operation:
+    return pb.Operation(fill=pb.Fill(key=lease.key, filled_tokens=50))
 
 
 async def test_who_waits_gets_the_blocks_when_they_are_filled(host: Host) -> None:
@@ -85,7 +85,7 @@ async def test_who_gets_blocks_hears_what_has_become_of_them_and_may_seal_the_re
     shape = layout(groups=((16, 0), (16, 20)))
     decode, prefill = await host.attach("decode", shape), await host.attach("prefill", shape)
     await decode.do(reserve(key(), "abc", 60))
-    opened = (await prefill.do(pb.Operation(open=pb.Open(key=key())))).hold
+    opened = (await prefill.do(pb.Operation(open=pb.Open(key=key())))).lease
     await prefill.do(seal(opened.key, "ab"))
     await prefill.do(seal(opened.key, "a", group=1))
     await prefill.do(pb.Operation(trim=pb.Trim(key=opened.key, group=1, first_kept_block=1)))
@@ -94,7 +94,7 @@ async def test_who_gets_blocks_hears_what_has_become_of_them_and_may_seal_the_re
     assert (list(adopted.trimmed_blocks), list(adopted.sealed_blocks)) == ([0, 1], [2, 1])
     await decode.batch(seal(adopted.key, "abc", first=2), seal(adopted.key, "abc", group=1, first=1))
     await decode.do(release(adopted.key))
-    assert (await decode.do(reserve(key("again"), "abcd"))).hold.filled_tokens == 48
+    assert (await decode.do(reserve(key("again"), "abcd"))).lease.filled_tokens == 48
 
 
 async def test_the_end_of_a_lease_is_noticed_while_waiting(host: Host) -> None:
@@ -122,7 +122,7 @@ def test_who_waits_for_blocks_that_have_ended_gives_way() -> None:
     desk.now += LEASE  # nobody has swept
     filling = desk.ledger.open(PREFILL, desk.reserve("r", "a", generation=2).key, desk.now)
     adoptions.wait(Waiter(DECODE, filling.key, told.append, lambda: True))
-    assert [type(outcome) for outcome in told] == [UnknownHoldError]
+    assert [type(outcome) for outcome in told] == [UnknownLeaseError]
     desk.ledger.fill(PREFILL, filling.key, 16, desk.now)
     adoptions.note(filling.key)
     assert told[1:] == [desk.ledger.find(filling.key, desk.now)]

@@ -92,7 +92,7 @@ async def test_an_arena_of_the_same_shape_keeps_its_cache(host: Host) -> None:
     await worker.batch(reserve(key(), "ab"), seal(key(), "ab"), release(key()))
     await worker.leave()
     again = await host.attach()
-    assert (await again.do(reserve(key("next"), "abc"))).hold.filled_tokens == 32
+    assert (await again.do(reserve(key("next"), "abc"))).lease.filled_tokens == 32
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ async def test_no_combination_of_shapes_refuses_to_start(tmp_path: Path, shapes:
     host = Host(tmp_path, kv_memory=made.slots_for(2) * made.slot_bytes)
     await host.start()
     worker = await host.attach(shape=layout_to_pb(made))
-    hold = (await worker.do(reserve(key(), tokens=2))).hold
-    assert [len(table.slots) for table in hold.tables] == [1] * len(shapes)
+    lease = (await worker.do(reserve(key(), tokens=2))).lease
+    assert [len(table.slots) for table in lease.tables] == [1] * len(shapes)
     await worker.do(release(key()))
     await worker.leave()
     await host.close()

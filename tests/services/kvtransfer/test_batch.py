@@ -18,9 +18,9 @@ async def test_a_handoff_moves_no_byte(host: Host) -> None:
     decode, prefill = await host.attach("decode"), await host.attach("prefill")
     memories = [map_arena(Path(worker.arena.arena_path), worker.arena.arena_bytes) for worker in (prefill, decode)]
 
-    reserved = (await decode.do(reserve(key(), "abc", 60))).hold
+    reserved = (await decode.do(reserve(key(), "abc", 60))).lease
     assert await host.counts() == (4, 4, 0, 0)
-    opened = (await prefill.do(pb.Operation(open=pb.Open(key=reserved.key)))).hold
+    opened = (await prefill.do(pb.Operation(open=pb.Open(key=reserved.key)))).lease
     assert await host.counts() == (4, 0, 4, 0)
     for slot in opened.tables[0].slots:
         memories[0][slot * SLOT : (slot + 1) * SLOT] = bytes([slot + 1]) * SLOT
@@ -35,7 +35,7 @@ async def test_a_handoff_moves_no_byte(host: Host) -> None:
     await decode.do(release(adopted.key))
     assert await host.counts() == (5, 0, 0, 3)
 
-    again = (await decode.do(reserve(key("again"), "abcd"))).hold
+    again = (await decode.do(reserve(key("again"), "abcd"))).lease
     assert again.filled_tokens == 48
     assert again.tables[0].slots[:3] == reserved.tables[0].slots[:3]
 
@@ -111,7 +111,7 @@ async def test_a_batch_has_a_limit(host: Host, caplog: pytest.LogCaptureFixture)
     assert "may have 4096 operations, not 4097" in caplog.text
 
 
-async def test_renewal_names_the_holds_that_are_lost(host: Host) -> None:
+async def test_renewal_names_the_leases_that_are_lost(host: Host) -> None:
     worker = await host.attach()
     await worker.batch(reserve(key("a"), tokens=16), reserve(key("b"), tokens=16))
     host.now += LEASE - 1

@@ -144,10 +144,10 @@ async def test_what_the_arena_has_evicted_comes_back_before_it_is_reserved(tmp_p
 
         async def write(request: str, context: str) -> None:
             """Computes a context and leaves it in the cache."""
-            hold = (await worker.do(reserve(key(request), context))).hold
-            for place, slot in enumerate(hold.tables[0].slots):
+            lease = (await worker.do(reserve(key(request), context))).lease
+            for place, slot in enumerate(lease.tables[0].slots):
                 fill(host, slot, context[: place + 1])
-            await worker.batch(seal(hold.key, context), release(hold.key))
+            await worker.batch(seal(lease.key, context), release(lease.key))
             host.service.take_events()  # as the publisher does all the time
 
         def on_disk(context: str) -> bool:
@@ -159,13 +159,13 @@ async def test_what_the_arena_has_evicted_comes_back_before_it_is_reserved(tmp_p
         await write("first", "abcdef")
         await eventually(lambda: on_disk("abcdef"))
         await write("second", "ghijkl")  # evicts most of the first
-        assert (await worker.do(reserve(key("probe"), "abcdef"))).hold.filled_tokens < 64
+        assert (await worker.do(reserve(key("probe"), "abcdef"))).lease.filled_tokens < 64
         await worker.do(release(key("probe")))
         request = pb.FetchPrefixRequest(session=worker.arena.session, key=key("again"), hashes=chain("abcdef"))
         await host.stub.FetchPrefix(request, timeout=10)
-        hold = (await worker.do(reserve(key("again"), "abcdef"))).hold
-        assert hold.filled_tokens == 80  # the last block is always computed
-        for place, slot in enumerate(hold.tables[0].slots[:5]):
+        lease = (await worker.do(reserve(key("again"), "abcdef"))).lease
+        assert lease.filled_tokens == 80  # the last block is always computed
+        for place, slot in enumerate(lease.tables[0].slots[:5]):
             assert content(host, slot) == "abcdef"[: place + 1]
         assert (await host.ledger()).balanced
         await worker.leave()

@@ -1,4 +1,4 @@
-"""Which blocks a hold gets, shares and gives back, and which are evicted."""
+"""Which blocks a lease gets, shares and gives back, and which are evicted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
-from paceline.services.kvtransfer.hold import TRANSFER
+from paceline.services.kvtransfer.lease import TRANSFER
 from tests.services.kvtransfer.kv_toolkit import DECODE, PREFILL, Desk, chain
 
 # ---- room
@@ -27,29 +27,29 @@ def test_a_reservation_is_all_or_nothing_over_groups() -> None:
 
 def test_an_extension_is_all_or_nothing_over_groups() -> None:
     desk = Desk(7, (64, 0), (16, 0))
-    hold = desk.reserve("a", tokens=16)
+    lease = desk.reserve("a", tokens=16)
     other = desk.reserve("b", tokens=32)
     with pytest.raises(BusyError):
-        desk.ledger.extend(DECODE, hold.key, 80, desk.now)
-    assert [len(table) for table in hold.tables] == [1, 1]
+        desk.ledger.extend(DECODE, lease.key, 80, desk.now)
+    assert [len(table) for table in lease.tables] == [1, 1]
     assert desk.counts() == (2, 5, 0, 0)
     desk.ledger.release(DECODE, other.key, desk.now)
-    desk.ledger.extend(DECODE, hold.key, 80, desk.now)
-    assert [len(table) for table in hold.tables] == [2, 5]
+    desk.ledger.extend(DECODE, lease.key, 80, desk.now)
+    assert [len(table) for table in lease.tables] == [2, 5]
     assert desk.counts() == (0, 7, 0, 0)
 
 
 def test_extending_to_less_changes_nothing() -> None:
     desk = Desk(4)
-    hold = desk.reserve("r", tokens=40)
-    desk.ledger.extend(DECODE, hold.key, 17, desk.now)
-    assert (hold.token_count, desk.counts()) == (40, (1, 3, 0, 0))
+    lease = desk.reserve("r", tokens=40)
+    desk.ledger.extend(DECODE, lease.key, 17, desk.now)
+    assert (lease.token_count, desk.counts()) == (40, (1, 3, 0, 0))
 
 
 def test_what_an_open_writer_adds_is_in_flight() -> None:
     desk = Desk(4)
-    hold = desk.filling("r", tokens=16)
-    desk.ledger.extend(PREFILL, hold.key, 32, desk.now)
+    lease = desk.filling("r", tokens=16)
+    desk.ledger.extend(PREFILL, lease.key, 32, desk.now)
     assert desk.counts() == (2, 0, 2, 0)
 
 
@@ -57,18 +57,18 @@ def test_more_than_the_arena_is_refused_for_ever() -> None:
     desk = Desk(4)
     with pytest.raises(InvalidRequestError, match=r"65 tokens take 5 blocks and the arena has 4.*--kv-memory"):
         desk.reserve("r", tokens=65)
-    hold = desk.reserve("r", tokens=64)
+    lease = desk.reserve("r", tokens=64)
     with pytest.raises(InvalidRequestError, match="the arena has 4"):
-        desk.ledger.extend(DECODE, hold.key, (1 << 32) - 1, desk.now)
+        desk.ledger.extend(DECODE, lease.key, (1 << 32) - 1, desk.now)
     assert desk.counts() == (0, 4, 0, 0)
 
 
 def test_a_reservation_does_not_evict_what_it_reuses() -> None:
     desk = Desk(4)
     (old,), (kept,) = desk.cache("old", "ab"), desk.cache("kept", "xy")
-    hold = desk.reserve("r", "xyz", 64)
-    assert hold.tables[0][:2] == kept
-    assert set(hold.tables[0][2:]) == set(old)
+    lease = desk.reserve("r", "xyz", 64)
+    assert lease.tables[0][:2] == kept
+    assert set(lease.tables[0][2:]) == set(old)
 
 
 def test_what_a_reservation_reuses_is_no_room_for_it() -> None:
@@ -98,7 +98,7 @@ def test_sealed_blocks_are_shared() -> None:
     assert desk.counts() == (6, 0, 0, 2)
 
 
-def test_a_shared_block_is_in_flight_while_any_hold_is() -> None:
+def test_a_shared_block_is_in_flight_while_any_lease_is() -> None:
     desk = Desk(8)
     desk.cache("warm", "ab")
     flying = desk.filling("flying", "ab")
@@ -133,11 +133,11 @@ def test_a_private_copy_takes_the_place_of_an_evicted_original() -> None:
 
 def test_sealing_twice_is_no_error_unless_the_hash_differs() -> None:
     desk = Desk(4)
-    hold = desk.reserve("r", "ab")
-    desk.seal(hold, "ab")
-    desk.seal(hold, "ab")
+    lease = desk.reserve("r", "ab")
+    desk.seal(lease, "ab")
+    desk.seal(lease, "ab")
     with pytest.raises(InvalidRequestError, match="sealed with another hash"):
-        desk.ledger.seal(DECODE, hold.key, 0, 0, chain("x"), desk.now)
+        desk.ledger.seal(DECODE, lease.key, 0, 0, chain("x"), desk.now)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_sealing_twice_is_no_error_unless_the_hash_differs() -> None:
 )
 def test_what_cannot_be_sealed(group: int, first: int, hashes: list[bytes], message: str) -> None:
     desk = Desk(4)
-    hold = desk.reserve("r", tokens=32)
+    lease = desk.reserve("r", tokens=32)
     with pytest.raises(InvalidRequestError, match=message):
-        desk.ledger.seal(DECODE, hold.key, group, first, hashes, desk.now)
-    desk.ledger.release(DECODE, hold.key, desk.now)
+        desk.ledger.seal(DECODE, lease.key, group, first, hashes, desk.now)
+    desk.ledger.release(DECODE, lease.key, desk.now)
     assert desk.counts() == (4, 0, 0, 0)
 
 
@@ -173,41 +173,41 @@ def test_what_cannot_be_reserved(hashes: list[bytes], message: str) -> None:
 
 def test_trim_gives_back_what_is_behind_the_window() -> None:
     desk = Desk(8, (16, 32))
-    hold = desk.reserve("r", "abcd", 64)
-    desk.ledger.seal(DECODE, hold.key, 0, 0, chain("a"), desk.now)
-    kept = hold.tables[0][2:]
+    lease = desk.reserve("r", "abcd", 64)
+    desk.ledger.seal(DECODE, lease.key, 0, 0, chain("a"), desk.now)
+    kept = lease.tables[0][2:]
     for _ in range(2):
-        desk.ledger.trim(DECODE, hold.key, 0, 2, desk.now)
-    assert hold.tables[0] == [NO_SLOT, NO_SLOT, *kept]
+        desk.ledger.trim(DECODE, lease.key, 0, 2, desk.now)
+    assert lease.tables[0] == [NO_SLOT, NO_SLOT, *kept]
     assert desk.counts() == (5, 2, 0, 1)
     with pytest.raises(InvalidRequestError, match="given back block 1"):
-        desk.ledger.seal(DECODE, hold.key, 0, 1, chain("ab")[1:], desk.now)
-    desk.ledger.release(DECODE, hold.key, desk.now)
+        desk.ledger.seal(DECODE, lease.key, 0, 1, chain("ab")[1:], desk.now)
+    desk.ledger.release(DECODE, lease.key, desk.now)
     assert desk.counts() == (7, 0, 0, 1)
 
 
 def test_a_prefill_worker_trims_what_is_in_flight() -> None:
     desk = Desk(8, (16, 32))
-    hold = desk.filling("r", tokens=64)
-    desk.ledger.trim(PREFILL, hold.key, 0, 1, desk.now)
+    lease = desk.filling("r", tokens=64)
+    desk.ledger.trim(PREFILL, lease.key, 0, 1, desk.now)
     assert desk.counts() == (5, 0, 3, 0)
 
 
 @pytest.mark.parametrize(("group", "kept", "message"), [(0, 1, "full attention"), (1, 5, "only 4"), (2, 1, "no group")])
 def test_what_cannot_be_trimmed(group: int, kept: int, message: str) -> None:
     desk = Desk(16, (16, 0), (16, 32))
-    hold = desk.reserve("r", tokens=64)
+    lease = desk.reserve("r", tokens=64)
     with pytest.raises(InvalidRequestError, match=message):
-        desk.ledger.trim(DECODE, hold.key, group, kept, desk.now)
-    assert NO_SLOT not in hold.tables[0] + hold.tables[1]
+        desk.ledger.trim(DECODE, lease.key, group, kept, desk.now)
+    assert NO_SLOT not in lease.tables[0] + lease.tables[1]
 
 
 def test_a_reused_prefix_takes_only_the_window() -> None:
     desk = Desk(16, (64, 0), (16, 40))
     desk.cache("warm", "abcdefgh")
-    hold = desk.reserve("r", "abcdefgh", 144)
-    assert hold.filled_tokens == 128
-    assert hold.tables[1][:5] == [NO_SLOT] * 5
+    lease = desk.reserve("r", "abcdefgh", 144)
+    assert lease.filled_tokens == 128
+    assert lease.tables[1][:5] == [NO_SLOT] * 5
     # 2 + 3 reused, 1 + 1 fresh; 5 blocks behind the window stay cached.
     assert desk.counts() == (4, 7, 0, 5)
 
@@ -236,8 +236,8 @@ def test_the_tail_of_a_prefix_goes_before_its_head() -> None:
 def test_blocks_of_all_groups_go_from_the_tail() -> None:
     desk = Desk(10, (64, 0), (16, 0))
     wide, narrow = desk.cache("warm", "abcdefgh")
-    hold = desk.reserve("r", tokens=64)  # 5 blocks, as many as half of the context
-    assert set(hold.slots()) == {wide[1], *narrow[4:]}
+    lease = desk.reserve("r", tokens=64)  # 5 blocks, as many as half of the context
+    assert set(lease.slots()) == {wide[1], *narrow[4:]}
     assert desk.reserve("again", "abcd").filled_tokens == 64
 
 
@@ -249,28 +249,28 @@ def test_a_copys_children_go_before_its_original() -> None:
     desk.seal(copy, "ab")
     desk.ledger.release(DECODE, original.key, desk.now)
     desk.ledger.release(DECODE, copy.key, desk.now)
-    hold = desk.reserve("r", tokens=64)
-    assert copy.tables[0][1] in hold.tables[0]
-    assert original.tables[0][0] not in hold.tables[0]
+    lease = desk.reserve("r", tokens=64)
+    assert copy.tables[0][1] in lease.tables[0]
+    assert original.tables[0][0] not in lease.tables[0]
 
 
 def test_referenced_blocks_are_never_evicted() -> None:
     desk = Desk(3)
     desk.cache("warm", "ab")
-    hold = desk.reserve("r", "ab")
+    lease = desk.reserve("r", "ab")
     with pytest.raises(BusyError):
         desk.reserve("other", tokens=32)
     assert desk.counts() == (1, 2, 0, 0)
-    assert hold.filled_tokens == 32
+    assert lease.filled_tokens == 32
 
 
 def test_what_is_pinned_is_cached_blocks_alone() -> None:
     desk = Desk(4)
     tables = desk.cache("warm", "ab")
     for name, context, found in (("x", "abc", tables), ("y", "z", [[]])):
-        hold = desk.ledger.pin(TRANSFER, Key(name, 1, 1), chain(context), desk.now)
-        assert hold.tables == found
-        assert hold.filled_tokens == hold.token_count == 16 * len(found[0])
+        lease = desk.ledger.pin(TRANSFER, Key(name, 1, 1), chain(context), desk.now)
+        assert lease.tables == found
+        assert lease.filled_tokens == lease.token_count == 16 * len(found[0])
     assert desk.counts() == (2, 2, 0, 0)
     with pytest.raises(BusyError):
         desk.reserve("other", tokens=16 * 3)
@@ -284,12 +284,12 @@ def test_what_is_pinned_is_cached_blocks_alone() -> None:
 def test_events_tell_what_can_be_reused() -> None:
     desk = Desk(3, (16, 0), (16, 0))
     (a,) = chain("a")
-    hold = desk.reserve("r", "a")
-    desk.ledger.seal(DECODE, hold.key, 0, 0, [a], desk.now)
-    desk.ledger.seal(DECODE, hold.key, 0, 0, [a], desk.now)
+    lease = desk.reserve("r", "a")
+    desk.ledger.seal(DECODE, lease.key, 0, 0, [a], desk.now)
+    desk.ledger.seal(DECODE, lease.key, 0, 0, [a], desk.now)
     assert desk.ledger.take_events() == [("stored", 0, a)]
-    desk.ledger.seal(DECODE, hold.key, 1, 0, [a], desk.now)
-    desk.ledger.release(DECODE, hold.key, desk.now)
+    desk.ledger.seal(DECODE, lease.key, 1, 0, [a], desk.now)
+    desk.ledger.release(DECODE, lease.key, desk.now)
     assert desk.ledger.take_events() == [("stored", 1, a)]
     desk.reserve("next", tokens=16)
     assert desk.ledger.take_events() == [("removed", 1, a)]

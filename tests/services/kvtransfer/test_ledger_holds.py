@@ -1,4 +1,4 @@
-"""The life of a hold, and who may act on it."""
+"""The life of a lease, and who may act on it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError, StaleError
 from paceline.core.types import Key
-from paceline.services.kvtransfer.hold import State, UnknownHoldError
+from paceline.services.kvtransfer.lease import State, UnknownLeaseError
 from tests.services.kvtransfer.kv_toolkit import DECODE, OTHER, PREFILL, Desk, chain
 
-# ---- a hold's life
+# ---- a lease's life
 
 
 def test_handoff_moves_ownership_and_no_block() -> None:
@@ -37,22 +37,22 @@ def test_handoff_moves_ownership_and_no_block() -> None:
 
 def test_aggregated_worker_never_hands_over() -> None:
     desk = Desk(8)
-    hold = desk.reserve("r", "ab", 40)
-    desk.seal(hold, "ab")
-    desk.ledger.extend(DECODE, hold.key, 64, desk.now)
+    lease = desk.reserve("r", "ab", 40)
+    desk.seal(lease, "ab")
+    desk.ledger.extend(DECODE, lease.key, 64, desk.now)
     assert desk.counts() == (4, 4, 0, 0)
-    desk.ledger.release(DECODE, hold.key, desk.now)
+    desk.ledger.release(DECODE, lease.key, desk.now)
     assert desk.counts() == (6, 0, 0, 2)
 
 
 def test_handoff_of_no_blocks_succeeds() -> None:
     desk = Desk(2)
-    hold = desk.filling("r", tokens=0)
-    desk.ledger.fill(PREFILL, hold.key, 0, desk.now)
-    adopted = desk.ledger.adopt(DECODE, hold.key, desk.now)
+    lease = desk.filling("r", tokens=0)
+    desk.ledger.fill(PREFILL, lease.key, 0, desk.now)
+    adopted = desk.ledger.adopt(DECODE, lease.key, desk.now)
     desk.ledger.release(DECODE, adopted.key, desk.now)
     assert desk.counts() == (2, 0, 0, 0)
-    assert not desk.holds()
+    assert not desk.leases()
 
 
 @pytest.mark.parametrize("step", ["open", "fill", "adopt"])
@@ -76,20 +76,20 @@ def test_each_step_needs_its_state(step: str) -> None:
 def test_fill_must_lie_between_the_reused_prefix_and_the_reservation(filled: int) -> None:
     desk = Desk(8)
     desk.cache("warm", "ab")
-    hold = desk.filling("r", "abc", 64)
-    assert hold.filled_tokens == 32
+    lease = desk.filling("r", "abc", 64)
+    assert lease.filled_tokens == 32
     with pytest.raises(InvalidRequestError, match=r"within \[32, 64\]"):
-        desk.ledger.fill(PREFILL, hold.key, filled, desk.now)
-    assert hold.state is State.FILLING
+        desk.ledger.fill(PREFILL, lease.key, filled, desk.now)
+    assert lease.state is State.FILLING
 
 
-def test_a_filled_hold_is_not_written_before_it_is_adopted() -> None:
+def test_a_filled_lease_is_not_written_before_it_is_adopted() -> None:
     desk = Desk(8)
-    hold = desk.filling("r", tokens=16)
-    desk.ledger.fill(PREFILL, hold.key, 16, desk.now)
+    lease = desk.filling("r", tokens=16)
+    desk.ledger.fill(PREFILL, lease.key, 16, desk.now)
     for session in (DECODE, PREFILL):
         with pytest.raises(InvalidRequestError, match="adopt it first"):
-            desk.ledger.extend(session, hold.key, 32, desk.now)
+            desk.ledger.extend(session, lease.key, 32, desk.now)
 
 
 # ---- generations
@@ -109,42 +109,42 @@ def test_only_the_newest_generation_acts() -> None:
     ):
         with pytest.raises(StaleError, match="generation is 2 now") as caught:
             act()
-        assert not isinstance(caught.value, UnknownHoldError)
+        assert not isinstance(caught.value, UnknownLeaseError)
     assert desk.counts() == (7, 0, 1, 0)
 
 
 def test_the_newest_generation_does_not_help_a_stranger() -> None:
     desk = Desk(8)
-    hold = desk.filling("r", tokens=16)
+    lease = desk.filling("r", tokens=16)
     for act in (
-        lambda: desk.ledger.seal(OTHER, hold.key, 0, 0, chain("a"), desk.now),
-        lambda: desk.ledger.fill(OTHER, hold.key, 16, desk.now),
-        lambda: desk.ledger.renew(OTHER, hold.key, desk.now),
-        lambda: desk.ledger.release(OTHER, hold.key, desk.now),
+        lambda: desk.ledger.seal(OTHER, lease.key, 0, 0, chain("a"), desk.now),
+        lambda: desk.ledger.fill(OTHER, lease.key, 16, desk.now),
+        lambda: desk.ledger.renew(OTHER, lease.key, desk.now),
+        lambda: desk.ledger.release(OTHER, lease.key, desk.now),
     ):
         with pytest.raises(StaleError, match="another worker"):
             act()
-    assert hold.state is State.FILLING
+    assert lease.state is State.FILLING
 
 
 def test_a_generation_that_was_never_made_is_unknown() -> None:
     desk = Desk(8)
     desk.reserve("r", tokens=16)
-    with pytest.raises(UnknownHoldError):
+    with pytest.raises(UnknownLeaseError):
         desk.ledger.open(PREFILL, Key("r", 1, 2), desk.now)
 
 
-def test_a_new_hold_needs_a_generation_above_all_before() -> None:
+def test_a_new_lease_needs_a_generation_above_all_before() -> None:
     desk = Desk(8)
-    hold = desk.filling("r", tokens=16)
-    desk.ledger.release(PREFILL, hold.key, desk.now)
+    lease = desk.filling("r", tokens=16)
+    desk.ledger.release(PREFILL, lease.key, desk.now)
     for generation in (1, 2):
         with pytest.raises(StaleError, match="generation 2 has been seen"):
             desk.reserve("r", tokens=16, generation=generation)
     assert desk.reserve("r", tokens=16, generation=3).state is State.RESERVED
 
 
-def test_one_hold_for_each_attempt() -> None:
+def test_one_lease_for_each_attempt() -> None:
     desk = Desk(8)
     desk.reserve("r", tokens=16)
     with pytest.raises(StaleError):
@@ -155,10 +155,10 @@ def test_one_hold_for_each_attempt() -> None:
     assert desk.counts() == (6, 2, 0, 0)
 
 
-def test_a_late_release_does_not_end_a_newer_hold() -> None:
+def test_a_late_release_does_not_end_a_newer_lease() -> None:
     desk = Desk(8)
     first = desk.reserve("r", tokens=16)
     desk.ledger.release(DECODE, first.key, desk.now)
     second = desk.reserve("r", tokens=16, generation=5)
     desk.ledger.release(DECODE, first.key, desk.now)
-    assert desk.holds() == [second]
+    assert desk.leases() == [second]

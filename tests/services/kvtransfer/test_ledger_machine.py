@@ -1,8 +1,8 @@
 """The ledger under any sequence of calls, checked by what workers find in the memory.
 
 The test owns the arena's memory, one word a slot. Workers write into blocks that they believe are theirs, also those
-that do not know yet that their hold was cancelled, that its lease has ended or that their session broke. Had the ledger
-given a block to somebody else too early, a worker would find a foreign word in its blocks.
+that do not know yet that their lease was cancelled, that its lease has ended or that their session broke. Had the
+ledger given a block to somebody else too early, a worker would find a foreign word in its blocks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from paceline.core.errors import BusyError, InvalidRequestError, StaleError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
-from paceline.services.kvtransfer.hold import Hold, State, UnknownHoldError, held_slots
-from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
+from paceline.services.kvtransfer.lease import Lease, State, UnknownLeaseError, held_slots
+from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.services.kvtransfer.kv_story import LAYOUT, Story, Worker
 from tests.services.kvtransfer.kv_toolkit import LEASE, chain
@@ -45,11 +45,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.keys: list[Key] = []  # all that were handed out, newest last
         self.serial = 0
 
-    def live(self, *states: State) -> list[Hold]:
+    def live(self, *states: State) -> list[Lease]:
         return [
-            hold
-            for hold in self.ledger.holds()
-            if hold.state is not State.DRAINING and hold.deadline > self.now and (not states or hold.state in states)
+            lease
+            for lease in self.ledger.leases()
+            if lease.state is not State.DRAINING and lease.deadline > self.now and (not states or lease.state in states)
         ]
 
     def session(self, pick: int) -> int:
@@ -58,12 +58,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def worker(self, pick: int) -> Worker:
         return self.workers[pick % len(self.workers)]
 
-    def begin(self, hold: Hold, session: int) -> None:
-        """`session` begins to touch the blocks of `hold`, and does so at once."""
-        story = self.stories[hold.key.request_id]
-        assert hold.tables == story.tables
-        self.workers.append(Worker(story, session, hold.key, math.inf, hold.state is State.FILLING))
-        self.keys.append(hold.key)
+    def begin(self, lease: Lease, session: int) -> None:
+        """`session` begins to touch the blocks of `lease`, and does so at once."""
+        story = self.stories[lease.key.request_id]
+        assert lease.tables == story.tables
+        self.workers.append(Worker(story, session, lease.key, math.inf, lease.state is State.FILLING))
+        self.keys.append(lease.key)
         self.write(story)
 
     def write(self, story: Story) -> None:
@@ -77,7 +77,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """`session` will not touch these blocks any more."""
         self.workers = [one for one in self.workers if (one.key[:2], one.session) != (key[:2], session)]
 
-    # ---- the life of a hold
+    # ---- the life of a lease
 
     @rule(
         request=st.sampled_from(REQUESTS),
@@ -89,11 +89,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def reserve(self, request: str, context: str, extra: int, limit: int, pick: int) -> None:
         newest = max((key.generation for key in self.keys if key.request_id == request), default=0)
         tokens = len(context) * 16 + extra
-        exists = any(hold.key.request_id == request for hold in self.live())
+        exists = any(lease.key.request_id == request for lease in self.live())
         before = self.ledger.counts()
         key = Key(request, 1, newest + 1)
         try:
-            hold = self.ledger.reserve(self.session(pick), key, chain(context), tokens, limit, self.now)
+            lease = self.ledger.reserve(self.session(pick), key, chain(context), tokens, limit, self.now)
         except InvalidRequestError:
             assert exists or LAYOUT.slots_for(tokens) > SLOTS
             return
@@ -103,28 +103,28 @@ class LedgerMachine(RuleBasedStateMachine):
             self.keys.append(key)  # it is used up
             return
         assert not exists
-        cached = hold.filled_tokens
+        cached = lease.filled_tokens
         assert cached <= limit
         assert cached % LAYOUT.alignment == 0
         self.serial += 1
-        story = Story(self.serial, request, context, [list(table) for table in hold.tables])
+        story = Story(self.serial, request, context, [list(table) for table in lease.tables])
         self.stories[request] = story
         for index, group in enumerate(LAYOUT.groups):
-            assert len(hold.tables[index]) == group.blocks_for(tokens)
+            assert len(lease.tables[index]) == group.blocks_for(tokens)
             story.sealed[index] = cached // group.block_tokens
             for block in range(group.first_needed_block(cached), story.sealed[index]):
-                slot = hold.tables[index][block]
+                slot = lease.tables[index][block]
                 assert self.memory[slot] == story.name(index, block), "a reused block has other content"
                 story.words[slot] = self.memory[slot]
-        self.begin(hold, self.session(pick))
+        self.begin(lease, self.session(pick))
 
     @precondition(lambda self: self.live(State.RESERVED))
     @rule(pick=picks, who=picks)
     def open(self, pick: int, who: int) -> None:
-        holds = self.live(State.RESERVED)
-        hold = holds[pick % len(holds)]
-        self.end(hold.key, hold.owner)  # it hands over
-        self.begin(self.ledger.open(self.session(who), hold.key, self.now), self.session(who))
+        leases = self.live(State.RESERVED)
+        lease = leases[pick % len(leases)]
+        self.end(lease.key, lease.owner)  # it hands over
+        self.begin(self.ledger.open(self.session(who), lease.key, self.now), self.session(who))
 
     @precondition(lambda self: any(worker.opened for worker in self.workers))
     @rule(pick=picks)
@@ -133,28 +133,28 @@ class LedgerMachine(RuleBasedStateMachine):
         worker = writers[pick % len(writers)]
         self.workers.remove(worker)
         try:
-            hold = self.ledger.fill(worker.session, worker.key, len(worker.story.context) * 16, self.now)
-        except UnknownHoldError:  # cancelled meanwhile
+            lease = self.ledger.fill(worker.session, worker.key, len(worker.story.context) * 16, self.now)
+        except UnknownLeaseError:  # cancelled meanwhile
             return
-        assert hold.state is State.FILLED
+        assert lease.state is State.FILLED
 
     @precondition(lambda self: self.live(State.FILLED))
     @rule(pick=picks, who=picks)
     def adopt(self, pick: int, who: int) -> None:
-        holds = self.live(State.FILLED)
-        hold = holds[pick % len(holds)]
-        self.begin(self.ledger.adopt(self.session(who), hold.key, self.now), self.session(who))
+        leases = self.live(State.FILLED)
+        lease = leases[pick % len(leases)]
+        self.begin(self.ledger.adopt(self.session(who), lease.key, self.now), self.session(who))
 
     @precondition(lambda self: self.live())
     @rule(pick=picks, older=st.booleans())
     def owner_releases(self, pick: int, older: bool) -> None:
         """It does not tell the writer, who goes on."""
-        holds = self.live()
-        hold = holds[pick % len(holds)]
-        key = hold.key._replace(generation=hold.first_generation) if older else hold.key
-        self.ledger.release(hold.owner, key, self.now)
-        self.end(key, hold.owner)
-        assert hold not in self.live()
+        leases = self.live()
+        lease = leases[pick % len(leases)]
+        key = lease.key._replace(generation=lease.first_generation) if older else lease.key
+        self.ledger.release(lease.owner, key, self.now)
+        self.end(key, lease.owner)
+        assert lease not in self.live()
 
     @precondition(lambda self: self.workers)
     @rule(pick=picks)
@@ -169,7 +169,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def only_the_writer_acts(self, pick: int, who: int) -> None:
         """Anybody tries, with any key that ever was, to do something that changes nothing."""
         key, session = self.keys[-1 - pick % min(len(self.keys), 8)], self.session(who)
-        may = any((hold.key, hold.writer) == (key, session) for hold in self.live())
+        may = any((lease.key, lease.writer) == (key, session) for lease in self.live())
         try:
             self.ledger.extend(session, key, 0, self.now)
         except (StaleError, InvalidRequestError):
@@ -179,15 +179,15 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ---- work on blocks
 
-    def act(self, worker: Worker, call: Callable[..., Hold], *args: object) -> Hold | None:
-        """None where the worker learns that its hold is over; then it stops."""
+    def act(self, worker: Worker, call: Callable[..., Lease], *args: object) -> Lease | None:
+        """None where the worker learns that its lease is over; then it stops."""
         try:
-            hold = call(worker.session, worker.key, *args, self.now)
+            lease = call(worker.session, worker.key, *args, self.now)
         except StaleError:
             self.ledger.release(worker.session, worker.key, self.now)
             self.workers.remove(worker)
             return None
-        return hold
+        return lease
 
     @precondition(lambda self: self.workers)
     @rule(pick=picks)
@@ -220,13 +220,13 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.ledger.counts()
         tokens = (len(story.context) + len(more)) * 16
         try:
-            hold = self.act(worker, self.ledger.extend, tokens)
+            lease = self.act(worker, self.ledger.extend, tokens)
         except (BusyError, InvalidRequestError):
             assert self.ledger.counts() == before
             return
-        if hold is not None:
+        if lease is not None:
             story.context += more
-            story.tables = [list(table) for table in hold.tables]
+            story.tables = [list(table) for table in lease.tables]
             self.write(story)
 
     @precondition(lambda self: self.workers)
@@ -235,11 +235,11 @@ class LedgerMachine(RuleBasedStateMachine):
         worker = self.worker(pick)
         story, group = worker.story, LAYOUT.groups[1]
         kept = min(group.first_needed_block(story.sealed[0] * 16), len(story.tables[1]))
-        hold = self.act(worker, self.ledger.trim, 1, kept)
-        if hold is not None:
+        lease = self.act(worker, self.ledger.trim, 1, kept)
+        if lease is not None:
             for slot in held_slots([story.tables[1][:kept]]):
                 story.words.pop(slot, None)
-            story.tables = [list(table) for table in hold.tables]
+            story.tables = [list(table) for table in lease.tables]
             story.sealed[1] = max(story.sealed[1], kept)
 
     # ---- time and death
@@ -263,7 +263,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 worker.grace_end = self.now + GRACE_SECONDS
         self.advance(pause, sweep=True)
 
-    @precondition(lambda self: self.ledger.holds())
+    @precondition(lambda self: self.ledger.leases())
     @rule(seconds=st.sampled_from((0.1, 0.4, GRACE_SECONDS, LEASE / 2, LEASE)), sweep=st.booleans())
     def time_passes(self, seconds: float, sweep: bool) -> None:
         self.advance(seconds, sweep)
@@ -284,7 +284,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_finds_a_foreign_word(self) -> None:
-        live = {hold.key.request_id for hold in self.live()}
+        live = {lease.key.request_id for lease in self.live()}
         stories = [worker.story for worker in self.workers]
         stories += [story for story in self.stories.values() if story.request in live]
         for story in stories:
@@ -292,13 +292,13 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.memory[slot] == word
 
     def teardown(self) -> None:
-        """Whatever happened, every hold ends with its lease and its workers, and every block can be had again."""
+        """Whatever happened, every lease ends with its lease and its workers, and every block can be had again."""
         self.ledger.expire(self.now + LEASE)
-        assert all(hold.state is State.DRAINING for hold in self.ledger.holds())
+        assert all(lease.state is State.DRAINING for lease in self.ledger.leases())
         for session in self.sessions:
             self.ledger.lose_session(session, self.now + LEASE)
         self.ledger.expire(self.now + LEASE + GRACE_SECONDS)
-        assert self.ledger.holds() == []
+        assert self.ledger.leases() == []
         assert self.ledger.check() == []
         counts = self.ledger.counts()
         assert (counts.held, counts.in_flight) == (0, 0)

@@ -1,25 +1,25 @@
-"""That the holds which are shown account for every block."""
+"""That the leases which are shown account for every block."""
 
 from __future__ import annotations
 
 import pytest
 
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.kvtransfer.owners import describe_holds
+from paceline.services.kvtransfer.owners import describe_leases
 from tests.services.kvtransfer.kv_toolkit import DECODE, PREFILL, Desk
 
 WORKERS = {DECODE: "decode-0", PREFILL: "prefill-0"}
 
 
 def describe(desk: Desk, most: int = 0) -> pb.LedgerReply:
-    return describe_holds(desk.holds(), desk.layout, WORKERS, most, desk.now)
+    return describe_leases(desk.leases(), desk.layout, WORKERS, most, desk.now)
 
 
 def owned(reply: pb.LedgerReply) -> int:
-    return sum(hold.blocks - hold.shared_blocks for hold in reply.holds) + reply.blocks_left_out
+    return sum(lease.blocks - lease.shared_blocks for lease in reply.leases) + reply.blocks_left_out
 
 
-def desk_with_holds() -> Desk:
+def desk_with_leases() -> Desk:
     """Four holds of 10, 10, 4 and 4 blocks; the second one shares 4 of its blocks with the first, the third 2."""
     desk = Desk(60, (16, 0), (16, 32))
     desk.cache("before", "abcd")
@@ -33,33 +33,33 @@ def desk_with_holds() -> Desk:
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 4, 5])
 def test_the_sum_of_what_is_shown_and_left_out_is_what_the_ledger_counts(most: int) -> None:
-    desk = desk_with_holds()
+    desk = desk_with_leases()
     free, held, in_flight, cached = desk.counts()
     reply = describe(desk, most)
-    assert len(reply.holds) == (min(most, 4) if most else 4)
-    assert reply.holds_left_out == 4 - len(reply.holds)
+    assert len(reply.leases) == (min(most, 4) if most else 4)
+    assert reply.leases_left_out == 4 - len(reply.leases)
     assert owned(reply) == held + in_flight == 60 - free - cached
-    assert sum(hold.shared_blocks for hold in describe(desk).holds) > 0
+    assert sum(lease.shared_blocks for lease in describe(desk).leases) > 0
 
 
 def test_the_oldest_come_first_and_own_what_they_share() -> None:
-    reply = describe(desk_with_holds())
-    assert [(hold.key.request_id, hold.age_ms) for hold in reply.holds] == [
+    reply = describe(desk_with_leases())
+    assert [(lease.key.request_id, lease.age_ms) for lease in reply.leases] == [
         ("1", 4000),
         ("2", 3000),
         ("3", 2000),
         ("4", 1000),
     ]
-    assert reply.holds[0].shared_blocks == 0 < reply.holds[1].shared_blocks
-    last = reply.holds[3]
+    assert reply.leases[0].shared_blocks == 0 < reply.leases[1].shared_blocks
+    last = reply.leases[3]
     assert (last.state, last.owner, last.writer, last.blocks) == ("filling", "decode-0", "prefill-0", 4)
 
 
 def test_blocks_are_shown_by_group_without_those_given_back() -> None:
     desk = Desk(40, (16, 0), (16, 32))
-    hold = desk.reserve("r", tokens=96)
-    desk.ledger.trim(DECODE, hold.key, 1, 4, desk.now)
-    (shown,) = describe(desk).holds
+    lease = desk.reserve("r", tokens=96)
+    desk.ledger.trim(DECODE, lease.key, 1, 4, desk.now)
+    (shown,) = describe(desk).leases
     names = [group.shape.name for group in desk.layout.groups]
     assert dict(shown.blocks_by_group) == dict(zip(names, (6, 2)))
     assert (shown.blocks, shown.token_count) == (8, 96)
@@ -69,5 +69,5 @@ def test_who_is_gone_is_said_to_be() -> None:
     desk = Desk(8)
     desk.reserve("r", tokens=16)
     desk.ledger.lose_session(DECODE, desk.now)
-    (shown,) = describe_holds(desk.holds(), desk.layout, {}, 0, desk.now).holds
+    (shown,) = describe_leases(desk.leases(), desk.layout, {}, 0, desk.now).leases
     assert (shown.state, shown.owner, shown.writer) == ("draining", "gone", "gone")

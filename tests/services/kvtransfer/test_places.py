@@ -47,16 +47,16 @@ def ledger_of(policy: CachePolicy, layout: KVLayout) -> Ledger:
 def cache(ledger: Ledger, layout: KVLayout, request: str, context: str, priority: int = 0) -> None:
     """Leaves a context in the cache, sealed block by block."""
     key, hashes = Key(request, 1, 1), chain(context)
-    hold = ledger.reserve(DECODE, key, hashes, 16 * len(context), 1 << 20, 0.0, priority)
+    lease = ledger.reserve(DECODE, key, hashes, 16 * len(context), 1 << 20, 0.0, priority)
     for index, group in enumerate(layout.groups):
         stride = group.block_tokens // 16
         for block, digest in enumerate(hashes[stride - 1 :: stride]):
-            ledger.seal(DECODE, hold.key, index, block, [digest], 0.0)
-    ledger.release(DECODE, hold.key, 0.0)
+            ledger.seal(DECODE, lease.key, index, block, [digest], 0.0)
+    ledger.release(DECODE, lease.key, 0.0)
 
 
 def evicted(ledger: Ledger, blocks: int) -> list[Name]:
-    """What goes for a new hold of so many blocks, in this order."""
+    """What goes for a new lease of so many blocks, in this order."""
     ledger.take_events()
     ledger.reserve(DECODE, Key("room", 1, 1), [], 16 * blocks, 0, 0.0)
     return [(event.group, event.hash) for event in ledger.take_events() if event.op == "removed"]
@@ -105,8 +105,8 @@ def test_what_an_urgent_request_finds_becomes_urgent() -> None:
 def test_who_computed_a_block_once_more_has_used_it() -> None:
     ledger = ledger_of(LRU(3), FULL)
     first, second = (ledger.reserve(DECODE, Key(name, 1, 1), chain("a"), 16, 16, 0.0) for name in ("first", "second"))
-    for hold in (first, second):
-        ledger.seal(DECODE, hold.key, 0, 0, chain("a"), 0.0)
+    for lease in (first, second):
+        ledger.seal(DECODE, lease.key, 0, 0, chain("a"), 0.0)
     ledger.release(DECODE, first.key, 0.0)
     cache(ledger, FULL, "other", "x")
     ledger.release(DECODE, second.key, 0.0)

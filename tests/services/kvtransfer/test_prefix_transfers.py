@@ -22,13 +22,13 @@ from tests.services.kvtransfer.kv_toolkit import chain
 Call = grpc.aio.UnaryUnaryCall
 
 
-async def cache(two: Pair, context: str = CONTEXT) -> pb.Hold:
+async def cache(two: Pair, context: str = CONTEXT) -> pb.Lease:
     """Leaves a context in the source's cache; what its blocks were."""
     of = key(f"cache {context}")
-    hold = (await two.prefill.do(reserve(of, context))).hold
-    await two.compute(hold, hold.filled_tokens // 16, len(context), context=context)
+    lease = (await two.prefill.do(reserve(of, context))).lease
+    await two.compute(lease, lease.filled_tokens // 16, len(context), context=context)
     await two.prefill.do(release(of))
-    return hold
+    return lease
 
 
 def fetch(two: Pair, context: str = CONTEXT, name: str = "r", source: str | None = None) -> Call:
@@ -38,11 +38,11 @@ def fetch(two: Pair, context: str = CONTEXT, name: str = "r", source: str | None
     return two.destination.stub.FetchPrefix(request, timeout=30)
 
 
-async def found(two: Pair, context: str = CONTEXT, name: str = "r") -> pb.Hold:
+async def found(two: Pair, context: str = CONTEXT, name: str = "r") -> pb.Lease:
     """What a reservation finds at the destination. One token more, so that all blocks may be reused."""
-    hold = (await two.decode.do(reserve(key(name), context, 16 * len(context) + 1))).hold
-    await two.decode.do(release(hold.key))
-    return hold
+    lease = (await two.decode.do(reserve(key(name), context, 16 * len(context) + 1))).lease
+    await two.decode.do(release(lease.key))
+    return lease
 
 
 async def test_whoever_reserves_finds_what_came(tmp_path: Path) -> None:
@@ -50,9 +50,9 @@ async def test_whoever_reserves_finds_what_came(tmp_path: Path) -> None:
         await cache(two)
         reply = await fetch(two, CONTEXT + "xy")
         assert (reply.blocks, reply.bytes, reply.path) == (6, 6 * SLOT, "grpc")
-        hold = await found(two, CONTEXT + "xy")  # under the very key for which it was brought
-        assert hold.filled_tokens == 6 * 16
-        two.check(hold, 0, 6)
+        lease = await found(two, CONTEXT + "xy")  # under the very key for which it was brought
+        assert lease.filled_tokens == 6 * 16
+        two.check(lease, 0, 6)
         await two.end()
         assert (await two.destination.ledger()).prefix_queries_tokens == 8 * 16  # the moving itself asks for nobody
 
@@ -63,9 +63,9 @@ async def test_only_what_lacks_is_brought(tmp_path: Path) -> None:
         await fetch(two, "ab", "first")
         await cache(two)
         assert (await fetch(two)).blocks == 4
-        hold = await found(two)
-        assert hold.filled_tokens == 6 * 16
-        two.check(hold, 0, 6)
+        lease = await found(two)
+        assert lease.filled_tokens == 6 * 16
+        two.check(lease, 0, 6)
         assert (await fetch(two, name="again")).blocks == 0
         await two.end()
 
@@ -83,19 +83,19 @@ async def test_of_a_window_only_what_is_still_seen_is_brought(tmp_path: Path) ->
     shape = layout(groups=((32, 0), (16, 20)))
     async with pair(tmp_path, shape) as two:
         of = key("cache")
-        hold = (await two.prefill.do(reserve(of, CONTEXT))).hold
+        lease = (await two.prefill.do(reserve(of, CONTEXT))).lease
         for index in range(3):
             two.contents[0, index] = bytes([index]) * SLOT
-            two.there.write(hold.tables[0].slots[index], two.contents[0, index])
+            two.there.write(lease.tables[0].slots[index], two.contents[0, index])
         seal = pb.Seal(key=of, group=0, first_block=0, hashes=chain(CONTEXT)[1::2])
         await two.prefill.do(pb.Operation(seal=seal))
-        await two.compute(hold, 0, 6, group=1)
+        await two.compute(lease, 0, 6, group=1)
         await two.prefill.do(release(of))
         assert (await fetch(two)).blocks == 3 + 2
-        hold = await found(two)
-        assert hold.filled_tokens == 6 * 16
-        two.check(hold, 0, 3, group=0)
-        two.check(hold, 4, 6, group=1)
+        lease = await found(two)
+        assert lease.filled_tokens == 6 * 16
+        two.check(lease, 0, 3, group=0)
+        two.check(lease, 4, 6, group=1)
         await two.end()
 
 
@@ -111,7 +111,7 @@ async def test_what_is_read_is_not_evicted_and_belongs_to_nobody_afterwards(tmp_
         assert memory is not None
         run = asyncio.create_task(memory.exports.run_prefix(key_of(key()), chain(CONTEXT), 0, write))
         ledger = await two.source.until(lambda reply: reply.held == 6)
-        assert [hold.owner for hold in ledger.holds] == ["kvtransfer"]
+        assert [lease.owner for lease in ledger.leases] == ["kvtransfer"]
         too_much = pb.Reserve(key=key("other"), token_count=16 * SLOTS)
         (refused,) = await two.prefill.batch(pb.Operation(reserve=too_much))
         assert refused.code == pb.CODE_EXHAUSTED

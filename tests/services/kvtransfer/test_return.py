@@ -78,7 +78,7 @@ async def test_what_is_claimed_stays_and_the_rest_is_free(again: Return) -> None
     events = [await call.read() for call in calls]
     assert {event.arena_path for event in events} == {again.path}
     reply = await again.host.ledger()
-    assert {(hold.key.request_id, hold.state, hold.owner) for hold in reply.holds} == {
+    assert {(lease.key.request_id, lease.state, lease.owner) for lease in reply.leases} == {
         ("a", "active", "one"),
         ("b", "active", "other"),
         ("c", "draining", "other"),
@@ -93,7 +93,7 @@ async def test_what_is_claimed_stays_and_the_rest_is_free(again: Return) -> None
     for request in requests:
         (*_, result) = (await batch(events[0].socket_path, request)).results
         assert result.code == pb.CODE_OK
-    assert (result.hold.filled_tokens, list(result.hold.tables[0].slots[:2])) == (32, [0, 1])
+    assert (result.lease.filled_tokens, list(result.lease.tables[0].slots[:2])) == (32, [0, 1])
 
 
 async def test_nobody_gets_a_block_before_all_could_come_back(again: Return) -> None:

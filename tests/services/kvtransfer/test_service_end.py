@@ -52,28 +52,28 @@ async def test_a_killed_worker_gives_its_blocks_back(host: Host) -> None:
     victim = await asyncio.create_subprocess_exec(sys.executable, "-c", code, host.address, shape)
     try:
         reply = await host.until(lambda reply: reply.held == 4)
-        assert {hold.owner for hold in reply.holds} == {"survivor", "victim"}
+        assert {lease.owner for lease in reply.leases} == {"survivor", "victim"}
     finally:
         victim.send_signal(signal.SIGKILL)
         await asyncio.wait_for(victim.wait(), 20)
     await host.until(lambda reply: reply.in_flight == 3)  # the grace: a worker may live on without its stream
     host.now += 1
     reply = await host.until(lambda reply: reply.free == SLOTS - 1)
-    assert [hold.key.request_id for hold in reply.holds] == ["survivor"]
-    assert reply.expired_holds == 1
+    assert [lease.key.request_id for lease in reply.leases] == ["survivor"]
+    assert reply.expired_leases == 1
 
 
 async def test_a_lease_that_nobody_renews_ends(host: Host) -> None:
     worker = await host.attach()
     await worker.do(reserve(key(), tokens=64))
     host.now += LEASE
-    reply = await host.until(lambda reply: reply.expired_holds == 1)
-    assert [(hold.state, hold.expires_in_ms) for hold in reply.holds] == [("draining", 0)]
+    reply = await host.until(lambda reply: reply.expired_leases == 1)
+    assert [(lease.state, lease.expires_in_ms) for lease in reply.leases] == [("draining", 0)]
     assert (reply.free, reply.in_flight) == (SLOTS - 4, 4)
     result = await worker.do(pb.Operation(release=pb.Release(key=key())))
     assert result.code == pb.CODE_OK
     reply = await host.until(lambda reply: reply.free == SLOTS)
-    assert len(reply.holds) == 0
+    assert len(reply.leases) == 0
 
 
 @pytest.mark.parametrize("first", ["tick", "call"])
@@ -88,7 +88,7 @@ async def test_a_standstill_of_the_service_ends_no_lease(tmp_path: Path, first: 
         if first == "tick":
             await asyncio.sleep(1)
         await worker.do(pb.Operation(extend=pb.Extend(key=key(), token_count=80)))
-        assert (await host.ledger()).expired_holds == 0
+        assert (await host.ledger()).expired_leases == 0
     finally:
         await host.close()
 
@@ -101,8 +101,8 @@ async def test_the_ledger_shows_who_has_what(host: Host) -> None:
     host.now += 1
     reply = await host.ledger()
     assert (reply.host_id, reply.balanced, reply.prefix_queries_tokens) == ("host-1", True, 32)
-    assert list(reply.holds) == [
-        pb.HoldInfo(
+    assert list(reply.leases) == [
+        pb.LeaseInfo(
             key=key(generation=2),
             state="filling",
             owner="decode-1",
@@ -119,8 +119,8 @@ async def test_the_ledger_shows_who_has_what(host: Host) -> None:
 async def test_an_imbalance_is_loud(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     worker = await host.attach()
     await worker.do(reserve(key(), tokens=16))
-    (hold,) = host.service.sessions.memory.ledger.holds()  # type: ignore[union-attr]
-    hold.tables[0].append(hold.tables[0][0])
+    (lease,) = host.service.sessions.memory.ledger.leases()  # type: ignore[union-attr]
+    lease.tables[0].append(lease.tables[0][0])
     with caplog.at_level(logging.ERROR):
         async with asyncio.timeout(20):
             while host.service.healthy:

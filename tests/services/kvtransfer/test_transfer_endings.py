@@ -20,7 +20,7 @@ async def test_a_cancelled_transfer_gives_everything_back(tmp_path: Path) -> Non
         reserved, opened = await two.begin()
         call = two.fetch(reserved, opened)
         await two.compute(opened, 0, 4)
-        await two.destination.until(lambda reply: any(hold.writer == "kvtransfer" for hold in reply.holds))
+        await two.destination.until(lambda reply: any(lease.writer == "kvtransfer" for lease in reply.leases))
         call.cancel()
         await two.end(reserved.key, opened.key)
         assert two.destination.service.snapshot().transfers.failures == 0
@@ -30,9 +30,9 @@ async def test_blocks_of_a_dead_decode_worker_stay_until_nothing_writes_to_them(
     async with pair(tmp_path) as two:
         reserved, opened = await two.begin()
         call = two.fetch(reserved, opened)
-        await two.destination.until(lambda reply: any(hold.writer == "kvtransfer" for hold in reply.holds))
+        await two.destination.until(lambda reply: any(lease.writer == "kvtransfer" for lease in reply.leases))
         await two.decode.leave()
-        reply = await two.destination.until(lambda reply: any(hold.state == "draining" for hold in reply.holds))
+        reply = await two.destination.until(lambda reply: any(lease.state == "draining" for lease in reply.leases))
         assert reply.in_flight == len(reserved.tables[0].slots)
         call.cancel()  # as its connection would have been
         await two.end(there=opened.key)
@@ -56,7 +56,7 @@ async def test_the_end_of_the_reservation_ends_the_transfer(tmp_path: Path) -> N
     async with pair(tmp_path) as two:
         reserved, opened = await two.begin()
         call = two.fetch(reserved, opened)
-        await two.destination.until(lambda reply: any(hold.writer == "kvtransfer" for hold in reply.holds))
+        await two.destination.until(lambda reply: any(lease.writer == "kvtransfer" for lease in reply.leases))
         await two.decode.do(release(reserved.key))
         await two.compute(opened, 0, 7)
         await two.fill(opened)
@@ -71,9 +71,9 @@ async def test_the_service_of_a_source_that_is_gone_is_a_failed_transfer(tmp_pat
         await two.compute(opened, 0, 4)
         await two.source.server.close(0)
         assert (await failure(call)).code() is grpc.StatusCode.DATA_LOSS
-        assert (await failure(two.fetch(reserved, opened))).code() is grpc.StatusCode.ABORTED  # the hold has ended
+        assert (await failure(two.fetch(reserved, opened))).code() is grpc.StatusCode.ABORTED  # the lease has ended
         await two.decode.do(release(reserved.key))
-        await two.destination.until(lambda reply: not (reply.held or reply.in_flight or reply.holds))
+        await two.destination.until(lambda reply: not (reply.held or reply.in_flight or reply.leases))
 
 
 async def test_only_its_own_workers_hold_is_filled(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ async def test_only_its_own_workers_hold_is_filled(tmp_path: Path) -> None:
         own, two.decode = two.decode, stranger
         assert (await failure(two.fetch(reserved, opened))).code() is grpc.StatusCode.ABORTED
         two.decode = own
-        unknown = pb.Hold(key=key("unknown"))
+        unknown = pb.Lease(key=key("unknown"))
         assert (await failure(two.fetch(unknown, opened))).code() is grpc.StatusCode.ABORTED
         two.decode.arena.session += 2
         assert (await failure(two.fetch(reserved, opened))).code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -131,9 +131,9 @@ async def test_a_path_that_failed_is_left_out_for_a_while_and_tried_again(tmp_pa
         return made
 
     async def transfer(two: Pair, request: str) -> None:
-        reserved = (await two.decode.do(reserve(key(request), tokens=20))).hold
-        opened = (await two.prefill.do(reserve(key(request), tokens=20))).hold
-        opened = (await two.prefill.do(pb.Operation(open=pb.Open(key=opened.key)))).hold
+        reserved = (await two.decode.do(reserve(key(request), tokens=20))).lease
+        opened = (await two.prefill.do(reserve(key(request), tokens=20))).lease
+        opened = (await two.prefill.do(pb.Operation(open=pb.Open(key=opened.key)))).lease
         await two.fill(opened, 20)
         assert (await two.fetch(reserved, opened)).path == "grpc"
         await two.end(reserved.key)

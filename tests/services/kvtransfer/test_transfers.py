@@ -44,7 +44,7 @@ async def test_blocks_come_while_the_others_are_computed(tmp_path: Path, monkeyp
         assert list(adopted.sealed_blocks) == [6]
         await two.end(adopted.key)
         for worker in (two.decode, two.prefill):
-            again = (await worker.do(reserve(key("again"), CONTEXT))).hold
+            again = (await worker.do(reserve(key("again"), CONTEXT))).lease
             assert again.filled_tokens == 16 * 5  # one fewer than there are, because something must be computed
             await worker.do(release(again.key))
 
@@ -78,10 +78,10 @@ async def test_what_is_here_already_is_not_brought_again(tmp_path: Path) -> None
         reply = await two.fetch(reserved, opened)
         await two.end(reserved.key)
         longer = CONTEXT + "g"
-        reserved = (await two.decode.do(reserve(key("second"), longer, 16 * 7 + 1))).hold
+        reserved = (await two.decode.do(reserve(key("second"), longer, 16 * 7 + 1))).lease
         assert reserved.filled_tokens == 16 * 6
-        opened = (await two.prefill.do(reserve(key("second"), longer, 16 * 7 + 1))).hold
-        opened = (await two.prefill.do(pb.Operation(open=pb.Open(key=opened.key)))).hold
+        opened = (await two.prefill.do(reserve(key("second"), longer, 16 * 7 + 1))).lease
+        opened = (await two.prefill.do(pb.Operation(open=pb.Open(key=opened.key)))).lease
         await two.compute(opened, 6, 8, context=longer)
         await two.fill(opened, 16 * 7 + 1)
         reply = await two.fetch(reserved, opened)
@@ -146,7 +146,7 @@ async def test_a_reader_that_is_slower_than_a_lease_loses_nothing(
         await two.compute(opened, 0, 7)
         await two.fill(opened)  # from now on its worker does not renew
         for _ in range(4):
-            await two.source.until(lambda reply: any(hold.state == "active" for hold in reply.holds))
+            await two.source.until(lambda reply: any(lease.state == "active" for lease in reply.leases))
             await asyncio.sleep(0.1)
             two.source.now += LEASE / 2
         go_on.set()

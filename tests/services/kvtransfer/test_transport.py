@@ -60,7 +60,7 @@ class Pair(NamedTuple):
         rows, came = self.array(), {here: there for there, here in slots}
         for here, row in enumerate(rows):
             expected = content(came[here], len(row)) if here in came else POISON
-            assert np.all(row == expected), f"slot {here}, which should hold {came.get(here, 'poison')}"
+            assert np.all(row == expected), f"slot {here}, which should lease {came.get(here, 'poison')}"
 
     async def beginning(self, slots: list[tuple[int, int]]) -> asyncio.Task[None]:
         """A read that has written its first bytes and then hears no more: the other host stands still."""

@@ -54,7 +54,9 @@ def request_of(curl: str) -> urllib.request.Request:
 def test_the_printed_request_is_answered_and_ctrl_c_leaves_nothing(stack: subprocess.Popen[str]) -> None:
     text = read_greeting(stack)
     children = [psutil.Process(int(pid)) for pid in re.findall(r"pid (\d+)", text)]
-    with urllib.request.urlopen(request_of(text[text.index("curl") : text.index("Ctrl-C")]), timeout=300) as reply:
+    assert "sesame" not in text
+    curl = text[text.index("curl") : text.index("Ctrl-C")].replace("YOUR_KEY", "sesame")
+    with urllib.request.urlopen(request_of(curl), timeout=300) as reply:
         answer = json.load(reply)
     assert answer["model"] == "smollm2-135m-instruct"
     assert answer["choices"][0]["message"]["content"]

@@ -182,7 +182,7 @@ class Host:
         return False
 
     async def ledger(self) -> kvtransfer_pb2.LedgerReply:
-        return await self.kv_stub.Ledger(kvtransfer_pb2.LedgerRequest(with_holds=True), timeout=5)
+        return await self.kv_stub.Ledger(kvtransfer_pb2.LedgerRequest(with_leases=True), timeout=5)
 
     async def all_blocks_back(self) -> bool:
         """Whether in time nothing is held or in flight, and the ledger balances."""

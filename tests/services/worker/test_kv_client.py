@@ -59,7 +59,7 @@ async def test_a_worker_that_never_heard_that_it_has_adopted_lets_go(host: Unrel
 
 
 @lost_on_the_way
-async def test_a_hold_that_grew_unheard_is_released_whole(host: UnreliableHost, trouble: str) -> None:
+async def test_a_lease_that_grew_unheard_is_released_whole(host: UnreliableHost, trouble: str) -> None:
     await host.decode.reserve(KEY, [], 16, 0)
     answers: list[object] = []
     setattr(host.service, trouble, 1)
@@ -84,8 +84,8 @@ async def test_a_repeated_release_keeps_its_place(host: UnreliableHost) -> None:
     host.service.loses_calls, host.service.pause = 1, 0.2
     host.decode.release(KEY)
     await host.until(lambda: host.service.loses_calls == 0)  # it is on its way, and will not arrive
-    hold = await host.decode.reserve(Key("r", 1, 2), [], 16 * SLOTS, 0)
-    assert len(hold.tables[0]) == SLOTS
+    lease = await host.decode.reserve(Key("r", 1, 2), [], 16 * SLOTS, 0)
+    assert len(lease.tables[0]) == SLOTS
 
 
 # ---- answers that come late
@@ -104,7 +104,7 @@ async def test_what_comes_after_its_caller_has_gone_is_given_back(host: Unreliab
         "adopt": ("active", lambda: host.decode.adopt(KEY)),
     }[act]
     task = asyncio.create_task(call())
-    await host.until(lambda: [hold.state.value for hold in host.holds()] == [state])
+    await host.until(lambda: [lease.state.value for lease in host.leases()] == [state])
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task

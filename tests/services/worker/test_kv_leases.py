@@ -9,8 +9,8 @@ import pytest
 from paceline.core.errors import UnavailableError
 from paceline.core.types import Key
 from paceline.services.kvtransfer import keeper
-from paceline.services.kvtransfer.hold import State
-from paceline.services.kvtransfer.hold_book import GRACE_SECONDS
+from paceline.services.kvtransfer.lease import State
+from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
 from paceline.services.worker import kv_session
 from paceline.services.worker.leases import Reservation
 from tests.services.worker.unreliable_host import CONTEXT, KEY, LEASE, UnreliableHost
@@ -34,13 +34,13 @@ async def test_a_worker_learns_that_a_lease_ended_and_frees_the_blocks_when_it_i
     await host.until(lambda: lines() == {(kv_session.__name__, "r"), (keeper.__name__, "r")})
 
 
-async def test_renewals_keep_a_hold(host: UnreliableHost) -> None:
+async def test_renewals_keep_a_lease(host: UnreliableHost) -> None:
     await host.decode.reserve(KEY, [], 64, 0)
-    (hold,) = host.holds()
+    (lease,) = host.leases()
     for _ in range(3):
         host.service.now += LEASE / 2
-        await host.until(lambda: hold.deadline == host.service.now + LEASE)
-    assert host.service.snapshot().expired_holds == 0
+        await host.until(lambda: lease.deadline == host.service.now + LEASE)
+    assert host.service.snapshot().expired_leases == 0
 
 
 async def test_the_late_end_of_an_older_generation_touches_no_newer_one(host: UnreliableHost) -> None:
@@ -48,11 +48,11 @@ async def test_the_late_end_of_an_older_generation_touches_no_newer_one(host: Un
     host.decode.release(KEY)  # preempted
     again = await host.decode.reserve(Key("r", 1, 2), [], 64, 0)
     host.decode.release(KEY)  # removed, because an extension of the time before failed
-    (hold,) = host.holds()
+    (lease,) = host.leases()
     assert host.decode.has(again.key)
     for _ in range(3):
         host.service.now += LEASE / 2
-        await host.until(lambda: hold.deadline == host.service.now + LEASE)
+        await host.until(lambda: lease.deadline == host.service.now + LEASE)
 
 
 async def test_a_worker_knows_what_it_holds(host: UnreliableHost) -> None:
@@ -99,7 +99,7 @@ async def test_nobody_waits_for_a_session_that_broke(host: UnreliableHost) -> No
 async def test_closing_ends_what_has_no_answer_yet(host: UnreliableHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host.service.pause = 3
     waiting = asyncio.create_task(host.decode.reserve(KEY, [], 64, 0))
-    await host.until(lambda: bool(host.holds()))
+    await host.until(lambda: bool(host.leases()))
     monkeypatch.setattr(kv_session, "CALL_SECONDS", 0.1)
     async with asyncio.timeout(10):
         await host.decode.session.close()
@@ -107,7 +107,7 @@ async def test_closing_ends_what_has_no_answer_yet(host: UnreliableHost, monkeyp
             await waiting
         with pytest.raises(UnavailableError, match="no session"):
             await host.decode.reserve(Key("s", 1, 1), [], 64, 0)
-    await host.until(lambda: [hold.state for hold in host.holds()] == [State.DRAINING])
+    await host.until(lambda: [lease.state for lease in host.leases()] == [State.DRAINING])
     host.service.now += GRACE_SECONDS
     await host.all_free()
 

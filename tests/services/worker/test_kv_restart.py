@@ -9,7 +9,7 @@ from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret
-from paceline.services.kvtransfer.hold import State
+from paceline.services.kvtransfer.lease import State
 from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
 from paceline.services.worker.leases import Reservation
 from tests.services.worker.unreliable_host import CONTEXT, KEY, Unreliable, UnreliableHost
@@ -63,7 +63,7 @@ async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: U
     host.decode.extend(adopted.key, 48, answers.append)
     await come_back(host)
     await host.until(lambda: bool(answers))
-    assert [(hold.key, hold.state) for hold in host.holds()] == [
+    assert [(lease.key, lease.state) for lease in host.leases()] == [
         (adopted.key, State.ACTIVE),
         (writing.key, State.DRAINING),
     ]
@@ -74,7 +74,7 @@ async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: U
     assert not any(client.has(key) for client in (host.decode, host.prefill) for key in lost)
     host.prefill.release(writing.key)
     host.decode.release(adopted.key)
-    await host.until(lambda: not host.holds())
+    await host.until(lambda: not host.leases())
     cached = [bytes([1]) * 16, bytes([2]) * 16]
     assert (await host.decode.reserve(Key("next", 1, 1), cached, 48, 48)).filled_tokens == 32
 
@@ -82,12 +82,12 @@ async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: U
 async def test_operations_that_have_no_answer_yet_wait_for_the_service_to_come_back(host: UnreliableHost) -> None:
     host.service.pause = 60
     waiting = asyncio.create_task(host.decode.reserve(KEY, [], 64, 0))
-    await host.until(lambda: bool(host.holds()))
+    await host.until(lambda: bool(host.leases()))
     await restart(host)
     await come_back(host)
     async with asyncio.timeout(10):
-        hold = await waiting
-    assert [each.key for each in host.holds()] == [hold.key]
+        lease = await waiting
+    assert [each.key for each in host.leases()] == [lease.key]
     host.decode.release(KEY)
     await host.all_free()
 

@@ -15,11 +15,11 @@ KEY = Key("r", 1, 1)
 X, Y = b"x" * 16, b"y" * 16
 
 
-def lease(key: Key, *tables: list[int], hashes: tuple[list[bytes], ...] = ()) -> pb.Hold:
+def lease(key: Key, *tables: list[int], hashes: tuple[list[bytes], ...] = ()) -> pb.Lease:
     made = [pb.BlockTable(slots=table) for table in tables]
     for table, names in zip(made, hashes):
         table.hashes.extend(names)
-    return pb.Hold(key=key_to_pb(key), tables=made)
+    return pb.Lease(key=key_to_pb(key), tables=made)
 
 
 def claims(leases: Leases) -> list[tuple[list[list[int]], list[list[bytes]]]]:

@@ -88,5 +88,5 @@ def test_blocks_are_counted_in_all_groups_without_those_given_back(tokens: int, 
     sliding = GroupShape("sliding", (1, 2, 3, 4), 1, 16, window=32)
     layout = make_layout((full, sliding), 2, "x")
     assert [group.block_tokens for group in layout.groups] == [64, 16]
-    hold = Reservation(Key("r", 1, 1), 0, [[1, 2], [NO_SLOT, NO_SLOT, 3, 4, 5]])
-    assert count_blocks(layout, hold, tokens) == blocks
+    lease = Reservation(Key("r", 1, 1), 0, [[1, 2], [NO_SLOT, NO_SLOT, 3, 4, 5]])
+    assert count_blocks(layout, lease, tokens) == blocks

@@ -78,13 +78,13 @@ async def test_blocks_lost_between_reservation_and_first_step_are_not_computed_i
 async def test_an_answer_about_blocks_of_what_no_longer_runs_is_ignored(start_llama: StartHost) -> None:
     async with start_llama() as host:
         worker = host.decode.worker
-        hold = await worker.kv.reserve(Key("r", 1, 1), [], 16, 0)
-        worker._dispatch([NeedsBlocks(hold.key, 1 << 20)])  # more than there are: refused
+        lease = await worker.kv.reserve(Key("r", 1, 1), [], 16, 0)
+        worker._dispatch([NeedsBlocks(lease.key, 1 << 20)])  # more than there are: refused
         other = await worker.kv.reserve(Key("other", 1, 1), [], 16, 0)
         worker.retire(other.key)
         # What the refusal would have ended, would have ended before the other one.
-        while len(left := (await host.ledger()).holds) > 1:
+        while len(left := (await host.ledger()).leases) > 1:
             await asyncio.sleep(0.01)
         assert [each.key.request_id for each in left] == ["r"]
-        worker.retire(hold.key)
+        worker.retire(lease.key)
         assert await host.all_blocks_back()

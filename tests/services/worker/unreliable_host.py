@@ -14,9 +14,9 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret
-from paceline.services.kvtransfer.hold import Hold
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.host_socket import Reply
+from paceline.services.kvtransfer.lease import Lease
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.worker.kv_client import KVClient
 
@@ -85,9 +85,9 @@ class UnreliableHost:
     async def all_free(self) -> None:
         await self.until(lambda: self.service.snapshot().counts.free == SLOTS)
 
-    def holds(self) -> list[Hold]:
+    def leases(self) -> list[Lease]:
         shaped = self.service.sessions.memory
-        return shaped.ledger.holds() if shaped else []
+        return shaped.ledger.leases() if shaped else []
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""A hold: the right of one attempt at one request to a set of blocks."""
+"""A lease: the right of one attempt at one request to a set of blocks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ TRANSFER = 2
 
 
 def prefix_key(key: Key, origin: str = "") -> Key:
-    """Of the service's own hold in which a prefix for this request is moved, at either end."""
+    """Of the service's own lease in which a prefix for this request is moved, at either end."""
     return key._replace(request_id=f"{origin}prefix of {key.request_id}")
 
 
-class UnknownHoldError(StaleError):
-    """No such hold: never made, released, or expired."""
+class UnknownLeaseError(StaleError):
+    """No such lease: never made, released, or expired."""
 
 
 class State(enum.Enum):
-    """Where a hold is in its life. The value is what an operator reads."""
+    """Where a lease is in its life. The value is what an operator reads."""
 
     RESERVED = "reserved"
     """Its owner may write, or wait for a prefill worker to open it."""
@@ -45,7 +45,7 @@ _IN_FLIGHT = frozenset((State.FILLING, State.FILLED, State.DRAINING))
 
 
 @dataclass(slots=True, kw_only=True)
-class Hold:
+class Lease:
     """Changed by the ledger alone. All instants are seconds of the ledger's clock."""
 
     key: Key

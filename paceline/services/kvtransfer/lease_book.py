@@ -1,0 +1,213 @@
+"""Which leases exist, who may act on each, and how each comes to its end."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from paceline.core.block_pool import BlockPool
+from paceline.core.errors import InvalidRequestError, StaleError
+from paceline.core.kv_layout import KVLayout, slots_tail_first
+from paceline.core.types import Key
+from paceline.services.kvtransfer.lease import NOBODY, Lease, State, UnknownLeaseError
+
+GRACE_SECONDS = 1.0
+"""How long a worker whose session broke may still touch its blocks."""
+
+_ENDED_KEPT = 1 << 16
+"""Attempts whose last ended or forbidden generation is remembered, against messages that come late."""
+
+
+class LeaseBook:
+    """Owns the leases. What they refer to goes back to `pool` when they end.
+
+    Times are seconds of one monotonic clock. A lease whose deadline has passed is over, whether or not `expire` ran.
+    Its blocks stay where they are as long as a worker lives that may not have noticed: a worker that stood still for
+    longer than a lease, or to which this service was deaf for so long, must not write into what belongs to others by
+    then.
+    """
+
+    def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
+        self.expired = 0
+        """Number of leases so far whose time or session ended before they were released."""
+        self._overdue: list[Key] = []  # those since `take_overdue`
+        self._groups = layout.groups
+        self._pool = pool
+        self._live: dict[tuple[str, int], Lease] = {}  # by (request, attempt)
+        self._draining: dict[Key, Lease] = {}
+        self._ended: OrderedDict[tuple[str, int], int] = OrderedDict()  # last generation, oldest end first
+
+    def __iter__(self) -> Iterator[Lease]:
+        """All leases; those that drain come last."""
+        yield from self._live.values()
+        yield from self._draining.values()
+
+    # ---- finding a lease, and the right to act on it
+
+    def check_new(self, key: Key, now: float) -> None:
+        """Raises unless `key` may name a new lease."""
+        lease = self._alive(key, now)
+        newest = self._ended.get(key[:2], -1) if lease is None else lease.key.generation
+        if key.generation <= newest:
+            raise StaleError(f"{key} is too old for a new lease: generation {newest} has been seen")
+        if lease is not None:
+            raise InvalidRequestError(f"lease {lease.key} exists; release it before you reserve {key}")
+
+    def add(self, lease: Lease) -> None:
+        self._live[lease.key[:2]] = lease
+
+    def restore(self, lease: Lease) -> None:
+        """Takes over a lease, ACTIVE or DRAINING, whose blocks the pool has taken over already."""
+        if lease.state is State.DRAINING:
+            self._pool.enter_flight(lease.slots())
+            self._draining[lease.key] = lease
+        else:
+            self.add(lease)
+
+    def find(self, key: Key, now: float) -> Lease:
+        lease = self._alive(key, now)
+        if lease is None or not lease.first_generation <= key.generation <= lease.key.generation:
+            raise UnknownLeaseError(f"there is no lease {key}: it was never made, was released, or its time ended")
+        return lease
+
+    def find_newest(self, key: Key, now: float) -> Lease:
+        """The lease, if the caller knows its newest generation."""
+        lease = self.find(key, now)
+        if key.generation < lease.key.generation:
+            raise StaleError(f"lease {key} changed hands; its generation is {lease.key.generation} now")
+        return lease
+
+    def find_written(self, session: int, key: Key, now: float) -> Lease:
+        """The lease, if `session` is its writer."""
+        lease = self.find_newest(key, now)
+        if lease.writer == NOBODY:
+            raise InvalidRequestError(f"lease {key} is filled; adopt it first")
+        if lease.writer != session:
+            raise StaleError(f"lease {key} is written by another worker")
+        return lease
+
+    def find_own(self, session: int, key: Key, now: float) -> Lease:
+        """The lease, if `session` owns or writes it. The owner learns of a new generation late: its older ones
+        count."""
+        lease = self.find(key, now)
+        is_writer = session == lease.writer and key.generation == lease.key.generation
+        if session != lease.owner and not is_writer:
+            raise StaleError(f"lease {key} belongs to another worker")
+        return lease
+
+    def _alive(self, key: Key, now: float) -> Lease | None:
+        lease = self._live.get(key[:2])
+        if lease is not None and lease.deadline <= now:
+            self._expire(lease)
+            return None
+        return lease
+
+    def change_hands(self, lease: Lease) -> None:
+        """Raises the generation. Raises StaleError where it was given back before it came."""
+        key = lease.key._replace(generation=lease.key.generation + 1)
+        if key.generation <= self._ended.get(key[:2], -1):
+            raise StaleError(f"{key} was given back before it was asked for")
+        lease.key = key
+
+    # ---- the ends of a lease
+
+    def forbid(self, key: Key) -> None:
+        """From now on no generation of this attempt up to this one can begin.
+
+        It has ended, was refused, or was given back before it came: a message that comes late or again must not make a
+        lease that nobody knows of.
+        """
+        name = key[:2]
+        self._ended[name] = max(key.generation, self._ended.get(name, -1))
+        self._ended.move_to_end(name)
+        if len(self._ended) > _ENDED_KEPT:
+            self._ended.popitem(last=False)
+
+    def release(self, lease: Lease, session: int) -> None:
+        """Ends a lease in the name of its owner or writer. What another worker writes drains until that one is done."""
+        if lease.writer in (NOBODY, session):
+            self._forget(lease)
+            self._give_back(lease)
+        else:
+            self._drain(lease, lease.writer)
+
+    def drained(self, session: int, key: Key, now: float) -> None:
+        """The writer of a lease that drains is done with it. It may not have heard that its reservation was adopted."""
+        self._alive(key, now)  # where nobody has noticed yet that the lease is over, it drains from here on
+        for lease in [lease for lease in self._draining.values() if lease.key[:2] == key[:2]]:
+            if lease.writer == session and lease.first_generation <= key.generation <= lease.key.generation:
+                self._end_drain(lease)
+
+    def lose_session(self, session: int, now: float) -> None:
+        """A worker is gone: what it owned or wrote ends. Blocks that it or another writer may touch drain first."""
+        for lease in list(self._live.values()):
+            if session in (lease.owner, lease.writer):
+                self._note_overdue(lease)
+                self._drain(lease, session if lease.writer == NOBODY else lease.writer)
+        for lease in self._draining.values():
+            if lease.writer == session:
+                lease.deadline = min(lease.deadline, now + GRACE_SECONDS)
+
+    def expire(self, now: float) -> None:
+        """Ends every lease whose deadline has passed."""
+        for lease in [lease for lease in self if lease.deadline <= now]:
+            if lease.state is State.DRAINING:
+                self._end_drain(lease)
+            else:
+                self._expire(lease)
+
+    def take_overdue(self) -> list[Key]:
+        """Leases that ended since the last call because nobody renewed or released them."""
+        overdue, self._overdue = self._overdue, []
+        return overdue
+
+    def _expire(self, lease: Lease) -> None:
+        self._note_overdue(lease)
+        if lease.writer == NOBODY:
+            self._forget(lease)
+            self._give_back(lease)
+        else:
+            self._drain(lease, lease.writer)
+
+    def _note_overdue(self, lease: Lease) -> None:
+        self.expired += 1
+        self._overdue.append(lease.key)
+
+    def _drain(self, lease: Lease, writer: int) -> None:
+        self._forget(lease)
+        if not lease.in_flight:
+            self._pool.enter_flight(lease.slots())
+        # No lease ends this: only the writer's word, or the end of its session.
+        lease.state, lease.writer, lease.deadline = State.DRAINING, writer, math.inf
+        self._draining[lease.key] = lease
+
+    def _end_drain(self, lease: Lease) -> None:
+        del self._draining[lease.key]
+        self._give_back(lease)
+
+    def _forget(self, lease: Lease) -> None:
+        del self._live[lease.key[:2]]
+        self.forbid(lease.key)
+
+    def _give_back(self, lease: Lease) -> None:
+        if lease.in_flight:
+            self._pool.leave_flight(lease.slots())
+        self._pool.give_back(slots_tail_first(self._groups, lease.tables))
+
+    def check(self) -> list[str]:
+        """Check leases and pool against each other; return a sentence for everything that is wrong."""
+        wrong = []
+        total = self._pool.counts().total
+        references, flights = [0] * total, [0] * total
+        for lease in self:
+            for slot in lease.slots():
+                references[slot] += 1
+                flights[slot] += lease.in_flight
+            if [len(table) for table in lease.tables] != [
+                group.blocks_for(lease.token_count) for group in self._groups
+            ]:
+                wrong.append(f"the tables of lease {lease.key} do not cover its {lease.token_count} tokens")
+            if (lease.state is State.DRAINING) != (self._draining.get(lease.key) is lease):
+                wrong.append(f"lease {lease.key} is {lease.state.value} in the wrong place")
+        return wrong + self._pool.check(references, flights)
