@@ -1,4 +1,4 @@
-"""What happens to one request in the engine, on its way to the gateway."""
+"""The engine's events of one attempt on their way to the gateway."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from paceline.services.worker.reports import Reporter
 
 
 class AttemptStream(EventStream):
-    """Tells the gateway of an attempt at once what it is to know; only what else is to be done wakes the handler.
+    """Sends an attempt's events to the gateway at once. The attempt's handler wakes only if it has to do something.
 
     Args:
-        goes_on: whether the engine works or waits.
+        attempt: number of the attempt on the gateway's stream of events.
+        goes_on: returns whether the engine is idle or takes its steps in time (`Worker.goes_on`).
     """
 
     def __init__(self, outbox: Outbox, attempt: int, goes_on: Callable[[], bool]) -> None:
@@ -43,22 +44,24 @@ class AttemptStream(EventStream):
                 self._tell_news()
             case Scored(_, first, tokens):
                 self._outbox.event(self._attempt).prompt_logprobs.CopyFrom(scores_to_pb(first, tokens))
-                self._outbox.end_message()  # it may be large
+                self._outbox.end_message()  # prompt logprobs may be large
             case _:
                 if isinstance(event, Preempted):
                     self.reporter.note((event,))
                 super().put(event)
 
     def tell_alive(self) -> None:
-        """Says that the request goes on, if it does, and the newest totals."""
+        """Send `alive` and the totals that are due, if the request goes on."""
         if self._goes_on():
             told = self._outbox.event(self._attempt)
             told.alive.SetInParent()
             self._report(told)
 
     async def end(self) -> Sampled | Preempted:
-        """How it left the engine; all of it has been told by then. Raises StaleError where the request lost its blocks,
-        InvalidRequestError where the engine cannot go on with it, UnavailableError where nobody listens any more.
+        """Wait until the request leaves the engine and return its last event. All events before it have been sent.
+
+        Raises StaleError if the request lost its blocks, InvalidRequestError if the engine cannot go on with it,
+        UnavailableError if the gateway's stream has ended.
         """
         while not (batch := await self.batch()):
             self.tell_alive()

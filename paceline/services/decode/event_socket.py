@@ -1,5 +1,7 @@
-"""Events for a gateway of the same host: what gRPC takes for a message, with threads of its own in both processes, is
-more than all the rest of a token's way."""
+"""A Unix socket for the events of gateways on the same host.
+
+gRPC has threads of its own in both processes. For one message they take longer than all the rest of a token's way.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class EventConnection(Framed):
-    """A gateway's: it sends one EventsRequest and reads what `Decode.Events` would tell it."""
+    """The connection of one gateway. It sends one EventsRequest and reads the messages of `Decode.Events`."""
 
     def __init__(self, outboxes: Outboxes) -> None:
         super().__init__(self._take, self._end)
@@ -29,7 +31,7 @@ class EventConnection(Framed):
     def _take(self, message: bytes) -> None:
         try:
             if self._serving is not None:
-                raise InvalidRequestError("one stream of events has been asked for already")
+                raise InvalidRequestError("this connection has asked for a stream of events already")
             name = worker_pb2.EventsRequest.FromString(message).stream
             self._serving = asyncio.get_running_loop().create_task(self._serve(name))
         except (InvalidRequestError, DecodeError) as error:
@@ -48,14 +50,14 @@ class EventConnection(Framed):
         self.send(message)
 
     def _refuse(self, error: Exception) -> None:
-        log.warning("a gateway's connection is ended: %s", error)
+        log.warning("the connection of a gateway is closed: %s", error)
         self.abort()
 
     def _end(self) -> None:
         if self._serving is not None:
             self._serving.cancel()
 
-    # ---- called by the event loop, where the gateway reads slowly
+    # ---- called by the event loop if the gateway reads slowly
 
     def pause_writing(self) -> None:
         self._has_room.clear()

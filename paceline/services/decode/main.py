@@ -1,4 +1,4 @@
-"""The decode service as a process."""
+"""The process of a decode worker."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paceline.services.worker.worker_process import run_worker
 
 
 async def run(config: WorkerConfig) -> None:
-    """Serves until SIGTERM, then drains. Raises PacelineError."""
+    """Serve until SIGTERM, then drain. Raises PacelineError."""
     await run_worker(config, "decode", add_decode)
 
 
 def add_decode(server: grpc.aio.Server, worker: Worker) -> Callable[[], EventConnection]:
-    """Serves `Decode`. Returns what makes connections for the events of gateways on this host."""
+    """Add `Decode` to the server. Return a factory for connections that send events to gateways on this host."""
     service = DecodeService(worker)
     worker_pb2_grpc.add_DecodeServicer_to_server(service, server)
     return lambda: EventConnection(service.outboxes)

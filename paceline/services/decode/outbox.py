@@ -1,5 +1,5 @@
-"""What gateways are told, one stream each: all that comes together travels together, because a message costs more than
-what it says."""
+"""Events for gateways, one stream for each gateway. Events that come together share a message, because a message costs
+more than its content."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from paceline.services.common.wire import fill_token
 Write = Callable[[worker_pb2.DecodeEvents], Awaitable[None]]
 
 MAX_TOKENS = 256
-"""Of one message, about, so that it stays far below what one may have when a gateway reads slowly and much has come."""
+"""Tokens of one message, about. A message stays far below MAX_MESSAGE_BYTES even if a gateway reads slowly."""
 
 _MAX_NAME = 128
 
 
 class Outbox:
-    """What one gateway is told of its attempts, in order."""
+    """The events of one gateway's attempts that were not written yet, in order."""
 
     def __init__(self) -> None:
         self._messages: deque[worker_pb2.DecodeEvents] = deque()
         self._tokens = 0
-        """Or other events, in the last message."""
+        """Number of tokens and other events in the last message."""
         self._came = asyncio.Event()
         self._flushing: list[tuple[worker_pb2.DecodeEvents, asyncio.Future[None]]] = []
         self._members: dict[int, Callable[[UnavailableError], None]] = {}
@@ -36,10 +36,12 @@ class Outbox:
 
     @contextlib.asynccontextmanager
     async def member(self, attempt: int, on_close: Callable[[UnavailableError], None]) -> AsyncIterator[None]:
-        """An attempt that is told of, until all has been. Raises InvalidRequestError where another one has its number.
+        """Accept events of an attempt during a `with` statement, at whose end they have been written.
+
+        Raises InvalidRequestError if another attempt has this number.
 
         Args:
-            on_close: called when nobody listens any more.
+            on_close: called when the gateway's stream has ended.
         """
         if attempt in self._members:
             raise InvalidRequestError(f"another attempt on this stream of events is number {attempt}")
@@ -47,7 +49,7 @@ class Outbox:
         try:
             yield
         except BaseException:
-            self.event(attempt)  # what has happened before comes first, and the status of the call says the rest
+            self.event(attempt)  # earlier events are written first; then the status of the call says what happened
             raise
         finally:
             del self._members[attempt]
@@ -55,7 +57,7 @@ class Outbox:
                 await self.flush()
 
     def event(self, attempt: int) -> worker_pb2.DecodeEvent:
-        """A new event, to be filled in at once."""
+        """Add an event of an attempt and return it. The caller must fill it in at once."""
         if self._closed:
             return worker_pb2.DecodeEvent()
         event = self._message().events.add()
@@ -63,7 +65,10 @@ class Outbox:
         return event
 
     def token(self, attempt: int, token: Token) -> None:
-        """A new token. One with logprobs needs an event: the last one, where that has tokens of the same attempt."""
+        """Add a token of an attempt.
+
+        A token with logprobs goes into an event, which is the last one if this has tokens of the same attempt.
+        """
         if not token.logprobs:
             if not self._closed:
                 message = self._message()
@@ -84,11 +89,11 @@ class Outbox:
             self._message().draining = True
 
     def end_message(self) -> None:
-        """What comes from now on travels in another message."""
+        """Put later events into another message."""
         self._tokens = MAX_TOKENS
 
     def _message(self) -> worker_pb2.DecodeEvents:
-        """The one that takes a further event."""
+        """Return the message for the next event, which is counted here."""
         if not self._messages or self._tokens >= MAX_TOKENS:
             self._messages.append(worker_pb2.DecodeEvents())
             self._tokens = 0
@@ -98,19 +103,19 @@ class Outbox:
 
     @property
     def is_writing(self) -> bool:
-        """Whether something is on its way."""
+        """Whether a message was not written to its end yet."""
         return bool(self._messages)
 
     async def flush(self) -> None:
-        """Waits until all that there is has been written, or nobody listens any more."""
+        """Wait until all present events have been written, or the gateway's stream has ended."""
         if self.is_writing:
-            self.end_message()  # what comes meanwhile is not waited for
+            self.end_message()  # nobody waits here for later events
             written = asyncio.get_running_loop().create_future()
             self._flushing.append((self._messages[-1], written))
             await written
 
     async def write(self, write: Write, is_draining: bool = False) -> None:
-        """Write all that comes, until this is cancelled or fails."""
+        """Write all events as they come, until this is cancelled or fails."""
         try:
             await write(worker_pb2.DecodeEvents(draining=is_draining))
             while True:
@@ -128,7 +133,7 @@ class Outbox:
                 on_close(UnavailableError("the gateway's stream of events has ended"))
 
     def _end_flush(self, *messages: worker_pb2.DecodeEvents) -> None:
-        """These have been written, or never will be."""
+        """Wake everybody who waits for these messages: they have been written, or never will be."""
         for message, written in self._flushing:
             if not written.done() and any(message is each for each in messages):
                 written.set_result(None)
@@ -136,20 +141,23 @@ class Outbox:
 
 
 class Outboxes:
-    """Those of one worker, by the names that gateways gave them."""
+    """The outboxes of one worker, by the names of streams that gateways chose."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Outbox] = {}
         self._draining = False
 
     def tell_draining(self) -> None:
-        """Tell all gateways, also those that come later, that the worker takes no new attempts."""
+        """Tell all present and future gateways that the worker takes no new attempts."""
         self._draining = True
         for outbox in self._by_name.values():
             outbox.tell_draining()
 
     async def serve(self, name: str, write: Write) -> None:
-        """Until it is cancelled. Raises InvalidRequestError for a name that is none, or taken."""
+        """Write the events of the stream `name` until cancelled.
+
+        Raises InvalidRequestError if `name` is empty, too long or in use.
+        """
         if not 0 < len(name) <= _MAX_NAME or name in self._by_name:
             raise InvalidRequestError("a stream of events needs a name of its own")
         outbox = self._by_name[name] = Outbox()
@@ -159,7 +167,7 @@ class Outboxes:
             del self._by_name[name]
 
     def of(self, recipient: worker_pb2.Recipient) -> Outbox:
-        """Raises UnavailableError where nobody listens."""
+        """Return the outbox of a recipient. Raises UnavailableError if its gateway has no such stream."""
         if (outbox := self._by_name.get(recipient.stream)) is None:
             raise UnavailableError("the gateway has no such stream of events here")
         return outbox

@@ -1,4 +1,4 @@
-"""The decode service: reserves what a request needs, adopts its prompt's KV blocks and turns them into tokens."""
+"""The decode service: reserves blocks for a request, adopts the KV blocks of its prompt, and generates its tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from paceline.services.worker.worker import Worker
 
 FIRST_COMMAND_SECONDS = 10.0
 ADOPT_SECONDS = 5.0
-"""For the answer that says so, once the blocks are filled."""
+"""Time for kvtransfer to answer `adopt` after the handoff has come, when the blocks are filled already."""
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
 
 class _Attempt:
-    """One attempt at one request on this worker, from reservation to release."""
+    """One attempt on this worker, from its reservation to its release."""
 
     def __init__(self, worker: Worker, work: common_pb2.Work, events: AttemptStream) -> None:
         self._worker = worker
@@ -100,7 +100,7 @@ class _Attempt:
             await context.write(worker_pb2.DecodeEvent(admitted=admitted))
             adopting = asyncio.create_task(self._adopt(reservation.key), name="adoption")
             try:
-                # The gateway's silence needs no deadline: when it goes, the call is cancelled.
+                # A silent gateway needs no deadline: if it ends, the call is cancelled.
                 command = await _next(commands, "handoff", "prefill_here", "fetch")
                 if command.HasField("fetch"):
                     reservation = await self._fetch(reservation.key, command.fetch, commands, adopting)
@@ -117,7 +117,7 @@ class _Attempt:
         return await self._worker.fetch_prefix(self._work, self._key, self._context, source)
 
     async def _reserve(self) -> Reservation:
-        """Blocks for the context and the first tokens to come. Raises BusyError where there are none."""
+        """Reserve blocks for the context and the first output tokens. Raises BusyError if too few are free."""
         context = len(self._context)
         output_left = self._work.sampling.max_tokens - (context - self._work.prompt_tokens)
         token_count = min(context + min(output_left, GROWTH_TOKENS), self._worker.limits.max_model_len)
@@ -126,15 +126,17 @@ class _Attempt:
         return reservation
 
     async def _adopt(self, key: Key) -> tuple[Adopted, float]:
-        """Waits for the blocks of the prompt, from the reservation on: that they are filled is heard from kvtransfer,
-        sooner than by the gateway. Returns when they came, too, on time.monotonic()."""
+        """Wait until the prompt's blocks are filled and adopt them. Return them with the time, on time.monotonic().
+
+        The wait starts with the reservation, because kvtransfer says that they are filled sooner than the gateway does.
+        """
         adopted = await self._worker.kv.adopt(key)
         self._key = adopted.reservation.key
         log.info("adopted the blocks of %d tokens", adopted.reservation.filled_tokens)
         return adopted, time.monotonic()
 
     async def _fetch(self, key: Key, fetch: worker_pb2.Fetch, commands: Commands, adopting: Adopting) -> Reservation:
-        """Brings the prompt over while another host computes it, and takes it over once it has."""
+        """Fetch the prompt's blocks while another host computes them. Take them over when the handoff has come, too."""
         fetching = asyncio.create_task(self._worker.kv.fetch(key, fetch.source, key_from_pb(fetch.key)))
         handoff = asyncio.create_task(_next(commands, "handoff"))
         told = 0.0
@@ -161,11 +163,12 @@ class _Attempt:
         moved: int = 0,
         path: str = SHARED_MEMORY,
     ) -> Reservation:
-        """Goes on with what a prefill worker has filled.
+        """Wait for the blocks that a prefill worker has filled, check them, and return them.
 
         Args:
-            told: when the handoff came, on time.monotonic(); None means now.
+            told: time at which the handoff came, on time.monotonic(); None means now.
             moved: bytes that came from another host.
+            path: name of the transport over which they came.
         """
         told = time.monotonic() if told is None else told
         self._worker.check_handoff(self._work, handoff)
@@ -173,7 +176,7 @@ class _Attempt:
             async with asyncio.timeout(ADOPT_SECONDS):
                 adopted, came = await adopting
         except TimeoutError:
-            raise UnavailableError(f"kvtransfer did not give {self._key} away in {ADOPT_SECONDS:g} s") from None
+            raise UnavailableError(f"kvtransfer did not hand over {self._key} within {ADOPT_SECONDS:g} s") from None
         layout, reservation = self._worker.layout, adopted.reservation
         if reservation.filled_tokens != len(self._context):
             filled = reservation.filled_tokens
@@ -188,7 +191,7 @@ class _Attempt:
         return reservation
 
     async def _generate(self, reservation: Reservation) -> FinishReason:
-        """Runs the request in the engine, over preemptions, until it ends."""
+        """Run the request in the engine until it ends, again after each preemption. Return why it ended."""
         while True:
             request = self._worker.make_request(self._work, reservation, self._context, self._grammar)
             request.stats = self._events.reporter.effort
@@ -200,13 +203,13 @@ class _Attempt:
             reservation = await self._reserve_again()
 
     async def _reserve_again(self) -> Reservation:
-        """After a preemption: waits until blocks are free. What is still cached need not be computed again."""
+        """Wait after a preemption until blocks are free, and reserve them. Blocks that are still cached are reused."""
         with self._worker.admission.waiting_for_blocks(self._key) as is_first:
             while True:
                 give_up = time.monotonic() + ALIVE_SECONDS
                 while time.monotonic() < give_up:
                     if is_first():
-                        # A key is good for one reservation, granted or refused.
+                        # A key can be reserved only once, even if it was refused.
                         self._key = self._key._replace(generation=self._key.generation + 1)
                         await self._fetch_prefix()
                         with contextlib.suppress(BusyError):
@@ -216,7 +219,7 @@ class _Attempt:
 
 
 async def _next(commands: Commands, *expected: str) -> worker_pb2.DecodeCommand:
-    """The next command, which must be one of the expected. Raises InvalidRequestError."""
+    """Return the next command. Raises InvalidRequestError if it is not one of the expected commands."""
     command = await anext(commands, None)
     if command is None:
         raise InvalidRequestError(f"the stream of commands ended before {' or '.join(expected)}")

@@ -1,4 +1,4 @@
-"""The prefill service as a process."""
+"""The process of a prefill worker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.services.worker.worker_process import run_worker
 
 
 async def run(config: WorkerConfig) -> None:
-    """Serves until SIGTERM, then drains. Raises PacelineError."""
+    """Serve until SIGTERM, then drain. Raises PacelineError."""
     await run_worker(config, "prefill", add_prefill)
 
 
 def add_prefill(server: grpc.aio.Server, worker: Worker) -> None:
-    """Serves `Prefill`."""
+    """Add `Prefill` to the server."""
     worker_pb2_grpc.add_PrefillServicer_to_server(PrefillService(worker), server)

@@ -1,4 +1,4 @@
-"""The prefill service: turns a prompt into KV blocks that a decode worker has reserved, and samples the first token."""
+"""The prefill service: computes a prompt in blocks that a decode worker reserved, and samples the first token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 await self._prefill(request, context)
 
     async def _prefill(self, request: worker_pb2.PrefillRequest, context: CallContext) -> None:
-        """Computes the context, reports on the way, and ends with the key under which the blocks can be adopted."""
+        """Compute the context and send events. The last one has the key under which decode can adopt the blocks."""
         worker, work = self._worker, request.work
         grammar = await worker.compile_constraint(work)
         reservation, prefix_came = await self._open(request)
@@ -59,7 +59,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 only_first_token=True,
                 has_readers=request.host_id != worker.kv.session.host_id,
             )
-            if computed.capacity < len(work.token_ids):  # it would wait for blocks that nobody adds
+            if computed.capacity < len(work.token_ids):  # the request would wait for blocks that nobody adds
                 raise InvalidRequestError(
                     f"the blocks have room for {computed.capacity} tokens, the context has {len(work.token_ids)}"
                 )
@@ -74,7 +74,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 if (report := reporter.take()) is not None or (not batch and worker.goes_on):
                     await context.write(worker_pb2.PrefillEvent(alive=common_pb2.Alive(), report=report))
             first = worker_pb2.FirstToken(token=token_to_pb(event.token), finish_reason=reason_to_pb(event.reason))
-            # The client gets its first token and the decode worker its blocks, by ways of their own.
+            # The token goes to the client now. The blocks go to the decode worker through kvtransfer.
             await context.write(worker_pb2.PrefillEvent(first_token=first, report=reporter.take()))
             if event.reason is not None:
                 worker.retire(reservation.key)
@@ -89,8 +89,11 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(reservation.key))))
 
     async def _open(self, request: worker_pb2.PrefillRequest) -> tuple[Reservation, bool]:
-        """Becomes the writer of what decode has reserved; where that is on another host, of blocks of this one, which
-        are brought over from here. Also says whether a prefix from elsewhere came where one was to come."""
+        """Become the writer of blocks: those that decode reserved, or own ones if decode is on another host.
+
+        The other host fetches own blocks from here. Returns also False if a prefix should have come from another host
+        and did not.
+        """
         worker, work, key = self._worker, request.work, key_from_pb(request.work.key)
         if request.host_id == worker.kv.session.host_id:
             return await worker.kv.open(key), True

@@ -1,4 +1,4 @@
-"""Which requests a worker takes, which of them wait for blocks, and how long they may run when it drains."""
+"""A worker's admission of requests: how many run, which ones wait for blocks, and when a drain ends them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from paceline.core.errors import BusyError, UnavailableError
 from paceline.core.types import Key
 
 ENDING_SECONDS = 5.0
-"""Time for requests that were ended by a drain to release what they have."""
+"""Time that requests have to release their blocks after a drain has ended them."""
 
 
 class Admission:
     """Counts the requests of one worker.
 
     Args:
-        max_requests: requests that run at the same time, at most.
+        max_requests: the largest number of requests that run at the same time.
     """
 
     def __init__(self, max_requests: int) -> None:
@@ -35,11 +35,11 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """Count one request while the block runs.
+        """Count one request while the body of the `with` statement runs.
 
         Raises:
             BusyError: the worker has no room now.
-            UnavailableError: the worker is draining, or it began to drain and the time for that is over.
+            UnavailableError: the worker is draining, or it began to drain meanwhile and its time for draining is over.
         """
         if self.draining:
             raise _draining()
@@ -66,7 +66,7 @@ class Admission:
 
     @contextlib.contextmanager
     def waiting_for_blocks(self, key: Key) -> Iterator[Callable[[], bool]]:
-        """Queue a preempted request, before all newcomers. Yield a function that says whether it is the first."""
+        """Queue a preempted request, before all newcomers. Yield a function that says if it is first."""
         self._preempted.append(key)
         try:
             yield lambda: self._preempted[0] == key
@@ -85,7 +85,7 @@ class Admission:
             self.on_draining()
 
     async def drain(self, seconds: float) -> None:
-        """Wait until no request runs, at most `seconds`; then end those that are left with UnavailableError."""
+        """Wait up to `seconds` until no request runs. Then end the remaining requests with UnavailableError."""
         self.begin_drain()
         if await self._is_idle_within(seconds):
             return

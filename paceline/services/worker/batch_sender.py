@@ -1,4 +1,4 @@
-"""A worker's operations on their way to kvtransfer: in order, in batches, and each to an end."""
+"""The way of a worker's operations to kvtransfer: in order, in batches, and each with an answer or an error."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 from paceline.services.common.unix_socket import Framed, socket_address
 
 RETRY_SECONDS = 0.5
-"""After a batch that could not be sent. By then a session that broke is known to have done so."""
+"""Pause after a batch that could not be sent. If the session broke, the worker knows it by then."""
 LINGER_SECONDS = 0.5
-"""What nobody waits for may wait so long for others: a call costs both sides as much as a token does."""
+"""Longest wait of an operation for company if no caller waits for it. A call costs both sides as much as a token."""
 MAX_OPERATIONS = 512
-"""In one batch, so that kvtransfer serves others in between."""
+"""Most operations in one batch, so that kvtransfer serves other workers between batches."""
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4
-"""Of one batch with more than one operation: a reservation carries 18 bytes for each 16 tokens of its context."""
+"""Largest size of a batch with more than one operation. A reservation carries 18 bytes for each 16 tokens of its
+context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,16 @@ class _Submitted:
 
 
 class BatchSender:
-    """Sends operations in the order in which they were submitted, each time all that have come meanwhile.
+    """Sends operations in the order in which they were submitted. Each batch has all operations that wait by then.
 
-    Those that may linger wait a little for others, unless one that may not is submitted behind them.
+    An operation that may linger waits up to LINGER_SECONDS for others. One that may not linger takes it along at once.
 
-    Every operation comes to an end: its result, or UnavailableError where none came or the sender was closed. A release
-    that met no answer is sent again until it meets one, because what nobody needs must not stay held. From `pause` to
-    `resume` nothing is sent, and what has no answer by then is sent again, in its place, to whoever answers next.
+    Every operation ends with its result, or with UnavailableError if no answer came or the sender was closed. A release
+    without an answer is sent again until it gets one, because blocks that nobody needs must not stay leased. Nothing is
+    sent between `pause` and `resume`. Operations that have no answer by then are sent again, in their old order.
 
     Args:
-        call: sends one batch; the reply has one result for each operation, in order. Raises UnavailableError.
+        call: sends one batch. The reply has one result for each operation, in order. Raises UnavailableError.
     """
 
     def __init__(self, call: Callable[[Sequence[pb.Operation]], Awaitable[pb.BatchReply]]) -> None:
@@ -55,7 +56,7 @@ class BatchSender:
         self._pauses = 0
 
     def pause(self) -> None:
-        """No answer is heard from here on until `resume`, also none that is on its way."""
+        """Send nothing until `resume`. An answer that is on its way already is ignored."""
         self._may_send.clear()
         self._pauses += 1
 
@@ -78,7 +79,7 @@ class BatchSender:
         return future
 
     async def run(self) -> None:
-        """Sends until it is cancelled. Raises where a reply makes no sense."""
+        """Send until cancelled. Raises ValueError if a reply has too few or too many results for its batch."""
         while True:
             await self._came.wait()
             await self._may_send.wait()
@@ -98,12 +99,12 @@ class BatchSender:
                 submitted.future.set_result(result)
 
     async def answered(self, seconds: float) -> None:
-        """Waits so long at most until all that was submitted has come to its end."""
+        """Wait up to `seconds` until every submitted operation has ended."""
         if self._unanswered:
             await asyncio.wait(self._unanswered, timeout=seconds)
 
     def close(self) -> None:
-        """Fails what has no answer, and what is submitted from now on. `run` must have been cancelled."""
+        """Fail all operations without an answer, and all that are submitted from now on. Cancel `run` before."""
         self._closed = True
         if self._lingering is not None:
             self._lingering.cancel()
@@ -127,7 +128,7 @@ class BatchSender:
         return batch
 
     def _fail(self, batch: Sequence[_Submitted], error: UnavailableError) -> None:
-        """Ends all but the releases, which keep their place: what comes behind them may need what they free."""
+        """Fail a batch except for its releases, which keep their place: later operations may need the freed blocks."""
         for submitted in batch:
             if not submitted.operation.HasField("release"):
                 submitted.future.set_exception(error)
@@ -144,7 +145,7 @@ def _closed() -> UnavailableError:
 
 
 class HostConnection:
-    """A worker's connection to the kvtransfer of its host. Open it by `connect`."""
+    """A worker's connection to the kvtransfer of its host. `connect` opens it."""
 
     def __init__(self) -> None:
         self._framed = Framed(self._take_reply, self._fail)
@@ -153,7 +154,7 @@ class HostConnection:
 
     @classmethod
     async def connect(cls, path: str) -> HostConnection:
-        """Raises OSError."""
+        """Connect to the Unix socket at `path`. Raises OSError."""
         connection, loop = cls(), asyncio.get_running_loop()
         with socket_address(Path(path)) as address:
             await loop.create_unix_connection(lambda: connection._framed, address)
@@ -164,8 +165,10 @@ class HostConnection:
         return self._framed.is_open
 
     async def call(self, request: pb.BatchRequest) -> pb.BatchReply:
-        """Sends a request and waits for its reply; one that comes later is not heard. Raises UnavailableError where
-        none can come any more."""
+        """Send a request and wait for its reply. Raises UnavailableError if the connection has ended.
+
+        If the caller is cancelled, a late reply is ignored.
+        """
         request.id = next(self._ids)
         reply: asyncio.Future[pb.BatchReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = reply

@@ -1,4 +1,4 @@
-"""The service for work that needs no decoding. A kind of work is one handler, registered in `HANDLERS`."""
+"""The service for work that needs no decoding. Each kind of work has one handler in `HANDLERS`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.services.worker.worker import Worker
 
 Send = Callable[[worker_pb2.ComputeEvent], Awaitable[None]]
 Handler = Callable[[Worker, common_pb2.Work, Send], Awaitable[None]]
-"""Does the work and sends its events, `Opened` first. `Computed` is sent after it returns."""
+"""A function that does the work and sends its events, `Opened` first. The service sends `Computed` after it returns."""
 
 HANDLERS: dict[common_pb2.WorkKind.ValueType, Handler] = {common_pb2.WORK_KIND_SCORE: score}
 

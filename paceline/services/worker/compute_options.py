@@ -1,4 +1,4 @@
-"""Where and with what a worker computes, after "auto" and 0 have been resolved for its machine and model."""
+"""Device, dtype and kernels of a worker, after "auto" has been resolved for its machine and model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ComputeOptions:
 
     @classmethod
     def resolve(cls, config: WorkerConfig) -> ComputeOptions:
-        """Read the model's config and look for the device. Raises ConfigError or ModelError."""
+        """Resolve the options from the model's config and this machine's devices. Raises ConfigError or ModelError."""
         device, has_pool = _device(config), has_pools(config)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"--device {config.device}: torch finds no GPU here; use cpu, or install torch with CUDA")

@@ -1,4 +1,4 @@
-"""Memory of a GPU that several processes use: what one allocated, others map (CUDA IPC, by way of torch)."""
+"""GPU memory that several processes use: one process allocates it, the others map it (CUDA IPC through torch)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from paceline.proto import kvtransfer_pb2 as pb
 
 
 def device_name(device: torch.device) -> str:
-    """The same in every process, whatever numbers it has for the machine's GPUs."""
+    """Return the GPU's UUID, which is the same in every process however it numbers the GPUs; "cpu" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
 def export(pool: Tensor) -> pb.CudaMemory:
-    """For `map_exported`. The memory must not be freed while this process lives."""
+    """Return what `map_exported` needs in another process. The pool must not be freed while this process lives."""
     shared = pool.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     _, handle, size, offset, ref_counter, ref_counter_offset, event, waits = shared
     return pb.CudaMemory(
@@ -29,7 +29,7 @@ def export(pool: Tensor) -> pb.CudaMemory:
 
 
 def map_exported(memory: pb.CudaMemory, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What another process has exported on this device, flat. Raises RuntimeError where it cannot be mapped."""
+    """Map memory that another process exported on this device, as a flat tensor. Raises RuntimeError if this fails."""
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index or 0,
         memory.handle,

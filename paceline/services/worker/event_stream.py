@@ -1,4 +1,4 @@
-"""Events of the engine on their way to the handlers of requests."""
+"""Queues that carry the engine's events to the handlers of requests."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class EventStream:
         self.traceparent = traceparent()
         """Trace context of the request, which the engine does not know."""
         self.sealed_at = 0.0
-        """Time, on time.time(), when the results came with which all blocks of the request can be sealed."""
+        """Time, on time.time(), at which the worker learned that all blocks of the request are filled."""
         self._queue: asyncio.Queue[RequestEvent | PacelineError] = asyncio.Queue()
 
     def put(self, event: RequestEvent | PacelineError) -> None:
         self._queue.put_nowait(event)
 
     async def batch(self) -> list[RequestEvent]:
-        """Return the next event and all that have come after it; no event if none came within ALIVE_SECONDS.
+        """Return the next event and all that wait after it; an empty list if no event comes within ALIVE_SECONDS.
 
         Raises StaleError if the request lost its blocks, InvalidRequestError if the engine cannot go on with it.
         """
@@ -51,7 +51,7 @@ class EventStream:
 
 
 class EventStreams:
-    """The event streams of all requests that the engine has, and how many of their tokens are not computed yet."""
+    """The event streams of all requests in the engine, and the number of their tokens that are not computed yet."""
 
     def __init__(self) -> None:
         self._streams: dict[Key, EventStream] = {}

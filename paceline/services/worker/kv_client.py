@@ -1,4 +1,4 @@
-"""A worker's operations on blocks, as kvtransfer carries them out."""
+"""A worker's operations on blocks, which the kvtransfer service of its host carries out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class KVClient:
-    """Blocks for the requests of one worker.
+    """One worker's way to get, fill, share and release the blocks of its requests.
 
     Operations are applied in the order of the calls. Leases are renewed until they are released. Every operation ends:
     with an answer, or with UnavailableError if none came in time or the session has ended.
@@ -38,7 +38,7 @@ class KVClient:
         self.on_lease_lost: Callable[[Key], None] = lambda key: None
         self._leases = Leases(lambda key: self.on_lease_lost(key))
         self.session = KVSession(address, worker_id, role, secret, self._leases)
-        # What prefill seals is sent to another host as soon as kvtransfer knows it.
+        # A prefill worker's seals do not linger, because kvtransfer sends sealed blocks to other hosts at once.
         self._may_linger = role == "decode"
 
     def has(self, key: Key) -> bool:
@@ -56,8 +56,8 @@ class KVClient:
 
         Args:
             hashes: links of the context.
-            max_cached_tokens: tokens that may come from the cache, at most.
-            priority: that of the request; lower is more urgent.
+            max_cached_tokens: the largest number of tokens that may come from the cache.
+            priority: the request's priority; lower is more urgent.
 
         Raises:
             BusyError: there are not enough free blocks.
@@ -81,7 +81,7 @@ class KVClient:
 
         Args:
             context_hash: name of the filled tokens (`Context.name`).
-            traceparent: that of the request, if it is traced.
+            traceparent: trace context of the request, if it is traced.
 
         Returns:
             A future that is done when the other worker can have the blocks.
@@ -103,9 +103,10 @@ class KVClient:
         return filled
 
     async def adopt(self, key: Key) -> Adopted:
-        """Wait until blocks that this worker has reserved are filled, and take them over. Call `seal_adopted` then.
+        """Wait until blocks that this worker has reserved are filled, and take them over. Call `seal_adopted` next.
 
-        This takes as long as the prompt. If it fails or is cancelled, releasing `key` ends the lease in either case.
+        This takes as long as computing the prompt. If it fails or is cancelled, release `key`: this ends the lease,
+        adopted or not.
         """
         adopt = pb.Operation(adopt=pb.Adopt(key=key_to_pb(key)), traceparent=traceparent())
         (result,) = (await self.session.call([adopt])).results
@@ -117,11 +118,11 @@ class KVClient:
     async def fetch(self, key: Key, source: str, source_key: Key) -> Fetched:
         """Fetch the blocks of a prompt while another host computes it.
 
-        This takes as long as the prompt. If the transfer fails, the lease has ended. Cancelling ends the transfer.
+        This takes as long as computing the prompt. If it fails, the lease has ended. Cancelling ends the transfer.
 
         Args:
-            source: address of that host's kvtransfer service.
-            source_key: key of the lease there.
+            source: address of the other host's kvtransfer service.
+            source_key: key of the lease on the other host.
 
         Raises:
             TransferError: the blocks could not be fetched.
@@ -138,7 +139,7 @@ class KVClient:
 
         Args:
             key: key under which the blocks will be reserved.
-            source: address of that host's kvtransfer service; empty to ask only the disk.
+            source: address of the other host's kvtransfer service; empty to ask only the disk.
             hashes: links of the context, as many as can be reused.
 
         Raises:
@@ -152,7 +153,7 @@ class KVClient:
             log.info("%d blocks of a prefix came over %s", reply.blocks, reply.path, extra=extra)
 
     def extend(self, key: Key, token_count: int, on_answer: Callable[[Reservation | PacelineError], None]) -> None:
-        """Ask for blocks up to `token_count` tokens. The answer is BusyError if there are not enough free blocks."""
+        """Ask for blocks for `token_count` tokens in all. `on_answer` gets BusyError if too few are free."""
         operation = pb.Operation(extend=pb.Extend(key=key_to_pb(key), token_count=token_count))
 
         def answer(done: asyncio.Future[pb.Result]) -> None:
@@ -186,7 +187,7 @@ class KVClient:
                 self._submit(pb.Operation(seal=seal))
 
     def trim(self, key: Key, group: int, first_kept_block: int) -> None:
-        """Release the blocks of a windowed group before one block."""
+        """Release the blocks of a windowed group that come before `first_kept_block`."""
         self._leases.trim(key, group, first_kept_block)
         trim = pb.Trim(key=key_to_pb(key), group=group, first_kept_block=first_kept_block)
         self._submit(pb.Operation(trim=trim), self._may_linger)
@@ -212,7 +213,7 @@ class KVClient:
             try:
                 checked(done.result())
             except PacelineError as error:
-                # A cancelled request is stale for the step that was under way.
+                # A step that was under way may still name a request that was cancelled.
                 level = logging.DEBUG if isinstance(error, StaleError) else logging.WARNING
                 name = operation.WhichOneof("op") or ""
                 request_id = getattr(operation, name).key.request_id
@@ -223,13 +224,13 @@ class KVClient:
     async def _obtain(self, operation: pb.Operation, key: Key) -> Reservation:
         """Send an operation that gives a lease under `key`.
 
-        If the caller is cancelled or no answer comes, nobody here knows whether there is a lease. Then it is released.
+        If the caller is cancelled or no answer comes, the worker does not know whether it has a lease, and releases it.
         """
         operation.traceparent = traceparent()
         future = self.session.sender.submit(operation)
 
         def keep(done: asyncio.Future[pb.Result]) -> None:
-            # With the answer, not when the caller sees it: a session that breaks in between ends this lease, too.
+            # Added with the answer, before the caller sees it: if the session breaks in between, this lease ends, too.
             if done.exception() is None and done.result().code == pb.CODE_OK:
                 self._leases.add(done.result().lease)
 

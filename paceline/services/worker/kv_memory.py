@@ -1,4 +1,4 @@
-"""Where a worker's KV blocks lie: in the host's arena, or in a pool of its own above it."""
+"""Memory of a worker's KV blocks: the host's arena, or a pool of its own above it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """What a worker computes in.
+    """The memory in which a worker computes.
 
     Args:
-        pool: flat, of the cache's dtype.
-        copies: between the pool and the arena, where these are two.
-        shared: what others may read of such a pool.
-        peers: such pools of others.
+        pool: flat tensor of the cache's dtype; the arena if the worker has no pool of its own.
+        copies: copies between the worker's own pool and the arena; None if it computes in the arena.
+        shared: the worker's own pool as other workers read it, if they can.
+        peers: pools of other workers, if this worker can read them.
     """
 
     layout: KVLayout
@@ -43,13 +43,13 @@ class KVMemory:
         return self.pool.nbytes // self.layout.slot_bytes
 
     def compute_pool(self) -> ComputePool:
-        """A new account of the pool, which is empty."""
+        """Return a new account of the pool's slots. The pool counts as empty."""
         if self.copies is None:
             return ArenaPool()
         return DevicePool(self.layout, self.slots, self.shared.directory if self.shared else None)
 
     def close(self) -> None:
-        """Ends what other processes know of it. Nothing computes any more."""
+        """Stop sharing pools with other processes. The engine must have stopped."""
         for part in (self.peers, self.shared):
             if part is not None:
                 part.close()
@@ -58,16 +58,17 @@ class KVMemory:
 def device_memory(
     layout: KVLayout, arena: torch.Tensor, path: Path, device: torch.device, size: str, context_tokens: int
 ) -> KVMemory:
-    """A pool on the device, with the arena as the tier below.
+    """Make a pool on the device, with the arena as the tier below.
 
     Args:
-        arena: flat, of the cache's dtype.
-        path: the arena's file, beside which that of the pool will be.
-        size: memory of the pool, like 512MiB; auto takes what is enough for a few contexts, or for a long one.
-        context_tokens: of the longest context.
+        arena: the arena as a flat tensor of the cache's dtype.
+        path: the arena's file. The pool's file is made beside it.
+        size: memory of the pool, like 512MiB. "auto" has room for KV_TOKENS tokens, or for the longest context
+            if it needs more.
+        context_tokens: tokens of the longest context.
 
     Raises:
-        ConfigError: there is no such memory.
+        ConfigError: the device has not enough free memory, or the arena cannot be pinned.
     """
     if size == "auto":
         slots = max(map(layout.slots_for, (KV_TOKENS, context_tokens)))
@@ -81,7 +82,7 @@ def device_memory(
     try:
         shared = SharedPool(path, len(blocks), layout, slots, arena.dtype, device)
     except (OSError, RuntimeError) as error:
-        log.warning("other workers cannot read this one's KV pool, and have its blocks by the arena: %s", error)
+        log.warning("other workers cannot read this worker's KV pool and get its blocks through the arena: %s", error)
     pool = shared.pool if shared else torch.zeros(slots * elements, dtype=arena.dtype, device=device)
     if device.type == "cuda":
         _pin(arena)
@@ -99,8 +100,8 @@ def _check_room(size: int, device: torch.device) -> None:
 
 
 def _pin(arena: torch.Tensor) -> None:
-    """Lets a GPU copy from and to the arena while the host goes on."""
-    # For the life of the process, as the mapping is.
+    """Pin the arena, so that a GPU can copy from and to it while the CPU goes on. Raises ConfigError."""
+    # Never undone: the arena stays mapped for the life of the process.
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0)
     if int(code) != 0:

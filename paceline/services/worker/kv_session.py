@@ -1,4 +1,4 @@
-"""A worker's session with kvtransfer: it begins, is renewed, returns to a service that was killed, and ends."""
+"""A worker's session with kvtransfer: begin it, renew its leases, return to a service that was restarted, end it."""
 
 from __future__ import annotations
 
@@ -52,14 +52,13 @@ class MappedArena:
 class KVSession:
     """One worker's session, from `attach` to `close` or until `lost` is done. It renews the leases meanwhile.
 
-    If the session breaks because the service has ended, what runs here does not end. A decode worker goes on in the
-    blocks that its engine has, which nobody else can get, and claims them from the service that is started again.
-    Leases that the engine does not have are lost. Operations wait, and are sent again. They change nothing if they are
-    carried out twice.
+    If the session breaks because the service has ended, the worker does not end. A decode worker goes on in the blocks
+    that its engine has, which nobody else can get, and claims them from the service that is started again. All other
+    leases are lost. Operations wait and are sent again; it does no harm to carry one out twice.
 
     Args:
         address: address of the kvtransfer service of this worker's host.
-        leases: what is renewed, and claimed from a service that is started again.
+        leases: the leases that are renewed, and claimed from a service that is started again.
     """
 
     def __init__(self, address: str, worker_id: str, role: str, secret: Secret, leases: Leases) -> None:
@@ -70,7 +69,7 @@ class KVSession:
         self.id = 0
         self.host_id = ""
         self.source = ""
-        """Address at which services of other hosts reach the kvtransfer service of this one."""
+        """Address at which services of other hosts reach the kvtransfer service of this host."""
         self.has_disk = False
         """Whether the arena has a disk tier."""
         self._worker_id = worker_id
@@ -88,10 +87,10 @@ class KVSession:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def attach(self, layout: KVLayout, context_tokens: int) -> MappedArena:
-        """Join the host's arena and map it. Wait some time for the service to start. Raises PacelineError.
+        """Join the host's arena and map it. Wait up to ATTACH_SECONDS for the service. Raises PacelineError.
 
         Args:
-            context_tokens: tokens of the longest context that this worker would take. An arena of automatic size has
+            context_tokens: tokens of the longest context that this worker may take. An arena of automatic size has
                 room for one such context.
         """
         self._layout, self._context_tokens = layout, context_tokens
@@ -116,14 +115,14 @@ class KVSession:
         )
 
     async def close(self) -> None:
-        """End the session after all operations have been answered. Operations that are too late fail."""
+        """Wait up to CALL_SECONDS for operations, then end the session. Operations without an answer fail."""
         await self.sender.answered(CALL_SECONDS)
         self._end()
         await end_tasks(*self._tasks)
         await self._channel.close(None)
 
     async def call(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
-        """Send one request outside of the order of `sender`. Raises UnavailableError."""
+        """Send one request, independent of the order of `sender`. Raises UnavailableError."""
         if self.lost.done():
             raise UnavailableError("this worker has no session with kvtransfer")
         async with self._connecting:
@@ -135,14 +134,14 @@ class KVSession:
         return await self._connection.call(pb.BatchRequest(session=self.id, operations=operations))
 
     async def _send(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
-        """Send a batch, which is answered soon. Raises UnavailableError."""
+        """Send a batch. Raises UnavailableError if no answer comes within CALL_SECONDS."""
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 return await self.call(operations)
         except TimeoutError:
             raise UnavailableError(f"kvtransfer does not answer within {CALL_SECONDS:g} s") from None
 
-    # ---- the begin
+    # ---- begin
 
     def _take_in(self, event: pb.AttachEvent) -> None:
         self.id, self._arena_path = event.session, Path(event.arena_path)
@@ -153,8 +152,8 @@ class KVSession:
     async def _try_to_attach(self, request: pb.AttachRequest) -> tuple[Stream, object]:
         """Return the stream of a new session and its first message.
 
-        If the service goes away meanwhile, ask again. A worker that returns does so until the file of its arena is
-        gone: a service that ends in order removes it.
+        If the service goes away meanwhile, ask again. A returning worker gives up when the file of its arena is gone,
+        because a service that ends normally removes it.
         """
         while not request.arena_path or _exists(request.arena_path):
             call = self.stub.Attach(request, wait_for_ready=True)
@@ -185,7 +184,7 @@ class KVSession:
             await asyncio.sleep(self._lease_seconds / 3)
             if keys := self._leases.keys():
                 renew = pb.Renew(keys=[key_to_pb(key) for key in keys])
-                # The answer is not waited for: the next renewal is due before a lease ends.
+                # Nobody waits for the answer, because the next renewal is due before a lease ends.
                 self.sender.submit(pb.Operation(renew=renew)).add_done_callback(self._note_losses)
 
     def _note_losses(self, done: asyncio.Future[pb.Result]) -> None:
@@ -197,10 +196,10 @@ class KVSession:
                 log.warning("the lease of %s ended", key, extra={"request_id": key.request_id})
                 self._leases.lose(key)
 
-    # ---- a service that ends
+    # ---- return to a service that was restarted
 
     async def _watch(self, call: Stream) -> None:
-        """Return when the session is over and there is no other."""
+        """Wait until the session is over and the worker cannot return to its arena."""
         again: Stream | None = call
         while again is not None:
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -211,13 +210,13 @@ class KVSession:
     async def _return(self) -> Stream | None:
         """Begin a new session in the same arena. Return its stream, or None if no service is started again in time.
 
-        Operations wait meanwhile. So the claims are the leases at the moment when the session broke, and later changes
-        are sent after them.
+        Operations wait meanwhile. So the claims state the leases as they were when the session broke, and later changes
+        are sent after the claims.
         """
         assert self._layout is not None
         self.sender.pause()
         self._disconnect()
-        await asyncio.sleep(0)  # until answers that have come are taken in
+        await asyncio.sleep(0)  # lets answers that have arrived be handled first
         self._leases.lose_all(keep_used=self._role == "decode")
         claims = self._leases.claims(self._layout)
         try:
@@ -234,10 +233,10 @@ class KVSession:
         self.sender.resume()
         return call
 
-    # ---- the end
+    # ---- end
 
     def _end_with(self, task: asyncio.Task[None]) -> None:
-        """End the session with any of its tasks."""
+        """End the session because one of its tasks has ended."""
         if not task.cancelled() and (error := task.exception()):
             log.error("the session with kvtransfer cannot go on", exc_info=error)
         self._end()

@@ -1,4 +1,4 @@
-"""A worker's leases of blocks, and the answers of kvtransfer that give, change or end them."""
+"""A worker's leases, and the answers of kvtransfer that give, change or end them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Reservation:
 
     key: Key
     filled_tokens: int
-    """Tokens at the front whose KV is in the blocks."""
+    """Number of tokens, from the first one on, whose KV is in the blocks."""
     tables: list[list[int]]
     """One block table for each group."""
     context_hash: bytes = b""
-    """Name of the filled tokens, as the cache or the prefill worker that filled the blocks gave it."""
+    """Name of the filled tokens, given by the cache or by the prefill worker that filled the blocks."""
 
     def check_context(self, context: Context, layout: str) -> None:
-        """Raise UnavailableError if the blocks do not hold the front of `context`.
+        """Raise UnavailableError if the filled blocks belong to another context than the front of `context`.
 
         Args:
             layout: fingerprint of the KV layout.
@@ -38,7 +38,7 @@ class Reservation:
 
 
 class Adopted(NamedTuple):
-    """A reservation after the prefill worker has filled it."""
+    """A reservation that the prefill worker has filled and this worker has adopted."""
 
     reservation: Reservation
     sealed_blocks: Sequence[int]
@@ -55,13 +55,13 @@ class Fetched:
 
 
 def checked(result: pb.Result) -> pb.Result:
-    """Return the result of an operation that was carried out. Raises BusyError, StaleError, or PacelineError."""
+    """Return `result` if its operation was carried out; otherwise raise BusyError, StaleError or PacelineError."""
     if result.code == pb.CODE_OK:
         return result
     if result.code == pb.CODE_EXHAUSTED:
         raise BusyError(result.message)
     if result.code == pb.CODE_INVALID:
-        # Workers check what clients ask for, so the mistake is in one of the two services.
+        # Workers check what clients ask for, so this is a mistake in the worker or in kvtransfer.
         raise PacelineError(f"kvtransfer refused an operation: {result.message}")
     raise StaleError(result.message)
 
@@ -80,12 +80,12 @@ class _Blocks:
     names: dict[int, bytes] = field(default_factory=dict)
     """Names of sealed blocks, by slot."""
     first_kept: dict[int, int] = field(default_factory=dict)
-    """By group: blocks before this one were released."""
+    """For each group, the first block that was not released."""
     in_use: bool = False
     """Whether the engine may read and write the blocks."""
 
     def trim(self) -> None:
-        """Forget released blocks. Their slots may come again with another content."""
+        """Forget released blocks, because their slots may be leased again with other content."""
         for group, first_kept in self.first_kept.items():
             table = self.tables[group]
             for block, slot in enumerate(table[:first_kept]):
@@ -97,7 +97,7 @@ class _Blocks:
             pb.BlockTable(slots=table, hashes=[b"" if slot == NO_SLOT else self.names.get(slot, b"") for slot in table])
             for table in self.tables
         ]
-        # Any token count will do that needs as many blocks as the tables have.
+        # Any token count that needs as many blocks as the tables have will do.
         tokens = min(len(table) * group.block_tokens for group, table in zip(layout.groups, self.tables))
         return pb.Claim(
             key=key_to_pb(key), token_count=tokens, filled_tokens=self.filled_tokens, tables=tables, active=active
@@ -107,7 +107,7 @@ class _Blocks:
 class Leases:
     """The newest lease of each attempt, which has to be renewed, and the blocks that the engine may touch.
 
-    A kvtransfer service that was started again knows neither. It learns them from `claims`.
+    A kvtransfer service that was started again knows no lease and no block. It learns them from `claims`.
 
     Args:
         on_lost: called for a lease that ended although this worker did not release it.
@@ -152,7 +152,7 @@ class Leases:
     def grow(self, key: Key, tables: Sequence[Sequence[int]]) -> None:
         if blocks := self._blocks.get(key):
             blocks.tables = [list(table) for table in tables]
-            blocks.trim()  # blocks that were released since the tables were asked for
+            blocks.trim()  # some blocks may have been released since the tables were asked for
 
     def seal(self, key: Key, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
         if blocks := self._blocks.get(key):
@@ -164,7 +164,7 @@ class Leases:
             blocks.trim()
 
     def release(self, key: Key) -> None:
-        """Note that the engine touches the blocks no more and the lease needs no renewal."""
+        """Note that the engine does not touch the blocks any more, and that the lease needs no renewal."""
         self._stop_renewing(key)
         self._blocks.pop(key, None)
         self._forget_unused(key)
@@ -175,30 +175,30 @@ class Leases:
         self._on_lost(key)
 
     def lose_all(self, keep_used: bool) -> None:
-        """Note that the service has ended.
+        """Note that the service has ended, and lose leases.
 
         Args:
-            keep_used: whether leases whose blocks the engine has go on in the next service.
+            keep_used: whether to keep the leases whose blocks the engine has, and claim them from the next service.
         """
         for key in self.keys():
             if not (keep_used and key in self._blocks and self._blocks[key].in_use):
                 self.lose(key)
 
     def claims(self, layout: KVLayout) -> list[pb.Claim]:
-        """Return a claim for all blocks that the engine has.
+        """Return one claim for each key whose blocks the engine has.
 
-        If the lease has ended, the claim only keeps others from the blocks until the engine has released them.
+        If its lease has ended, the claim only keeps others from the blocks until the engine has released them.
         """
         return [blocks.claim(key, layout, key in self) for key, blocks in self._blocks.items() if blocks.in_use]
 
     def _stop_renewing(self, key: Key) -> None:
-        # An older generation may come late, when the attempt has new blocks. These stay.
+        # An older generation may be released late, when the attempt has a newer lease, which must be renewed.
         newest = self._newest.get(key[:2])
         if newest is not None and newest.generation <= key.generation:
             del self._newest[key[:2]]
 
     def _forget_unused(self, key: Key) -> None:
-        """Forget leases of older generations, which changed hands or were never used."""
+        """Forget blocks of this and older generations unless the engine uses them."""
         older = [each for each in self._blocks if each[:2] == key[:2] and each.generation <= key.generation]
         for each in older:
             if not self._blocks[each].in_use:

@@ -1,4 +1,4 @@
-"""What a worker tells of a request's life beside its tokens: for people, and at no cost per token."""
+"""Reports of a worker about a request: statistics for people, which cost nothing per token."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from paceline.services.worker.event_stream import RequestEvent
 from paceline.services.worker.leases import Reservation
 
 EFFORT_SECONDS = 1.0
-"""How often totals are told while tokens come. What they come to is told with the end."""
+"""Interval at which totals are reported while tokens come. The last event has the final totals."""
 
 SHARED_MEMORY = "shared memory"
 DEVICE = "device"
-"""From one worker's pool into another one's."""
+"""Path of blocks that were copied from another worker's pool on the same device."""
 
 
 class Reporter:
-    """What is to be told of one request and has not been yet."""
+    """The part of one request's report that has not been sent yet."""
 
     def __init__(self) -> None:
         self.effort = RequestStats()
-        """What decoding takes; the engine counts it, over preemptions."""
+        """Totals of decoding, which the engine counts. They go on over preemptions."""
         self._preemptions = 0
         self._report = worker_pb2.Report()
         self._has_news = False
-        """Beside totals."""
+        """Whether there is something to report besides totals."""
         self._told = time.monotonic()
 
     def note(self, events: Iterable[RequestEvent]) -> None:
@@ -40,18 +40,18 @@ class Reporter:
             self._preemptions += isinstance(event, Preempted)
 
     def adopted(self, blocks: int, bytes_moved: int, path: str, seconds: float) -> None:
-        """The blocks of the prompt belong to this worker now; it took so long since the gateway said so."""
+        """Note that the blocks of the prompt belong to this worker, `seconds` after the gateway's handoff came."""
         self._report.adopted.blocks, self._report.adopted.bytes_moved = blocks, bytes_moved
         self._report.adopted.path, self._report.adopted.adopt_ms = path, seconds * 1000
         self._has_news = True
 
     @property
     def is_due(self) -> bool:
-        """Whether there are news, or totals that have not been told for long."""
+        """Whether there is news, or no totals were reported for EFFORT_SECONDS."""
         return self._has_news or time.monotonic() - self._told >= EFFORT_SECONDS
 
     def take(self, last: bool = False) -> worker_pb2.Report | None:
-        """The news, if there are any. With the last word come the totals."""
+        """Return what is to be reported, or None. The `last` report always has the totals."""
         now = time.monotonic()
         if last or (self.effort.steps and now - self._told >= EFFORT_SECONDS):
             effort, self._told = self.effort, now
@@ -74,6 +74,6 @@ class Reporter:
 
 
 def count_blocks(layout: KVLayout, reservation: Reservation, tokens: int) -> int:
-    """Blocks of a lease in which the first `tokens` tokens are."""
+    """Return the number of blocks of a lease that the first `tokens` tokens occupy."""
     tables = zip(layout.groups, reservation.tables)
     return sum(slot != NO_SLOT for group, table in tables for slot in table[: group.blocks_for(tokens)])

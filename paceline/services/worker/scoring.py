@@ -17,7 +17,7 @@ from paceline.services.worker.worker import Worker
 async def score(
     worker: Worker, work: common_pb2.Work, send: Callable[[worker_pb2.ComputeEvent], Awaitable[None]]
 ) -> None:
-    """Compute the context in blocks of the worker's own, and send the logprobs as they come.
+    """Compute the context in blocks that this worker reserves, and send the logprobs as they come.
 
     Raises:
         InvalidRequestError: the work does not ask for logprobs of the prompt.
@@ -25,7 +25,7 @@ async def score(
     """
     if not work.sampling.HasField("prompt_logprobs"):
         raise InvalidRequestError("work of the kind SCORE must say how many prompt_logprobs it wants")
-    # The engine ends a request with its first token, which nobody gets to see.
+    # The engine ends a request with its first token. This token is not sent.
     work.sampling.max_tokens = 1
     context = Context(work.token_ids, work.cache_salt)
     lease = await worker.reserve(work, key_from_pb(work.key), context, len(context))

@@ -1,9 +1,9 @@
-"""Pools of a host's workers that the others can read, so that blocks go from one to the other on their device.
+"""Pools of a host's workers that other workers can read, so that blocks go from pool to pool on one device.
 
-A worker has a file beside the arena: its blocks, where it computes on a CPU; a `PoolDirectory`; and a page that says
-what they are, on a GPU how its memory is mapped. The file is locked as long as the worker lives. A reader takes no part
-in who owns what: it needs blocks that it knows by name and could have from the arena as well, and has them from there
-where a pool has not got them, has given them up meanwhile, or is gone.
+A worker has a file beside the arena. It consists of the worker's blocks if it computes on a CPU, a `PoolDirectory`, and
+a page that describes the pool, on a GPU also how to map its memory. The file is locked while the worker lives. Reading
+changes no ownership: a reader wants blocks that it knows by name and that are in the arena, too. It takes a block from
+the arena if no pool has it, the pool has dropped it meanwhile, or the pool's worker has ended.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from paceline.services.common.shared_memory import map_shared, take_huge_pages
 from paceline.services.worker.cuda_memory import device_name, export, map_exported
 
 LOOK_SECONDS = 1.0
-"""How often a reader looks for pools that are new, at most."""
+"""Shortest time between two looks for new pools."""
 
 LAUNCHED_MOVES = 128
-"""Blocks that are copied together, while the next are looked up."""
+"""Blocks that are copied together, while the next blocks are looked up."""
 
 _PAGE = 4096
 _SIZE_BYTES = 2
-"""At the beginning of the last page: of the message that stands there."""
+"""Bytes of the length at the start of the last page. The length is that of the description, which follows it."""
 
 log = logging.getLogger(__name__)
 
 
 def remove_ended(arena: Path) -> None:
-    """Frees the memory of pools beside this arena whose workers have ended: what was killed could not do so."""
+    """Remove the files of pools beside this arena whose workers have ended, because a killed worker could not."""
     for path in arena.parent.glob(f"{arena.stem}-*.pool"):
-        with contextlib.suppress(OSError):  # it is gone, in use, or not ours
-            # Whatever others have put there, this neither waits nor follows it.
+        with contextlib.suppress(OSError):  # the file is gone, in use, or not ours
+            # Others may have put a pipe or a link there: O_NONBLOCK does not wait, O_NOFOLLOW does not follow.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -55,11 +55,12 @@ def remove_ended(arena: Path) -> None:
 
 
 class SharedPool:
-    """A worker's own pool, from construction to `close`.
+    """A worker's own pool, which other workers can read from construction to `close`.
 
     Args:
-        arena: the file of the arena whose blocks the pool has copies of.
-        arena_slots: of that.
+        arena: file of the arena whose blocks are copied into the pool.
+        arena_slots: number of slots of the arena.
+        slots: number of slots of the pool.
 
     Raises:
         OSError: the arena's folder has no room, or cannot have such a file.
@@ -94,39 +95,40 @@ class SharedPool:
             told = self.about.SerializeToString()
             page = len(told).to_bytes(_SIZE_BYTES, "little") + told
             file[-_PAGE:] = page.ljust(_PAGE, b"\0")
-            # Only now does it have a name: nobody finds it before it is complete and locked. With a folder, whichever,
-            # the link is followed.
+            # The file gets its name last, so that nobody finds it before it is complete and locked. Python follows the
+            # link in /proc only if a folder is given; any folder will do.
             os.link(f"/proc/self/fd/{self._descriptor}", self.path, src_dir_fd=self._descriptor)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Nobody begins to read from now on. Closing twice is no error."""
+        """Let nobody begin to read from now on. Closing twice is no error."""
         if self._descriptor >= 0:
             self.path.unlink(missing_ok=True)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # the mapping keeps the file open, and so the lock
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # the mapping keeps the file open, and with it the lock
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class SharedPools:
-    """Reads the pools of the others, as far as they are on the device of the own one.
+    """Reads the pools of other workers on the same device as this worker's own pool.
 
     Args:
-        copies: into the own pool.
+        own: this worker's pool.
+        copies: copies into this worker's pool.
     """
 
     def __init__(self, own: SharedPool, copies: BlockCopies) -> None:
         self._own = own
         self._copies = copies
         self._known: dict[Path, _Pool | None] = {}
-        """None where nothing can be read."""
+        """Pools by file; None if a pool cannot be read."""
         self._looked = 0.0
         self.drop_ended()
 
     def load(self, moves: Sequence[BlockCopy]) -> list[BlockCopy]:
-        """Copies what they have into the own pool, and waits for it. Returns what they have not."""
+        """Copy blocks that other pools have into this worker's pool, and wait. Return the moves that were not done."""
         self.drop_ended()
         left = list(moves)
         for pool in self._known.values():
@@ -152,21 +154,21 @@ class SharedPools:
             copy.wait()
             done = set(pool.directory.unchanged(found))
             left += [move for index, move in enumerate(part) if index not in done]
-        # Memory of a process that ended meanwhile may be anything, on some devices.
+        # On some devices, the memory of a process that ended meanwhile may contain anything.
         return moves if pool.ended() else left
 
     def drop_ended(self) -> None:
-        """Finds those that are new, and lets go of those that have ended: their memory stays taken until then."""
+        """Find new pools and unmap ended ones, whose memory stays allocated until then. Looks once in LOOK_SECONDS."""
         if time.monotonic() < self._looked + LOOK_SECONDS:
             return
         self._looked = time.monotonic()
         own = self._own.path
         for path, pool in self._known.items():
             if pool is not None and pool.ended():
-                path.unlink(missing_ok=True)  # a process that was killed could not
+                path.unlink(missing_ok=True)  # a killed process could not do so
         there = set(own.parent.glob(f"{own.stem.rpartition('-')[0]}-*.pool")) - {own}
         for path in there - self._known.keys():
-            with contextlib.suppress(FileNotFoundError):  # it is gone again
+            with contextlib.suppress(FileNotFoundError):  # the file is gone again
                 self._known[path] = self._open(path)
         for path in self._known.keys() - there:
             self._drop(path)
@@ -177,7 +179,7 @@ class SharedPools:
         except FileNotFoundError:
             raise
         except (OSError, RuntimeError, ValueError, DecodeError) as error:
-            log.warning("blocks of %s come by the arena: %s", path.name, error)
+            log.warning("blocks of %s come through the arena: %s", path.name, error)
             return None
         log.info("blocks may come from %s directly", path.name)
         return pool
@@ -188,11 +190,11 @@ class SharedPools:
 
 
 class _Pool:
-    """Somebody else's, which has the blocks of the same arena in the memory of the same device.
+    """The pool of another worker, with blocks of the same arena in memory of the same device.
 
     Raises:
-        FileNotFoundError: its worker has ended; what is left of it has been removed.
-        OSError, RuntimeError, ValueError, DecodeError: it cannot be read here, for the reason that they tell.
+        FileNotFoundError: its worker has ended; its file has been removed.
+        OSError, RuntimeError, ValueError, DecodeError: it cannot be read here; the message says why.
     """
 
     def __init__(self, path: Path, own: SharedPool) -> None:

@@ -1,4 +1,4 @@
-"""The first steps of a worker, for nobody: what is made lazily is there when the first request comes."""
+"""The first steps of a worker, on a request of its own, so that the first client need not wait for lazy setup."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.worker.worker import Worker
 
 _PROMPT = [0] * 8
-"""With its output shorter than a block: nothing is sealed, so nobody will find it in the cache."""
+"""With its output it is shorter than a block. So nothing is sealed, and nobody finds it in the cache."""
 _TOKENS = 3
 
 log = logging.getLogger(__name__)
 
 
 async def warm_up(worker: Worker) -> bool:
-    """Computes a small request: its program is recorded, weights and buffers are mapped. Before the engine starts.
+    """Compute a small request, which records its program and maps weights and buffers. Call before the engine starts.
 
-    It has blocks of its own, as any request. Returns False where there are none: then the first request takes longer.
+    The request reserves blocks like any other. Returns False if none are free; then the first request takes longer.
     """
     params = SamplingParams(max_tokens=_TOKENS)
     key = Key(f"warm-up-{uuid.uuid4().hex}", 1, 1)
@@ -43,13 +43,13 @@ async def warm_up(worker: Worker) -> bool:
     try:
         await asyncio.shield(computing)
     finally:
-        await asyncio.wait((computing,))  # where this was cancelled: until then its blocks are written to
+        await asyncio.wait((computing,))  # even if cancelled: the thread writes to the blocks until then
         worker.kv.release(lease.key)
     return True
 
 
 def _compute(worker: Worker, request: Request) -> None:
-    # Apart from the engine's own figures, by which it plans.
+    # A scheduler of its own, so that these steps do not count in the figures by which the engine plans.
     scheduler = Scheduler(worker.engine_limits, pool=worker.memory.compute_pool())
     scheduler.add(request)
     while (step := scheduler.plan()) is not None:

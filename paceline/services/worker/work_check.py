@@ -1,4 +1,4 @@
-"""What a worker takes: the bounds of every field of one attempt. Pure."""
+"""Bounds of every field of an attempt's work. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MAX_ID_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 1024
 MAX_ADDRESS_CHARACTERS = 512
 MAX_GENERATION = 1 << 30
-"""Each change of hands adds one: what begins here never comes near the end of 32 bits."""
+"""Largest generation at the start. Each change of hands adds one, so no attempt comes near 32 bits."""
 MAX_LOGPROBS = 128
 
 _RANGES = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    # Nearer to zero, logits divided by it would not be finite.
+    # Logits divided by a value nearer to zero would not be finite.
     "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-100.0, 100.0),
     "frequency_penalty": (-100.0, 100.0),
@@ -27,7 +27,7 @@ _MOST_BIAS = 1000.0
 
 
 def check_work(work: pb.Work, max_model_len: int, vocab_size: int) -> None:
-    """Raises InvalidRequestError for what a worker of these limits can never do, whoever asks for it."""
+    """Raise InvalidRequestError for work that a worker with these limits can never do, whoever asks for it."""
     _check_key(work)
     length = len(work.token_ids)
     if not 0 < work.prompt_tokens <= length:
@@ -37,13 +37,13 @@ def check_work(work: pb.Work, max_model_len: int, vocab_size: int) -> None:
             f"the context has {length} tokens; this worker takes at most {max_model_len - 1}", "prompt"
         )
     if len(work.prefix_source) > MAX_ADDRESS_CHARACTERS:
-        raise InvalidRequestError(f"prefix_source may have {MAX_ADDRESS_CHARACTERS} characters")
+        raise InvalidRequestError(f"prefix_source may have at most {MAX_ADDRESS_CHARACTERS} characters")
     _check_sampling(work.sampling)
     _check_tokens(work, vocab_size)
 
 
 def check_token(token: int, vocab_size: int) -> None:
-    """Raises InvalidRequestError for what is no token of the model."""
+    """Raise InvalidRequestError if `token` is not below the size of the vocabulary."""
     if token >= vocab_size:
         raise InvalidRequestError(f"token ids must be below the vocabulary's size, {vocab_size}")
 
@@ -52,11 +52,11 @@ def _check_key(work: pb.Work) -> None:
     if not work.key.request_id:
         raise InvalidRequestError("a request needs an id", "request_id")
     if len(work.key.request_id) > MAX_ID_CHARACTERS:
-        raise InvalidRequestError(f"an id may have {MAX_ID_CHARACTERS} characters", "request_id")
+        raise InvalidRequestError(f"an id may have at most {MAX_ID_CHARACTERS} characters", "request_id")
     if work.key.generation > MAX_GENERATION:
         raise InvalidRequestError(f"key.generation must be at most {MAX_GENERATION}")
     if len(work.cache_salt) > MAX_SALT_CHARACTERS:
-        raise InvalidRequestError(f"a cache_salt may have {MAX_SALT_CHARACTERS} characters", "cache_salt")
+        raise InvalidRequestError(f"a cache_salt may have at most {MAX_SALT_CHARACTERS} characters", "cache_salt")
 
 
 def _check_sampling(sampling: pb.Sampling) -> None:
@@ -84,6 +84,6 @@ def _check_tokens(work: pb.Work, vocab_size: int) -> None:
         sampling.constraint.end_token_ids,
     )
     if any(len(tokens) > vocab_size for tokens in sets):
-        raise InvalidRequestError(f"a set of tokens may have {vocab_size} entries, as many as the vocabulary")
+        raise InvalidRequestError(f"a set of tokens may have at most {vocab_size} entries, like the vocabulary")
     for tokens in (work.token_ids, *sets):
         check_token(max(tokens, default=0), vocab_size)

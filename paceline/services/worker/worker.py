@@ -82,8 +82,8 @@ class Worker:
 
     Args:
         model_id: digest of the model's config and tokenizer.
-        memory: memory in which the device computes.
-        turns: time slices, if other workers want the same cores.
+        memory: memory of KV blocks in which the device computes.
+        turns: the worker's time slices; None if it shares its cores with no other worker.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Worker:
         self._streams = EventStreams()
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        """Gets an exception if the engine fails."""
+        """A future that gets an exception if the engine fails."""
         self.engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
         self.runner = loaded.runner(memory.pool, self.engine_limits)
         adaptive = loaded.speculative is None or loaded.speculative.adaptive
@@ -136,7 +136,7 @@ class Worker:
             self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
 
     def load(self) -> LoadReport:
-        """Return how much work the worker has, for placing requests."""
+        """Return how much work the worker has. The gateway places requests by it."""
         return LoadReport(
             running=self.admission.active - self.admission.waiting,
             waiting=self.admission.waiting,
@@ -145,7 +145,7 @@ class Worker:
         )
 
     def samples(self) -> Iterator[Sample]:
-        """Yield all figures for metrics."""
+        """Yield the worker's metrics."""
         yield from self.engine.samples()
         yield Sample("queued_tokens", self._streams.queued_tokens)
         stats, slot_bytes = self.engine.stats, self.layout.slot_bytes
@@ -157,7 +157,7 @@ class Worker:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the engine is idle or takes its steps in time. Then a request without events only waits."""
+        """Whether the engine is idle or its step began less than ALIVE_SECONDS ago. Then requests just wait."""
         return self.engine.step_seconds < ALIVE_SECONDS
 
     def check(self, work: pb.Work) -> None:
@@ -183,7 +183,7 @@ class Worker:
     async def fetch_prefix(self, work: pb.Work, key: Key, context: Context, source: str) -> bool:
         """Bring blocks of a context into this host's cache before blocks are reserved.
 
-        They come from the disk tier, or from another host on which the gateway believes them to be cached. If they do
+        The blocks come from the disk tier, or from another host that has them as far as the gateway knows. If they do
         not come, the worker computes more.
 
         Args:
@@ -205,11 +205,11 @@ class Worker:
         return True
 
     async def reserve(self, work: pb.Work, key: Key, context: Context, token_count: int) -> Reservation:
-        """Reserve blocks for `token_count` tokens, with the cached blocks of the context among them.
+        """Reserve blocks for `token_count` tokens. Cached blocks of the context are among them.
 
         Raises BusyError if there are not enough free blocks.
         """
-        # The last token is always computed, because its logits are needed. Scores need logits of the whole prompt.
+        # The last token is always computed, because its logits are needed. Prompt logprobs need logits of all tokens.
         reusable = 0 if work.sampling.HasField("prompt_logprobs") else len(context) - 1
         links = context.links(self.layout.fingerprint)
         return await self.kv.reserve(key, links, token_count, reusable, work.priority)
@@ -225,12 +225,13 @@ class Worker:
     ) -> Request:
         """Return the engine's view of `work` in the blocks of `reservation`. The request adds its tokens to `context`.
 
-        Raises InvalidRequestError if the blocks hold more than this context, UnavailableError if they hold another one.
+        Raises InvalidRequestError if the blocks have KV of the whole context or more, UnavailableError if they belong
+        to another context.
         """
         if not reservation.filled_tokens < len(context):
             filled = reservation.filled_tokens
-            raise InvalidRequestError(f"the blocks lease {filled} tokens, the context has {len(context)}")
-        # Otherwise the request would go on after the cache of another context, and publish that.
+            raise InvalidRequestError(f"the blocks have KV of {filled} tokens, the context has {len(context)}")
+        # Otherwise the request would go on from the KV of another context, and publish it under its own name.
         reservation.check_context(context, self.layout.fingerprint)
         return Request(
             key=reservation.key,
@@ -246,8 +247,7 @@ class Worker:
         )
 
     def submit(self, request: Request, events: EventStream) -> None:
-        """Give a request to the engine; `events` gets its events. Raises StaleError if its blocks were lost
-        meanwhile."""
+        """Give a request to the engine, and its events to `events`. Raises StaleError if its blocks were lost."""
         # Nothing may be awaited between this and `add`: a request that loses its blocks later is stopped.
         if not self.kv.has(request.key):
             raise _lost(request.key)
@@ -256,7 +256,7 @@ class Worker:
         self.engine.add(request)
 
     def retire(self, key: Key) -> None:
-        """Stop a request, wherever it is. Its blocks are released as soon as no step can write to them any more."""
+        """Stop a request in any state. Its blocks are released as soon as no step can write to them any more."""
         self.forget(key)
         self.engine.remove(key)
 
@@ -277,7 +277,7 @@ class Worker:
     def _dispatch(self, events: list[Event]) -> None:
         """Carry out operations on blocks in the engine's order, then give the other events to the requests' handlers.
 
-        Handlers write to gRPC, which takes longer than a handoff.
+        Handlers come last, because they write to gRPC, which takes longer than a handoff.
         """
         came = time.time()
         for event in events:
@@ -293,7 +293,7 @@ class Worker:
                 case Filled():
                     self._fill(event, came)
                 case Preempted(key):
-                    # At once, so that the request that was short of blocks finds them when it asks next.
+                    # Released at once, so that the request that was short of blocks gets them when it asks again.
                     self.kv.release(key)
         for event in events:
             match event:
@@ -305,7 +305,7 @@ class Worker:
                     self._streams.put(key, ConstraintError(message))
 
     def _fill(self, filled: Filled, came: float) -> None:
-        """Give the blocks to the other worker at once. The request's handler gets the event when that is done."""
+        """Give the blocks to the decode worker at once. The request's handler gets the event when they are filled."""
         if (stream := self._streams.get(filled.key)) is None:
             return  # the request is leaving the engine, and its blocks will be released
         stream.sealed_at = came

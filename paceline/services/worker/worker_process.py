@@ -1,4 +1,4 @@
-"""A prefill or decode worker as a process: load, join the arena, serve, drain."""
+"""The process of a prefill or decode worker: load the model, join the arena, serve, drain."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ from paceline.services.worker.worker import Worker, WorkerLimits
 log = logging.getLogger(__name__)
 
 AddService = Callable[[grpc.aio.Server, Worker], Callable[[], Framed] | None]
-"""Returns what makes connections of a Unix socket for others of this host, where the service has one."""
+"""A function that adds a service to the server. It returns a factory for connections of the service's Unix socket on
+this host; None if the service has no such socket."""
 
 
 async def run_worker(config: WorkerConfig, role: Role, add_service: AddService) -> None:
-    """Serves until SIGTERM, then drains. Raises PacelineError where the worker cannot start or go on."""
+    """Serve until SIGTERM, then drain. Raises PacelineError if the worker cannot start or go on."""
     stop = stop_on_signals()
     process = await start_unless_stopped(WorkerProcess.start(config, role, add_service), stop)
     announce_ready(config, process.address)
@@ -66,7 +67,7 @@ class WorkerProcess:
 
     def __init__(self, config: WorkerConfig, role: Role) -> None:
         if not config.model:
-            raise ConfigError("no model; name the folder of one")
+            raise ConfigError("no model is named; give its folder by --model")
         self.worker_id = config.worker_id
         self.address = ""
         self.socket = ""
@@ -84,15 +85,15 @@ class WorkerProcess:
 
     @property
     def worker(self) -> Worker:
-        """The worker, once the process has started."""
+        """The worker of a process that has started."""
         assert self._worker is not None
         return self._worker
 
     @classmethod
     async def start(cls, config: WorkerConfig, role: Role, add_service: AddService) -> WorkerProcess:
-        """Register, load the model, join the arena, serve. Raises PacelineError.
+        """Register in Redis, load the model, join the arena and serve. Raises PacelineError.
 
-        If this fails or is cancelled, it leaves nothing.
+        If this fails or is cancelled, everything is undone.
         """
         worker_id = config.worker_id or unique_name(role)
         process = cls(config.model_copy(update={"worker_id": worker_id}), role)
@@ -105,7 +106,8 @@ class WorkerProcess:
         config, undo = self._config, self._undo
         undo.push_async_callback(self._kv.session.close)
         undo.push_async_callback(self._leave)
-        # Calls wait until the server starts, after the model is loaded, because gRPC takes no services later.
+        # The server only binds its port here and starts after the model is loaded, because gRPC takes no services after
+        # the start. Calls wait until then.
         self.address = reachable_address(config, self._server.bind())
         await self._registrar.start()
         torch.set_num_threads(config.threads or available_cores())
@@ -139,16 +141,16 @@ class WorkerProcess:
         self._registrar.announce()
 
     async def wait(self, stop: asyncio.Event) -> None:
-        """Returns when `stop` is set. Raises UnavailableError when the worker cannot go on."""
+        """Wait until `stop` is set. Raises UnavailableError if the worker cannot go on."""
         await self._first(stop.wait())
         if self._kv.session.lost.done() and not stop.is_set():
-            # The blocks are gone with their owner. A fresh process is the simplest way back to a clean state.
+            # All blocks are lost with the session. A new process is the simplest way back to a clean state.
             raise UnavailableError("the kvtransfer service of this host went away")
 
     async def drain(self, seconds: float) -> None:
-        """Take no new work, and finish running requests or let gateways move them, for at most `seconds`.
+        """Take no new work. Finish running requests, or let gateways move them, for at most `seconds`.
 
-        Requests that still run then are ended. Raises UnavailableError if the engine failed.
+        Requests that still run after that time are ended. Raises UnavailableError if the engine failed.
         """
         admission = self.worker.admission
         admission.begin_drain()
@@ -159,7 +161,7 @@ class WorkerProcess:
             log.warning("the kvtransfer service of this host went away while %d requests ran", admission.active)
 
     async def _first(self, awaited: Coroutine[Any, Any, Any]) -> None:
-        """Waits for this, or until nothing can go on. Raises UnavailableError where the engine failed."""
+        """Wait until `awaited` is done, the session is lost or the engine fails. The last raises UnavailableError."""
         task = asyncio.create_task(awaited)
         try:
             await asyncio.wait((task, self._kv.session.lost, self.worker.failed), return_when=asyncio.FIRST_COMPLETED)
@@ -174,18 +176,18 @@ class WorkerProcess:
         await self._server.close(0)
 
     async def _stop_engine(self, worker: Worker) -> None:
-        """Ends the process where a step does not end.
+        """Stop the engine. If its running step does not end, end the process.
 
-        To close the session would free, a grace later, blocks that the step still writes to. With the process, the
+        Closing the session would free blocks to which the step still writes, after a grace. If the process ends, the
         session ends when nobody can write any more.
         """
         if not await asyncio.to_thread(worker.engine.stop):
-            log.critical("a step of the engine does not end: the process ends without it")
+            log.critical("a step of the engine does not end; the process is ended at once")
             logging.shutdown()
             os._exit(1)
 
     async def close(self) -> None:
-        """Leaves the cluster, then the host."""
+        """Leave the cluster, stop the engine, and end the session with kvtransfer."""
         await self._undo.aclose()
 
     def _describe(self) -> Member:
@@ -220,7 +222,7 @@ def _load(config: WorkerConfig, compute: ComputeOptions) -> Loaded:
 
 
 def _turns(config: WorkerConfig, device: torch.device, role: Role, page: memoryview, session: int) -> Turns | None:
-    """Return the worker's time slices; None if it leaves cores of the machine to others, or computes on a GPU."""
+    """Return the worker's time slices; None if it does not use all cores of the machine, or computes on a GPU."""
     if device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
         return None
     return PrefillTurns(page) if role == "prefill" else DecodeTurns(page, session, config.itl_target_ms / 1000)
@@ -236,7 +238,7 @@ def _kv_memory(
 
 
 def _max_model_len(config: WorkerConfig, loaded: Loaded, arena_slots: int, pool_slots: int) -> int:
-    """The longest context that the model, the KV memory and the user allow."""
+    """Return the tokens of the longest context that the model, the KV memory and the user allow. Raises ConfigError."""
     layout, slots = loaded.layout, min(arena_slots, pool_slots)
     option = "--kv-pool-memory" if pool_slots < arena_slots else "--kv-memory"
     wanted = config.max_model_len or loaded.max_position
