@@ -18,16 +18,16 @@ from paceline.services.gateway.gateway import Gateway, load_tokenizer
 from paceline.services.gateway.middleware import BoundedHttp
 
 LAST_WORDS_SECONDS = 5
-"""After the drain, time for the last bytes to reach their clients."""
+"""Time after the drain in which the last bytes can reach their clients."""
 
 log = logging.getLogger(__name__)
 
 
 async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
-    """Serves until `stop` is set, by default by SIGTERM or SIGINT; then drains and returns.
+    """Serve until `stop` is set, then drain and return. By default SIGTERM and SIGINT set `stop`.
 
     Raises:
-        ConfigError: the port is taken, or the configuration does not fit.
+        ConfigError: the port is taken, or the configuration is invalid.
         ModelError: the model's folder holds no usable tokenizer.
     """
     stop = stop or stop_on_signals()
@@ -44,13 +44,14 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                # Clients keep connections for longer than the default of 5 s, and lose requests to the race.
+                # Clients keep connections open for longer than the default of 5 s. If the server closes one just as the
+                # client sends, that request is lost.
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=LAST_WORDS_SECONDS,
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        # Whatever keeps it from starting, the wait below ends.
+        # The wait below must end even if the server fails before it calls startup().
         serving.add_done_callback(lambda _: server.tried_to_start.set())
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -70,7 +71,10 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals alone, because the drain comes before the end of the server; says when it has started."""
+    """A server that leaves signals alone, because the gateway drains before the server ends.
+
+    `tried_to_start` is set when startup has succeeded or failed.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -89,12 +93,12 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Only where the protocol is named does asyncio's own loop switch Nagle's algorithm off on what this accepts.
+    # asyncio's own loop disables Nagle's algorithm on accepted connections only if the protocol is named here.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        # Binding alone does not claim the port: another socket that asked for reuse may bind it as well.
+        # Binding alone does not claim the port: another socket with SO_REUSEADDR may bind it too.
         listener.listen(2048)
     except OSError as error:
         listener.close()

@@ -1,4 +1,4 @@
-"""Prometheus metrics, by the names that vLLM gave them, under `paceline:`."""
+"""Prometheus metrics with vLLM's names under the prefix `paceline:`."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Metrics:
             "paceline:request_success", "Ended sequences", ["model_name", "finished_reason"], registry=self.registry
         )
         for reason in (*(reason.value for reason in FinishReason), "abort", "error"):
-            self._success.labels(model, reason)  # so that a rate can be taken from the first request on
-        self._n = histogram("request_params_n", "Answers asked for, by prompt", _COUNTS)
-        self._max_tokens = histogram("request_params_max_tokens", "Most tokens of an answer, by prompt", _COUNTS)
+            self._success.labels(model, reason)  # creates the series, so that rates include the first request
+        self._n = histogram("request_params_n", "Choices requested per prompt", _COUNTS)
+        self._max_tokens = histogram("request_params_max_tokens", "Limit of tokens per choice, by prompt", _COUNTS)
         self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a sequence", _COUNTS)
         self._request_generation = histogram("request_generation_tokens", "Generated tokens of a sequence", _COUNTS)
         self._ttft = seconds("time_to_first_token", "From arrival to the first token", (*_SHORT, 20, 40, 80, 160))
@@ -80,13 +80,13 @@ class Metrics:
         self.registry.register(_FleetCollector(model, workers))
 
     def observe_params(self, plan: Plan) -> None:
-        """Counts what a request that is to be served asks for."""
+        """Count the parameters of a request that is about to run."""
         for prompt in plan.prompts:
             self._n.observe(plan.n)
             self._max_tokens.observe(prompt.sampling.max_tokens)
 
     def observe(self, record: SequenceTrace, generated_tokens: int, outcome: str) -> None:
-        """Counts a sequence that has ended. `outcome` is its finish reason, "abort" or "error"."""
+        """Count a sequence that has ended. `outcome` is its finish reason, "abort" or "error"."""
         now = time.monotonic()
         self._success.labels(self._model, outcome).inc()
         self._attempts.inc(record.attempts)
@@ -115,17 +115,17 @@ class Metrics:
                 self._handoff.observe(times[1] - times[0])
 
     def render(self) -> bytes:
-        """The text format of Prometheus."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
 
 def figures(families: Iterable[MetricFamily]) -> dict[str, float]:
-    """Return the figures of a member by their names, for /fleet."""
+    """Return the samples of a member that have a figure name, by this name, for /fleet."""
     return {sample.figure: sample.value for family in families for sample in family.samples if sample.figure}
 
 
 class _FleetCollector(Collector):
-    """The metrics that members counted themselves, as of their last heartbeats, with labels for the member."""
+    """The metrics that each member sent with its last heartbeat, labelled with the member's id and role."""
 
     def __init__(self, model: str, workers: Callable[[], Iterable[RemoteWorker]]) -> None:
         self._model = model

@@ -1,7 +1,8 @@
-"""HTTP as uvicorn speaks it, with an end to heads: how large they may be, and how long they may take.
+"""HTTP limits and the middlewares for request ids, body sizes and API keys.
 
-uvicorn bounds neither with this parser, so that one connection could fill the memory, and many stay open for ever,
-before any of our code sees a request. Bodies are bounded by BodyLimitMiddleware.
+With this parser uvicorn limits neither the size of a request's head nor the time that it takes. One connection could
+fill the memory, and many could stay open for ever, before our code sees a request. BoundedHttp limits heads;
+BodyLimitMiddleware limits bodies.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from paceline.core.telemetry import request_span, set_request_id
 from paceline.services.gateway.errors import ApiError, to_api_error
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of a request's line and headers."""
+"""Largest size of a request line and its headers together."""
 HEAD_SECONDS = 30.0
+"""Longest time for a head to arrive. An idle kept-alive connection is uvicorn's to close."""
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection."""
+    """One connection, whose request heads are limited in size and time."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -85,14 +87,16 @@ _PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/fleet", "/trace")
 
 
 def is_valid_id(text: str) -> bool:
-    """Whether a client's request id is fit for logs, headers and keys: up to 128 visible ASCII characters."""
+    """Return whether a client's request id is safe in logs, headers and keys: 1 to 128 visible ASCII characters."""
     return _ID.fullmatch(text) is not None
 
 
 class RequestIdMiddleware:
-    """Takes the id from X-Request-Id or makes one, as `request.state.request_id` and in log lines, and answers with it,
-    also where nobody foresaw an error. `request.state.arrived` is when the head came, on time.monotonic(), and
-    `request.state.send` is how the server itself is told of a body whose head has gone the usual way.
+    """Middleware that gives each request an id: the client's X-Request-Id if it is valid, else a new one.
+
+    The id is in `request.state.request_id`, in log lines and in every response, even after an unexpected error.
+    `request.state.arrived` is when the head came, on time.monotonic(). `request.state.send` is the server's own `send`,
+    which may send a body after its head has passed the middlewares.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -108,10 +112,10 @@ class RequestIdMiddleware:
         state["client_chose_id"] = is_valid_id(given)
         own = _ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
         state["request_id"] = given if state["client_chose_id"] else own
-        # The server starts a task for each request, so that nothing has to be taken back.
+        # The server runs each request in a task of its own, so the id need not be reset.
         set_request_id(state["request_id"])
         begun = False
-        # One trace for everything that the client asked for, and none for probes.
+        # Only generation requests get a trace; probes get none.
         span: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if scope["path"] in _ID_PREFIXES:
             span = request_span("http", state["request_id"], Headers(scope=scope))
@@ -128,13 +132,16 @@ class RequestIdMiddleware:
                 await self._app(scope, receive, send_with_id)
         except Exception as error:
             answer = to_api_error(error)
-            # Returning without an end makes the server close the connection.
+            # If the response has begun, return without ending it: then the server closes the connection.
             if not begun:
                 await answer.response()(scope, receive, send_with_id)
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies of more than `max_bytes`, announced or not, with 413, and those that take too long with 408."""
+    """Middleware that refuses bodies of more than `max_bytes` with 413, and bodies slower than `max_seconds` with 408.
+
+    The size is checked in Content-Length and again while the body arrives.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float = BODY_SECONDS) -> None:
         self._app = app
@@ -156,7 +163,7 @@ class BodyLimitMiddleware:
         async def limited_receive() -> Message:
             nonlocal received, complete
             try:
-                # Behind the body comes the client's leave, which may take as long as it likes.
+                # After the body, the next event is the client's disconnect, which has no deadline.
                 async with asyncio.timeout_at(None if complete else deadline):
                     event = await receive()
             except TimeoutError:
@@ -171,7 +178,7 @@ class BodyLimitMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Asks for one of `keys` where the API is used; probes and metrics stay open."""
+    """Middleware that requires one of `keys` for the API, /fleet and /trace. Probes and metrics need no key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -183,7 +190,7 @@ class ApiKeyMiddleware:
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(key.strip())
-        # All keys are compared, and digests of equal length, so that the time taken tells nothing.
+        # Compare with all keys, as digests of equal length, so that the time taken reveals nothing.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() == "bearer" and any(matches):
             await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The endpoints for people who run the stack: health, load, metrics, the fleet, and the lives of requests."""
+"""Endpoints for operators: health, load, metrics, the fleet, and traces of requests."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.trace_book import KEPT, describe
 
 LEDGER_SECONDS = 1.0
+"""Deadline of one host's answer."""
 
 LEASES = 100
 """Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
@@ -30,7 +31,7 @@ MOST_LEASES = 5000
 
 
 def make_operations(gateway: Gateway) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     router = APIRouter()
 
     @router.api_route("/health", methods=["GET", "HEAD"])
@@ -62,7 +63,7 @@ def make_operations(gateway: Gateway) -> APIRouter:
         leases: Annotated[int, Query(ge=1, le=MOST_LEASES)] = LEASES,
         holds: Annotated[int | None, Query(ge=1, le=MOST_LEASES, deprecated=True)] = None,
     ) -> dict[str, Any]:
-        leases = holds or leases  # its name in earlier releases
+        leases = holds or leases  # `holds` was the name in earlier releases
         workers, hosts = gateway.fleet.workers(), gateway.fleet.hosts()
         ledgers = await asyncio.gather(*(_ledger(host, leases) for host in hosts))
         return {
@@ -108,7 +109,7 @@ def _describe(worker: RemoteWorker) -> dict[str, Any]:
 
 
 async def _ledger(host: RemoteWorker, most_leases: int) -> dict[str, Any]:
-    """A host's block ledger as it is at this moment, or why it is not to be had."""
+    """Ask a host for its block ledger and return it, or return the error if the host does not answer."""
     stub = kvtransfer_pb2_grpc.KVTransferStub(host.channel)
     request = kvtransfer_pb2.LedgerRequest(with_leases=True, max_leases=most_leases)
     try:
@@ -118,14 +119,15 @@ async def _ledger(host: RemoteWorker, most_leases: int) -> dict[str, Any]:
     except asyncio.CancelledError:
         if is_cancelled():
             raise
-        return {"host_id": host.member.host_id, "error": "it has left"}  # whose channel is closed, with its calls
+        # The gateway closes the channel of a member that leaves, which cancels its calls.
+        return {"host_id": host.member.host_id, "error": "it has left"}
     queries = reply.prefix_queries_tokens
     owned = sum(lease.blocks - lease.shared_blocks for lease in reply.leases) + reply.blocks_left_out
     return {
         "host_id": reply.host_id,
         "hit_rate": reply.prefix_hits_tokens / queries if queries else None,
         **{field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if field.name != "leases"},
-        # Every block is free, cached, or of a lease; whoever doubts `balanced` can add up what is shown.
+        # Every block is free, cached or owned by a lease. These sums check `balanced` without trusting the host.
         "blocks_of_leases": owned,
         "adds_up": reply.total == reply.free + reply.cached + owned and owned == reply.held + reply.in_flight,
         "leases": [_lease(lease) for lease in reply.leases],
@@ -134,5 +136,5 @@ async def _ledger(host: RemoteWorker, most_leases: int) -> dict[str, Any]:
 
 def _lease(lease: kvtransfer_pb2.LeaseInfo) -> dict[str, Any]:
     fields = MessageToDict(lease, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    # The JSON form of protobuf writes 64-bit numbers as text.
+    # Protobuf's JSON format writes 64-bit numbers as strings.
     return {**fields, "age_ms": lease.age_ms, "expires_in_ms": lease.expires_in_ms}

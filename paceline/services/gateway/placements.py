@@ -1,4 +1,4 @@
-"""Where each request runs, in Redis, for people and tools to look up. Never delays or fails a request."""
+"""A log in Redis of the workers that run each request, for people and tools. It never delays or fails a request."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from paceline.services.common.tasks import end_tasks
 
 TTL_SECONDS = 600
 _BUFFER = 1000
+"""Entries that may wait to be written; further ones are dropped."""
 
 log = logging.getLogger(__name__)
 
 
 class PlacementLog:
-    """Writes `paceline:{cluster}:request:{id}`; drops what Redis does not take in time."""
+    """A writer of the keys `paceline:{cluster}:request:{id}`. Entries that Redis does not take in time are dropped."""
 
     def __init__(self, redis: Redis, cluster: str) -> None:
         self._redis = redis
         self._prefix = f"paceline:{cluster}:request:"
-        # Any, because the client's own types for a mapping fit no mapping.
+        # Any, because mypy accepts no dict for the mapping type that redis-py declares.
         self._entries: asyncio.Queue[tuple[str, dict[Any, Any]]] = asyncio.Queue(_BUFFER)
         self._task: asyncio.Task[None] | None = None
 

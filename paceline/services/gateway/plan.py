@@ -1,4 +1,4 @@
-"""From what a client sent to what workers need: prompts as token ids, and every sampling parameter resolved. Pure."""
+"""The plan of a request: prompts as token ids, and every sampling parameter resolved. Pure functions."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """One prompt and how to go on from it."""
+    """One prompt and the parameters of its continuation."""
 
     text: str | None
-    """None where the client sent token ids."""
+    """None if the client sent token ids, or if the prompt was truncated."""
     token_ids: list[int]
     sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A whole request: `n` choices for each prompt."""
+    """A whole request, with `n` choices for each prompt."""
 
     prompts: list[PromptPlan]
     n: int
@@ -42,7 +42,7 @@ class Plan:
     skip_special_tokens: bool
     cache_salt: str
     priority: int = 0
-    """A lower one is more urgent."""
+    """Lower is more urgent."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
 
@@ -53,13 +53,14 @@ def kind_of(request: GenerationRequest) -> Kind:
 
 
 def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
-    """The plan of POST /v1/completions.
+    """Return the plan of POST /v1/completions.
 
     Args:
-        max_model_len: longest context of any worker, in tokens; 0 where there is no worker.
+        max_model_len: longest context of any worker, in tokens; 0 if there is no worker.
 
     Raises:
-        InvalidRequestError: what the schema alone could not know is wrong.
+        InvalidRequestError: a value is wrong in a way that the schema alone cannot check.
+        ContextLengthError: the prompt, or the prompt and the answer together, is too long.
         NoWorkerError: there is no worker.
     """
     kind = kind_of(request)
@@ -96,7 +97,7 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
 
 
 def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
-    """The plan of POST /v1/chat/completions; arguments and errors as of `plan_completion`."""
+    """Return the plan of POST /v1/chat/completions. Arguments and errors are as for `plan_completion`."""
     text = render_chat(request, tokenizer)
     _check_length(text, request, tokenizer, max_model_len, "messages")
     ids = tokenizer.encode(text, request.add_special_tokens, "messages")
@@ -118,7 +119,7 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) ->
 
 
 def render_chat(request: ChatFields, tokenizer: Tokenizer) -> str:
-    """A conversation as the model sees it. Raises InvalidRequestError."""
+    """Return a conversation as the text that the model sees. Raises InvalidRequestError if the template rejects it."""
     return tokenizer.render_chat(
         [message.for_template() for message in request.messages],
         add_generation_prompt=_either(request.add_generation_prompt, not request.continue_final_message),
@@ -128,7 +129,7 @@ def render_chat(request: ChatFields, tokenizer: Tokenizer) -> str:
 
 
 def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
-    """Refuses at once what is too long however it is cut: to count the tokens of a large text takes seconds."""
+    """Raise ContextLengthError if a text is certainly too long, because to tokenize a large text takes seconds."""
     if request.truncate_prompt_tokens is None and len(text) > max_model_len * tokenizer.longest_token > 0:
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens; {param} has {len(text)} characters, which "
@@ -174,7 +175,7 @@ def _plan_prompt(
     left = max_model_len - len(token_ids)
     if left < 1 or (max_tokens or 1) > left:
         limit = "max_tokens" if getattr(request, "max_completion_tokens", None) is None else "max_completion_tokens"
-        # The first words are those that clients search for.
+        # Clients search for the first words of this message, which are OpenAI's.
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens; {param} has {len(token_ids)} and the "
             f"answer may have {max_tokens or 1}: shorten {param} or lower {limit}",
@@ -203,11 +204,11 @@ def _sampling(
     _check_choice(request, stop_token_ids, tokenizer.vocab_size)
     return SamplingParams(
         temperature=_either(request.temperature, defaults.temperature),
-        # -1 is an older way to say all.
+        # -1 is an older way to ask for all tokens.
         top_k=max(0, _either(request.top_k, defaults.top_k)),
         top_p=_either(request.top_p, defaults.top_p),
         min_p=_either(request.min_p, defaults.min_p),
-        # Drawn here, so that an attempt that starts again draws the same tokens. -1 is another way to leave it out.
+        # Drawn here, so that a later attempt samples the same tokens. -1 means that the client gave no seed.
         seed=random.getrandbits(64) if request.seed in (None, -1) else request.seed % 2**64,
         repetition_penalty=_either(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=request.presence_penalty or 0.0,
@@ -228,7 +229,7 @@ def _either(value: T | None, default: T) -> T:
 
 
 def check_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
-    """Raises InvalidRequestError that names `param` and the ids that are not in the vocabulary."""
+    """Raise InvalidRequestError, naming `param` and the ids, if ids are not in the vocabulary."""
     if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
         raise InvalidRequestError(
             f"{param}: token ids {_some(outside)} are out of vocabulary, which has {vocab_size} tokens", param
@@ -236,7 +237,7 @@ def check_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
 
 
 def _check_choice(request: GenerationRequest, stop_token_ids: frozenset[int], vocab_size: int) -> None:
-    """Refuses what leaves no token to choose from while the answer is shorter than min_tokens."""
+    """Raise InvalidRequestError if no token may be sampled while the answer is shorter than min_tokens."""
     if request.min_tokens == 0:
         return
     if request.allowed_token_ids is not None and stop_token_ids.issuperset(request.allowed_token_ids):
@@ -261,6 +262,6 @@ def _logit_bias(request: GenerationRequest, vocab_size: int) -> dict[int, float]
 
 
 def _some(values: list[T]) -> str:
-    """The first values, for a message of bounded length."""
+    """Return the first values as text, for a message of bounded length."""
     shown = ", ".join(repr(value)[:40] for value in values[:5])
     return shown + (f" and {len(values) - 5} more" if len(values) > 5 else "")

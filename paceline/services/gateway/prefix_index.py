@@ -1,6 +1,7 @@
-"""Which host holds the longest prefix of a context: a picture of the hosts' caches, made of their block events.
+"""An index of the blocks that each host has cached, kept up to date by the hosts' block events. Pure.
 
-Pure. It is a hint: what it says too much costs a miss, what it says too little a prefix that is computed again.
+The router uses it to find the host with the longest prefix of a context. The index is a hint: a block that it lists by
+mistake costs a cache miss, and a block that it lacks costs computing a prefix again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from paceline.core.prefix import match_prefix
 from paceline.services.common.block_stream import BlockBatch
 
 _MOST_BLOCKS = 1 << 18
-"""Of one host; what comes beyond is not noted."""
+"""Most blocks that are noted of one host; further ones are ignored."""
 
 
 class HostBlocks:
-    """The blocks of one host that can be reused, up to event `next_event` of its pool.
+    """The blocks of one host that can be reused, as of the event before `next_event` of its pool.
 
     Args:
-        names: of each group.
+        pool: id of the host's pool; it changes when the pool is created anew.
+        next_event: number of the first event that has not been applied.
+        names: for each group, the names of its cached blocks.
     """
 
     def __init__(self, pool: str, next_event: int, layout: KVLayout, names: Sequence[Sequence[bytes]]) -> None:
@@ -33,7 +36,7 @@ class HostBlocks:
         return sum(map(len, self._names))
 
     def apply(self, batch: BlockBatch) -> bool:
-        """Follows the host. False where something in between is missing, or it has another pool now."""
+        """Apply a batch of events. Return False if earlier events are missing or the host has another pool now."""
         known = self.next_event - batch.first
         if batch.pool != self.pool or known < 0:
             return False
@@ -51,7 +54,7 @@ class HostBlocks:
         return self._layout.fingerprint
 
     def cached_tokens(self, context: Context, most: int) -> int:
-        """Tokens at the front of a context that can be reused, by the rule of the host's own service."""
+        """Return how many of a context's first `most` tokens are cached, by the rule that kvtransfer uses."""
         links = context.links(self._layout.fingerprint)
         return match_prefix(self._layout, self._find, links, most)[0]
 
@@ -60,7 +63,7 @@ class HostBlocks:
 
 
 class PrefixIndex:
-    """The caches of all hosts, by name."""
+    """The cached blocks of all hosts, by host id."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, HostBlocks] = {}
@@ -72,22 +75,22 @@ class PrefixIndex:
         return sorted(self._hosts)
 
     def replace(self, host_id: str, blocks: HostBlocks) -> None:
-        """What a host has said itself."""
+        """Replace all blocks of a host by the list that the host has sent."""
         self._hosts[host_id] = blocks
 
     def forget(self, host_id: str) -> None:
         self._hosts.pop(host_id, None)
 
     def apply(self, batch: BlockBatch) -> bool:
-        """What a host has told all. False where it has to be asked for the rest."""
+        """Apply events that a host has published. Return False if the host must be asked for its whole list."""
         host = self._hosts.get(batch.host_id)
         return host is not None and host.apply(batch)
 
     def layouts(self) -> Mapping[str, str]:
-        """By host, the fingerprint of its blocks."""
+        """Return the layout fingerprint of each host's blocks."""
         return {name: host.fingerprint for name, host in self._hosts.items()}
 
     def cached_tokens(self, context: Context, most: int) -> Mapping[str, int]:
-        """By host, how many tokens at the front of a context it has, `most` at most; without hosts that have none."""
+        """Return for each host how many of a context's first `most` tokens it has cached. Omit hosts with none."""
         found = {name: host.cached_tokens(context, most) for name, host in self._hosts.items()}
         return {name: tokens for name, tokens in found.items() if tokens}
