@@ -1,4 +1,4 @@
-"""The slots of a memory for KV blocks: which are free, referenced or cached, and what the cached ones contain."""
+"""The slots of a memory for KV blocks: which are free, referenced or cached, and which content a cached slot has."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ KV_USAGE = Family("kv_cache_usage_perc", "Share of KV blocks that requests use, 
 
 
 class Counts(NamedTuple):
-    """Slots by what is done with them; each slot counts once. free + held + in_flight + cached == total."""
+    """Numbers of slots by state. Each slot has one state: free + held + in_flight + cached == total."""
 
     total: int
     free: int
     held: int
-    """Referenced, by no hold in flight."""
+    """Slots that are referenced, but by no lease in flight."""
     in_flight: int
-    """Referenced by a hold that changes hands, or that a worker may still touch after its end."""
+    """Slots referenced by a lease that is changing hands, or by one that has ended but that a worker may still touch."""
     cached: int
-    """Sealed and unreferenced: reused when asked for, evicted when room is needed."""
+    """Slots of sealed, unreferenced blocks. A request may reuse such a block; it is evicted when room is needed."""
 
     def samples(self) -> Iterator[Sample]:
         """Yield the counts as figures, and the share of slots that requests use."""
@@ -44,48 +44,51 @@ class BlockEvent(NamedTuple):
 
 
 class BlockPool:
-    """Owns every slot of one memory: the arena of a host, or a device's.
+    """Owns every slot of one memory: a host's arena, or the pool of a device.
 
-    A slot is free, or referenced by holds, or cached. Sealing gives a block a name (group, hash). The first block of a
-    name is in the index, where others find it; a second one with the same content stays private to its hold.
+    A slot is free, referenced by leases, or cached. Sealing gives a block a name (group, hash). The first block with a
+    name is in the index, where other requests find it. A second block with the same name stays private to its lease.
 
     Args:
-        policy: chooses what is evicted; the least recently used where none is given.
+        slots: number of slots.
+        groups: number of KV groups.
+        policy: the policy that chooses the blocks to evict; by default the least recently used block is evicted.
     """
 
     def __init__(self, slots: int, groups: int, policy: CachePolicy | None = None) -> None:
         self.evicted = 0
         """Blocks evicted so far."""
         self.event_count = 0
-        """Events so far: the number of the next one."""
-        # Descending, so that blocks taken one after the other are neighbours in memory.
+        """Events so far, which is also the number of the next event."""
+        # Descending, so that blocks that are taken one after another are neighbours in memory.
         self._free = list(range(slots - 1, -1, -1))
         self._references = [0] * slots
         self._flights = [0] * slots
         self._names: list[Name | None] = [None] * slots
         self._index: list[dict[bytes, int]] = [{} for _ in range(groups)]
-        self._policy = LRU(slots) if policy is None else policy  # knows what is in the index
-        self._places: dict[int, Place] = {}  # of sealed blocks that are not
+        self._policy = LRU(slots) if policy is None else policy  # knows the blocks in the index
+        self._places: dict[int, Place] = {}  # places of sealed blocks that are not in the index
         self._referenced = 0
         self._in_flight = 0
         self._events: deque[BlockEvent] = deque(maxlen=_EVENTS_KEPT)
 
     def restore(self, slots: Mapping[int, tuple[int, Name | None]], places: Mapping[int, Place]) -> None:
-        """Takes over, into a new pool, blocks that are referenced already.
+        """Add blocks that are already referenced to a new pool.
 
         Args:
-            slots: by slot, how many references it has, and (group, hash) where it is sealed.
-            places: of those that are sealed, by slot.
+            slots: for each slot, the number of its references, and (group, hash) if it is sealed.
+            places: places of the sealed blocks, by slot.
         """
         self._free = [slot for slot in self._free if slot not in slots]
         self._referenced = len(slots)
-        # Shared ones first: others can find them, so they are the first of their names.
+        # Shared blocks first: they were in the index before, so they have to enter it first now.
         for slot, (count, name) in sorted(slots.items(), key=lambda entry: -entry[1][0]):
             self._references[slot] = count
             if name is not None:
                 self.seal(slot, *name, places[slot])
 
     def counts(self) -> Counts:
+        """Return the number of slots in each state."""
         return Counts(
             total=len(self._references),
             free=len(self._free),
@@ -95,28 +98,28 @@ class BlockPool:
         )
 
     def cached(self) -> list[Name]:
-        """What could be evicted, that which was used last at the end."""
+        """Return the names of the blocks that could be evicted, least recently used first."""
         cached = [block for block in self._policy.blocks() if block.evictable]
         return [block.name for block in sorted(cached, key=lambda block: block.used)]
 
     def find(self, group: int, digest: bytes) -> int | None:
-        """The reusable slot with this content."""
+        """Return the slot of the reusable block with this name, or None."""
         return self._index[group].get(digest)
 
     def name(self, slot: int) -> Name | None:
-        """(group, hash) of a sealed block."""
+        """Return (group, hash) of the block in a slot, or None if it is not sealed."""
         return self._names[slot]
 
     def available(self, reusing: Iterable[int] = ()) -> int:
-        """Slots that `take` could give while those in `reusing` stay."""
+        """Return how many slots `take` could give without evicting a block in `reusing`."""
         return len(self._free) + self._policy.evictable - sum(self._references[slot] == 0 for slot in set(reusing))
 
     def reuse(self, slots: Sequence[int], priority: int | None = None) -> None:
-        """Adds a reference to indexed blocks.
+        """Add a reference to each of some blocks that `find` has found.
 
         Args:
-            slots: in the order of their context.
-            priority: of the request; a lower one is more urgent.
+            slots: slots of the blocks, in the order of their context.
+            priority: priority of the request; lower is more urgent.
         """
         names = [self._name(slot) for slot in slots]
         for slot, name in zip(slots, names):
@@ -127,13 +130,16 @@ class BlockPool:
         self._policy.touch(names, priority)
 
     def share(self, slots: Iterable[int]) -> None:
-        """Adds a reference to blocks that have one, sealed or not."""
+        """Add a reference to each of some blocks that have at least one already, whether they are sealed or not."""
         for slot in slots:
             assert self._references[slot]
             self._references[slot] += 1
 
     def take(self, count: int) -> list[int]:
-        """Fresh blocks with one reference each. There must be enough `available`."""
+        """Return `count` slots for new blocks, with one reference each. Evicts cached blocks if too few slots are free.
+
+        At least `count` slots must be `available`.
+        """
         if count > len(self._free):
             self._evict(count - len(self._free))
         first = len(self._free) - count
@@ -146,10 +152,10 @@ class BlockPool:
         return slots
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Drops a reference each. In the end sealed ones are cached, and others free.
+        """Drop one reference to each of some blocks. After its last reference, a sealed block is cached, another is freed.
 
         Args:
-            slots: children before their parents.
+            slots: slots of the blocks, children before their parents.
         """
         for slot in slots:
             self._references[slot] -= 1
@@ -162,19 +168,21 @@ class BlockPool:
                     self._retire(slot, *name)
 
     def enter_flight(self, slots: Iterable[int]) -> None:
+        """Count one more reference in flight for each slot."""
         for slot in slots:
             if self._flights[slot] == 0:
                 self._in_flight += 1
             self._flights[slot] += 1
 
     def leave_flight(self, slots: Iterable[int]) -> None:
+        """Count one reference in flight fewer for each slot."""
         for slot in slots:
             self._flights[slot] -= 1
             if self._flights[slot] == 0:
                 self._in_flight -= 1
 
     def seal(self, slot: int, group: int, digest: bytes, place: Place = NOWHERE) -> None:
-        """Names the content of a block; where the name is new, others can find it from now on."""
+        """Give a block its name. If the index has no block with this name, `find` finds this one from now on."""
         self._names[slot] = (group, digest)
         if digest in self._index[group]:
             self._places[slot] = place
@@ -184,13 +192,13 @@ class BlockPool:
             self._note(BlockEvent("stored", group, digest))
 
     def take_events(self) -> list[BlockEvent]:
-        """What happened since the last call, oldest first; the oldest are lost when nobody asks for long."""
+        """Return the events since the last call, oldest first. If there were more than 65,536, the oldest are lost."""
         events = list(self._events)
         self._events.clear()
         return events
 
     def reusable(self) -> list[list[bytes]]:
-        """For each group the names of all blocks that `find` finds: what all events together have made of it."""
+        """Return the names of all blocks that `find` finds, for each group. Applying all events gives the same sets."""
         return [list(index) for index in self._index]
 
     def _note(self, event: BlockEvent) -> None:
@@ -200,12 +208,12 @@ class BlockPool:
     def _retire(self, slot: int, group: int, digest: bytes) -> None:
         first = self._index[group].get(digest)
         place = self._places.pop(slot, NOWHERE)
-        if first is None:  # the first block of this name was evicted meanwhile: this one takes its place
+        if first is None:  # the indexed block with this name was evicted, so this one takes its place
             self.seal(slot, group, digest, place)
         elif first != slot:
             self._names[slot] = None
             self._free.append(slot)
-            # Found, in a way; and its children may have been cached just now.
+            # A request has just used this content, and children of the indexed block may just have been cached.
             self._policy.touch([(group, digest)], place.priority)
             return
         self._policy.release((group, digest))
@@ -227,11 +235,11 @@ class BlockPool:
         return name
 
     def check(self, references: Sequence[int], flights: Sequence[int]) -> list[str]:
-        """Proves the pool; returns a sentence for everything that is wrong.
+        """Check the pool's counts and return one sentence for each fault.
 
         Args:
-            references: [slots] how many holds refer to each slot.
-            flights: [slots] how many of them are in flight.
+            references: [slots] number of leases that refer to each slot.
+            flights: [slots] number of these leases that are in flight.
         """
         wrong = []
         for what, ours, theirs in (
@@ -240,17 +248,17 @@ class BlockPool:
         ):
             if ours != theirs:
                 slot = next(slot for slot, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1])
-                wrong.append(f"slot {slot} counts {ours[slot]} {what}, its holds have {theirs[slot]}")
+                wrong.append(f"slot {slot} counts {ours[slot]} {what}, its leases have {theirs[slot]}")
         counts = self.counts()
         if sum(counts[1:]) != counts.total:
             wrong.append(f"{counts} does not add up")
         if self._referenced != sum(map(bool, references)) or self._in_flight != sum(map(bool, flights)):
-            wrong.append(f"{counts} miscounts what its holds refer to")
+            wrong.append(f"{counts} miscounts the slots that its leases refer to")
         cached = [self._index[group].get(digest) for group, digest in self.cached()]
         if len({*self._free, *cached}) != counts.free + counts.cached:
             wrong.append("a slot is free twice, or free and cached")
         if any(self._references[slot] for slot in (*self._free, *cached) if slot is not None):
-            wrong.append("a slot is free or cached while a hold refers to it")
+            wrong.append("a slot is free or cached while a lease refers to it")
         if any(map(self._names.__getitem__, self._free)):
             wrong.append("a free slot has a name")
         return wrong + self._check_names() + self._policy.check()
@@ -260,10 +268,10 @@ class BlockPool:
         indexed = {slot for index in self._index for slot in index.values()}
         for group, index in enumerate(self._index):
             if any(self._names[slot] != (group, digest) for digest, slot in index.items()):
-                wrong.append(f"the index of group {group} names a block otherwise than the block itself")
+                wrong.append(f"the index of group {group} has a block under another name than the block's own")
         known = {block.name for block in self._policy.blocks()}
         if known != {(group, digest) for group, index in enumerate(self._index) for digest in index}:
-            wrong.append("the policy knows other blocks than the index")
+            wrong.append("the policy and the index have different blocks")
         if any(count > 1 and slot not in indexed for slot, count in enumerate(self._references)):
-            wrong.append("holds share a block that is not sealed")
+            wrong.append("leases share a block that is not sealed")
         return wrong

@@ -1,4 +1,4 @@
-"""Adaptive replacement (Megiddo and Modha, 2003)."""
+"""The adaptive replacement cache, ARC (Megiddo and Modha, FAST 2003)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from paceline.core.cache_policy.queue import RankedQueue
 
 
 class ARC(CachePolicy):
-    """Balances blocks that were used once against those used more often, by what it regrets to have evicted."""
+    """Divides the memory between blocks that were used once and blocks that were used more often.
+
+    The policy remembers evicted names. If an evicted block comes back, the share of its kind grows.
+    """
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        self._target = 0.0  # how many of the blocks should be such that were used once
+        self._target = 0.0  # wanted number of blocks that were used once
         self._once: set[Name] = set()
         self._once_offered = RankedQueue()
         self._often_offered = RankedQueue()
-        self._once_gone: OrderedDict[Name, None] = OrderedDict()  # names of what was evicted, the oldest first
+        self._once_gone: OrderedDict[Name, None] = OrderedDict()  # names of evicted blocks, oldest first
         self._often_gone: OrderedDict[Name, None] = OrderedDict()
 
     def inserted(self, block: Block) -> None:

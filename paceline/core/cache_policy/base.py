@@ -1,4 +1,4 @@
-"""What every cache policy has in common: the blocks, who needs whom, and that `evict` keeps its word."""
+"""The base of all cache policies: the known blocks, which block needs which, and what `evict` guarantees."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Name = tuple[int, bytes]
 
 
 class Place(NamedTuple):
-    """Where a block stands in the context that it is of."""
+    """The position of a block in its context."""
 
     parent: Name | None = None
-    """The block without which it is of no use: it is never evicted after that one."""
+    """The block without which this one cannot be reused. It is never evicted before this one."""
     end_tokens: int = 0
-    """Tokens of the context up to its end: what computing it again costs grows with them."""
+    """Tokens of the context up to the end of the block. Recomputing the block costs more the more there are."""
     priority: int = 0
-    """Of the request; a lower one is more urgent, as in the API."""
+    """Priority of the request; lower is more urgent, as in the API."""
 
 
 NOWHERE = Place()
@@ -28,98 +28,101 @@ NOWHERE = Place()
 
 @dataclass(slots=True)
 class Block:
-    """One block that can be found, for policies to read."""
+    """A reusable block. A policy reads these fields and does not write them."""
 
     name: Name
     parent: Name | None
     end_tokens: int
     priority: int
-    """The most urgent one of the requests that used it."""
+    """The most urgent priority of the requests that used the block."""
     used: int
-    """When it was last inserted, touched or released, on a clock that counts such events."""
+    """When the block was last inserted, touched or released, on a clock that counts these events."""
     touches: int = 0
-    """Requests that found it here."""
+    """Number of requests that found the block here."""
     evictable: bool = False
     offered: bool = False
 
 
 class CachePolicy(ABC):
-    """Keeps the blocks of one memory that can be found, and says which are to go when room is needed.
+    """Knows the reusable blocks of one memory, and chooses the blocks to evict when room is needed.
 
     A block is *not yet readable* until it is inserted, *in use* from then on, and *evictable* from `release` until
-    `hold`. What is final here is so for every policy: `evict` gives all that was asked for or nothing, never a block
-    that is protected or in use, and never one before those evictable ones that need it.
+    `hold`. The final methods give every policy the same guarantees. `evict` removes as many blocks as it was asked for,
+    or none. It never removes a block that is protected or in use, and removes a block only after the evictable blocks
+    that need it.
 
-    A policy only ranks. It is offered the blocks that may go, which are evictable and needed by no other evictable
-    block, and chooses among them. It has no clock and no chance: equal calls have equal results.
+    A subclass only ranks blocks. It is offered the blocks that may be evicted, which are evictable and needed by no
+    other evictable block, and chooses among them. It reads no clock and no random numbers: equal calls have equal
+    results.
 
     Args:
-        slots: blocks of the memory.
+        slots: number of blocks that the memory can hold.
     """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self._blocks: dict[Name, Block] = {}
         self._dependents: defaultdict[Name, int] = defaultdict(int)  # evictable children, by parent
-        self._lost: dict[Name, None] = {}  # those on offer whose parent is not here: they go first
+        self._lost: dict[Name, None] = {}  # offered blocks whose parent is not here: they are evicted first
         self._evictable = 0
         self._clock = 0
 
-    # ---- what a policy decides
+    # ---- what a subclass decides
 
     @abstractmethod
     def choose(self) -> Name:
-        """Of the blocks on offer, of which there is at least one, that which is to go next. `withdraw` follows."""
+        """Return the offered block to evict next. At least one is on offer. A call of `withdraw` follows."""
 
     @abstractmethod
     def offer(self, block: Block) -> None:
-        """The block may go from now on."""
+        """Add a block to those on offer: it may be evicted from now on."""
 
     @abstractmethod
     def withdraw(self, block: Block) -> None:
-        """The block is not on offer any more: it is in use, needed by another one, protected, or has gone."""
+        """Take a block off offer, because it is in use, needed by another block, protected, or about to be removed."""
 
-    def inserted(self, block: Block) -> None:  # noqa: B027 (most policies learn nothing from it)
-        """The block is new; it is in use."""
+    def inserted(self, block: Block) -> None:  # noqa: B027 (most policies need not know)
+        """Note that a block is new. It is in use."""
 
     def touched(self, block: Block) -> None:  # noqa: B027
-        """A request has found the block. It is not on offer meanwhile."""
+        """Note that a request has found a block. The block is not on offer during this call."""
 
     def released(self, block: Block) -> None:  # noqa: B027
-        """Nobody uses the block any more. It has not been offered yet."""
+        """Note that no request uses a block any more. It has not been offered yet."""
 
     def gone(self, block: Block, evicted: bool) -> None:  # noqa: B027
-        """The block is not here any more.
+        """Note that a block is not here any more.
 
         Args:
-            evicted: whether that is because room was needed.
+            evicted: whether it was removed because room was needed.
         """
 
-    # ---- what is done with blocks
+    # ---- operations on blocks
 
     @final
     def get(self, name: Name) -> Block | None:
+        """Return the block with this name, or None."""
         return self._blocks.get(name)
 
     @final
     def is_needed(self, block: Block) -> bool:
-        """Whether there is an evictable block that needs this one."""
+        """Return whether an evictable block needs this one."""
         return block.name in self._dependents
 
     @final
     @property
     def evictable(self) -> int:
-        """Blocks that `evict` could give."""
+        """Number of blocks that `evict` could remove."""
         return self._evictable
 
     @final
     def blocks(self) -> Collection[Block]:
-        """All that can be found."""
+        """Return all reusable blocks."""
         return self._blocks.values()
 
     @final
     def insert(self, name: Name, place: Place = NOWHERE) -> None:
-        """A block can be read from now on; it is in use."""
+        """Add a block, which can be read from now on and is in use. Raises ValueError if the name is known already."""
         if name in self._blocks:
             raise ValueError(f"{name} is here already")
         self._clock += 1
@@ -128,10 +131,11 @@ class CachePolicy(ABC):
 
     @final
     def touch(self, names: Iterable[Name], priority: int | None = None) -> None:
-        """A request has found these blocks, in the order of its context.
+        """Note that a request has found some blocks.
 
         Args:
-            priority: of the request; None where it is not known.
+            names: names of the blocks, in the order of the request's context.
+            priority: priority of the request; None if unknown.
         """
         for name in names:
             block = self._blocks[name]
@@ -147,14 +151,14 @@ class CachePolicy(ABC):
 
     @final
     def hold(self, name: Name) -> None:
-        """A block is in use from now on."""
+        """Mark a block as in use."""
         block = self._blocks[name]
         if block.evictable:
             self._pin(block)
 
     @final
     def release(self, name: Name) -> None:
-        """A block is evictable from now on. Children should be released before their parents."""
+        """Mark a block as evictable. Children should be released before their parents."""
         block = self._blocks[name]
         if not block.evictable:
             self._clock += 1
@@ -164,7 +168,7 @@ class CachePolicy(ABC):
 
     @final
     def remove(self, name: Name) -> None:
-        """A block cannot be read any more."""
+        """Remove a block that cannot be read any more."""
         block = self._blocks[name]
         if block.evictable:
             self._pin(block)
@@ -173,13 +177,14 @@ class CachePolicy(ABC):
 
     @final
     def evict(self, count: int, protected: Iterable[Name] = ()) -> list[Name] | None:
-        """Makes room: removes `count` blocks, children before their parents, or none.
+        """Remove `count` blocks to make room, children before their parents. Removes none if fewer are evictable.
 
         Args:
-            protected: blocks that stay, and with them all that they need.
+            count: number of blocks to remove.
+            protected: names of blocks to keep, together with all blocks that they need.
 
         Returns:
-            Those that have gone, in this order; None where fewer could have.
+            Names of the removed blocks in the order of removal; None if fewer than `count` could be removed.
         """
         kept = self._protect(protected)
         try:
@@ -191,7 +196,7 @@ class CachePolicy(ABC):
     # ---- the order of blocks
 
     def _protect(self, names: Iterable[Name]) -> list[Block]:
-        """Those that were evictable, parents before children."""
+        """Pin the named blocks and all blocks that they need. Return those that were evictable, parents first."""
         kept: list[Block] = []
         for name in names:
             path = []
@@ -215,7 +220,10 @@ class CachePolicy(ABC):
         return name
 
     def _first_lost(self) -> Name | None:
-        """One that nobody can make use of. Where its parent came back it is on offer like others."""
+        """Return an offered block whose parent is missing, which no request can use; None if there is none.
+
+        A block whose parent has come back is offered to the subclass instead.
+        """
         while self._lost:
             name = next(iter(self._lost))
             block = self._blocks[name]
@@ -257,7 +265,7 @@ class CachePolicy(ABC):
             self._lost[block.name] = None
 
     def _withdraw(self, block: Block) -> bool:
-        """Whether it was on offer."""
+        """Take a block off offer. Return whether it was on offer."""
         if not block.offered:
             return False
         block.offered = False
@@ -267,11 +275,11 @@ class CachePolicy(ABC):
             self.withdraw(block)
         return True
 
-    # ---- the proof
+    # ---- self-check
 
     @final
     def check(self) -> list[str]:
-        """Proves what is counted here; returns a sentence for everything that is wrong."""
+        """Check the counts of this class and return one sentence for each fault."""
         wrong = []
         evictable = [block for block in self._blocks.values() if block.evictable]
         if len(evictable) != self._evictable:
@@ -281,5 +289,5 @@ class CachePolicy(ABC):
             wrong.append("the policy miscounts which blocks need which")
         on_offer = {block.name for block in evictable if block.name not in dependents}
         if on_offer != {block.name for block in self._blocks.values() if block.offered}:
-            wrong.append("blocks are on offer that must not go, or such are not that may")
+            wrong.append("a block is on offer that must not be evicted, or a block that may be is not on offer")
         return wrong

@@ -1,4 +1,4 @@
-"""By what is known of how soon blocks like these are asked for again."""
+"""A cache policy that predicts how soon each block will be requested again."""
 
 from __future__ import annotations
 
@@ -9,57 +9,63 @@ from paceline.core.cache_policy.base import Block, CachePolicy, Name
 from paceline.core.cache_policy.hazard import BINS, EDGES, HORIZON, Hazards, bin_of
 
 _REMEMBERED = 1 << 16
-"""Uses of blocks that are remembered at least, so that a small cache knows how long blocks wait that it cannot keep."""
+"""Least number of block uses to remember. A small cache must know, too, how long blocks wait that it cannot keep."""
 _RANK_EPOCHS = 8
 
 _KINDS = (0, 3, 4, 5, 5, 6, 6, 6, 6, 7)
-"""The class of a block by how often it was asked for again; more often than that is like the last."""
+"""The class of a block by the number of requests for it after the first. Larger numbers have the last class."""
 _END = 1
-"""The class of a block that was new and the last one of its context: it may not be part of what follows. One more is
-the class of such blocks in contexts that go on with an earlier one."""
+"""The class of a block that was new and the last of its context: a follow-up request may not contain it. Such a block
+in a context that continues an earlier one has class _END + 1."""
 _FEW = 2
-"""A block that was asked for again by more is the beginning of many contexts, which need not go on."""
+"""A block that more requests than this asked for again begins many contexts, which need not be continued."""
 _CLASSES = 8
 
 
 @dataclass(slots=True)
 class _Memory:
-    """What is known of a block, while it is here and for some time after."""
+    """The history of a block, kept while it is cached and for some time after."""
 
     kind: int
     epoch: int
-    """Of its last use."""
+    """Epoch of the last use."""
     again: int = 0
-    """How often it was asked for again, whether it was here or not."""
+    """Number of requests for the block after the first, whether it was cached or not."""
     goes_on: bool = False
-    """Whether it was new in a context that goes on with an earlier one."""
+    """Whether the block was new in a context that continues an earlier one."""
     here: bool = True
 
 
 class Forecast(CachePolicy):
-    """What is worth least goes first: the hits that keeping it promises, for the time that it would take up a slot.
+    """Evicts the block with the least worth first: the hits to expect from it, per time that it would occupy a slot.
 
-    Nothing is set by hand for a kind of load. How soon blocks are asked for again is counted (`Hazards`) by how often
-    they were asked for before and how long they have waited, also of blocks that have gone. So one that proved useful
-    stays while others are given up before they were; where blocks come in turn, the newest go; and where nothing is
-    known yet, those that were used least often, and longest ago.
+    Nothing is tuned by hand for a kind of load. The policy counts how soon blocks are requested again (`Hazards`), by
+    the number of earlier requests and the time since the last one. It counts evicted blocks, too. The effects:
 
-    Time is counted in uses of blocks, in epochs. Blocks of one class and epoch are worth the same; the oldest of those
-    that are worth least go first.
+    - Blocks that were requested again stay longer than blocks that were not.
+    - If blocks are requested in a cycle, the newest are evicted.
+    - Before anything is known, the least often used blocks are evicted, and among them the least recently used.
+
+    Time is measured in epochs, each a fixed number of block uses. Blocks of one class and epoch have the same worth.
+    The oldest of the blocks with the least worth are evicted first.
+
+    Args:
+        slots: number of blocks that the memory can hold.
+        remembered: least number of block uses to remember.
     """
 
     def __init__(self, slots: int, remembered: int = _REMEMBERED) -> None:
         super().__init__(slots)
         self._epoch_uses = max(4 * slots, remembered) // HORIZON
-        self._uses = 0  # in this epoch
+        self._uses = 0  # uses in this epoch
         self._hazards = Hazards(_CLASSES)
         self._memory: dict[Name, _Memory] = {}
         self._used: list[list[Name]] = [[] for _ in range(HORIZON)]  # names by epoch, a ring
         self._on_offer: list[dict[int, dict[Name, None]]] = [{} for _ in range(_CLASSES)]  # by class and epoch
-        self._epochs: list[list[int]] = [[] for _ in range(_CLASSES)]  # those of which something is on offer, in order
+        self._epochs: list[list[int]] = [[] for _ in range(_CLASSES)]  # epochs with blocks on offer, ascending
         self._rank()
 
-    # ---- what happens to blocks
+    # ---- events of blocks
 
     def inserted(self, block: Block) -> None:
         memory = self._memory.get(block.name)
@@ -120,14 +126,14 @@ class Forecast(CachePolicy):
             del self._memory[name]
 
     def _rank(self) -> None:
-        """Puts the cells, which are classes at ages, in the order in which their blocks are to go."""
+        """Sort the cells, each a pair of class and bin of ages, by the order in which their blocks are to be evicted."""
         worth = self._hazards.worth()
         cells = [(kind, age) for kind in range(_CLASSES) for age in range(BINS)]
         self._order = sorted(cells, key=lambda cell: (worth[cell[0]][cell[1]], -cell[1]))
         self._place = {cell: place for place, cell in enumerate(self._order)}
-        self._cell = 0  # of those before this place nothing is on offer
+        self._cell = 0  # no block of the cells before this index is on offer
 
-    # ---- what is on offer
+    # ---- blocks on offer
 
     def offer(self, block: Block) -> None:
         memory = self._memory[block.name]
@@ -154,7 +160,7 @@ class Forecast(CachePolicy):
         return next(iter(self._on_offer[kind][epoch]))
 
     def _oldest(self, kind: int, age: int) -> int | None:
-        """The first epoch within this bin of ages of which something is on offer."""
+        """Return the oldest epoch within this bin of ages that has a block on offer, or None."""
         epochs, now = self._epochs[kind], self._hazards.now
         first = 0 if age == BINS - 1 else bisect_left(epochs, now - EDGES[age + 1] + 1)
         return epochs[first] if first < len(epochs) and epochs[first] <= now - EDGES[age] else None

@@ -1,62 +1,66 @@
-"""How soon blocks are asked for again, by class and age."""
+"""Statistics of how soon blocks are requested again, by class and age."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 
 EDGES = (0, 1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 45, 64, 90, 128, 181)
-"""Ages, in epochs, at which a bin of ages begins."""
+"""Ages, in epochs, at which the bins of ages begin."""
 BINS = len(EDGES)
 HORIZON = 256
-"""Epochs for which a block is waited for. Older ones are in the last bin."""
+"""Age in epochs up to which requests for a block are counted. Older blocks are in the last bin."""
 
 _WIDTHS = [end - start for start, end in zip(EDGES, (*EDGES[1:], HORIZON))]
 _BIN = [bisect_right(EDGES, age) - 1 for age in range(HORIZON)]
 _DECAY = 0.9
 _DECAY_EPOCHS = 32
 _PRIOR = 30.0
-"""What all classes together say of an age counts as much as so many blocks of the class itself that were seen then."""
+"""Weight of the rate of all classes together at an age, in observations of the class itself."""
 
 
 def bin_of(age: int) -> int:
+    """Return the bin of an age in epochs."""
     return _BIN[age] if age < HORIZON else BINS - 1
 
 
 class Hazards:
-    """Counts, for each class of blocks and each bin of ages, how many waited and how many of these were asked for.
+    """Counts, for each class of blocks and each bin of ages, how many blocks waited and how many were requested.
 
-    Of what was counted half is forgotten within some 200 epochs.
+    Older counts weigh less: a count is halved about every 200 epochs.
+
+    Args:
+        kinds: number of classes.
     """
 
     def __init__(self, kinds: int) -> None:
         self.now = 0
-        """Epoch."""
+        """The current epoch."""
         self._waiting = [[0] * HORIZON for _ in range(kinds)]  # blocks by the epoch of their last use, a ring
-        self._population = [[0] * BINS for _ in range(kinds)]  # the same by age
+        self._population = [[0] * BINS for _ in range(kinds)]  # the same blocks by bin of ages
         self._asked = [[0.0] * BINS for _ in range(kinds)]
         self._waited = [[0.0] * BINS for _ in range(kinds)]  # blocks x epochs
 
     def add(self, kind: int) -> None:
-        """A block is used now; it is waited for."""
+        """Count a block that is used now; it waits for its next request."""
         self._waiting[kind][self.now % HORIZON] += 1
         self._population[kind][0] += 1
 
     def discard(self, kind: int, epoch: int) -> None:
-        """A block that was used in `epoch` is not waited for any more."""
+        """Stop counting a block that was last used in `epoch`."""
         age = self.now - epoch
         if age < HORIZON:
             self._waiting[kind][epoch % HORIZON] -= 1
             self._population[kind][_BIN[age]] -= 1
 
     def ask(self, kind: int, epoch: int) -> None:
-        """A block that was used in `epoch` is asked for now."""
+        """Count a request for a block that was last used in `epoch`, and stop counting the block as waiting."""
         age = self.now - epoch
         if age < HORIZON:
             self._asked[kind][_BIN[age]] += 1
         self.discard(kind, epoch)
 
     def tick(self) -> None:
-        """The next epoch begins."""
+        """Begin the next epoch."""
         self.now += 1
         for waiting, population, waited in zip(self._waiting, self._population, self._waited):
             for index, count in enumerate(population):
@@ -72,8 +76,10 @@ class Hazards:
                 counts[:] = [count * _DECAY for count in counts]
 
     def worth(self) -> list[list[float]]:
-        """By class and bin of ages: how many times an epoch a slot that keeps such a block is hit, until it is given up
-        at the best age for that (Gittins' index)."""
+        """Return the worth of a block by class and bin of ages, in expected hits per epoch (the Gittins index).
+
+        The expectation assumes that the block is evicted at the age that makes the rate largest.
+        """
         asked, waited = ([sum(column) for column in zip(*counts)] for counts in (self._asked, self._waited))
         usual = [a / (a + w) if a else 0.0 for a, w in zip(asked, waited)]
         return [self._worth(kind, usual) for kind in range(len(self._asked))]
@@ -83,14 +89,14 @@ class Hazards:
             (asked + rate * _PRIOR) / (asked + waited + _PRIOR)
             for asked, waited, rate in zip(self._asked[kind], self._waited[kind], usual)
         ]
-        # Of one that enters a bin: whether it is asked for there, and the epochs until then or the end of the bin.
+        # For a block that enters a bin: the probability of a request there, and the expected epochs spent in the bin.
         hits = [1 - (1 - rate) ** width for rate, width in zip(rates, _WIDTHS)]
         times = [hit / rate if rate else float(width) for hit, rate, width in zip(hits, rates, _WIDTHS)]
         return [_best_ratio(hits[first:], times[first:]) for first in range(BINS)]
 
 
 def _best_ratio(hits: list[float], times: list[float]) -> float:
-    """Of hits to time, over all bins at whose end the block is given up."""
+    """Return the largest ratio of expected hits to expected time, over all bins after which the block may be evicted."""
     best = gained = spent = 0.0
     left = 1.0
     for hit, time in zip(hits, times):

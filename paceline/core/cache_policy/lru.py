@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""The least-recently-used policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from paceline.core.cache_policy.queue import RankedQueue
 
 
 class LRU(CachePolicy):
-    """What was not used for the longest time goes first."""
+    """Evicts the least recently used block first."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)

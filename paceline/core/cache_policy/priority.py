@@ -1,4 +1,4 @@
-"""By the priority of requests, and by what computing a block again costs."""
+"""A cache policy by the priority of requests and the cost of recomputing a block."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from paceline.core.cache_policy.base import Block, CachePolicy, Name
 from paceline.core.cache_policy.queue import RankedQueue
 
 LINEAR_TOKENS = 16_384
-"""Length of a context at which attention costs about as much as all else that is computed for a token."""
+"""Context length at which attention costs about as much as the rest of the computation for a token."""
 
 
 class Priority(CachePolicy):
-    """What the least urgent requests used goes first. Among equals, credit decides (GreedyDual; Young, 1994): each use
-    gives a block what computing it costs, and each eviction takes from all others what the evicted one had left. So
-    blocks deep in a long context stay longer than others, and none for ever.
+    """Evicts the blocks of the least urgent requests first. Among equal priorities, the least credit goes first.
+
+    Credit follows GreedyDual (Young, 1994). Each use sets a block's credit to the cost of computing the block. Each
+    eviction takes the credit that the evicted block had left from all others. So blocks deep in a long context stay
+    longer than others, but no block stays forever.
     """
 
     def __init__(self, slots: int) -> None:
@@ -45,5 +47,5 @@ class Priority(CachePolicy):
         return self._queue.first()
 
     def _give(self, block: Block) -> None:
-        # All are relative to what is spent, so that an eviction need not change the others.
+        # Credits include the credit spent so far, so that an eviction need not change the other blocks.
         self._credit[block.name] = self._spent + 1 + block.end_tokens / LINEAR_TOKENS

@@ -1,4 +1,4 @@
-"""Blocks in the order of a rank."""
+"""A priority queue of block names."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from paceline.core.cache_policy.base import Name
 
 
 class RankedQueue:
-    """Names of blocks, that with the lowest rank first; equal ranks in the order in which they came."""
+    """Names of blocks, lowest rank first. Names with equal ranks are in order of arrival."""
 
     def __init__(self) -> None:
         self._serial = 0
         self._heap: list[tuple[Any, int, Name]] = []
-        self._live: dict[Name, int] = {}  # serial numbers by name; other entries of the heap are void
+        self._live: dict[Name, int] = {}  # serial numbers by name; heap entries with other numbers are void
 
     def __len__(self) -> int:
         return len(self._live)
 
     def add(self, name: Name, rank: Any) -> None:
-        """Ranks of one queue must be comparable."""
+        """Add a name. All ranks in a queue must be comparable with each other."""
         self._serial += 1
         self._live[name] = self._serial
         heapq.heappush(self._heap, (rank, self._serial, name))
 
     def discard(self, name: Name) -> bool:
-        """Whether it was in here."""
+        """Remove a name. Return whether it was in the queue."""
         found = self._live.pop(name, None) is not None
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
@@ -34,6 +34,7 @@ class RankedQueue:
         return found
 
     def first(self) -> Name:
+        """Return the name with the lowest rank. The queue must not be empty."""
         while not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][2]

@@ -1,4 +1,4 @@
-"""Cache policies by name: ours, and those of others through the entry point group `paceline.cache_policies`."""
+"""Cache policies by name: the bundled ones, and installed ones from the entry point group `paceline.cache_policies`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from paceline.core.cache_policy.priority import Priority
 from paceline.core.errors import ConfigError
 
 ENTRY_POINTS = "paceline.cache_policies"
-"""Group in which a distribution names its subclasses of `CachePolicy`; each is called with the number of slots."""
+"""Entry point group for third-party subclasses of `CachePolicy`; each is constructed with the number of slots."""
 
 POLICIES: dict[str, type[CachePolicy]] = {"forecast": Forecast, "lru": LRU, "arc": ARC, "priority": Priority}
 
 
 def find_policy(name: str) -> type[CachePolicy]:
-    """The policy of this name; ours come before others'.
+    """Return the policy with this name. A bundled policy takes precedence over an installed one.
 
-    Raises:
-        ConfigError: there is none, or it cannot be loaded.
+    Raises ConfigError if there is no such policy or it cannot be loaded.
     """
     if name in POLICIES:
         return POLICIES[name]

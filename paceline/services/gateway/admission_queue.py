@@ -1,4 +1,4 @@
-"""The line of requests that found no room."""
+"""The queue of requests for which no worker has room."""
 
 from __future__ import annotations
 
@@ -14,41 +14,44 @@ from typing import TypeVar
 from paceline.core.errors import BusyError
 
 POLL_SECONDS = (0.025, 0.1)
-"""How often the first in line asks while none of this gateway's own calls ends; another gateway's may."""
+"""Seconds between two tries of the request at the head of the queue. A call of this gateway that ends wakes it at once;
+it has to poll because calls of other gateways may end, too."""
 
 ASIDE_SECONDS = 0.2
-"""Who has waited so long for an answer lets the next one ask, too. Most come within milliseconds; not where a prefix is
-brought to the worker first."""
+"""Seconds after which the next request in the queue may try although an earlier one still waits for its answer. Most
+answers come within milliseconds; they take longer if a prefix is fetched to the worker's host first."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
+    """A request's entry in the queue."""
+
     place: tuple[bool, int, int]
-    """Whether it yields to those who lost their worker, its priority, and a ticket."""
+    """Sort key: False for a request that lost its worker (it comes first), the priority, and a ticket."""
     may_ask: asyncio.Event = field(default_factory=asyncio.Event)
     aside: bool = False
-    """It asks, and others do not wait for the answer."""
+    """Whether the request is trying and later requests do not wait for its answer."""
 
 
 class AdmissionQueue:
-    """First come, first served among the equally urgent; for two kinds of requests there are rules of their own.
+    """A queue in which requests of equal priority are served in the order of their arrival, with two exceptions.
 
-    Those that lost their worker stand before all others.
+    Requests that lost their worker come before all others.
 
-    Those whose clients are being served already, the patient, may be many at once, as one request may ask for many
-    choices. So only one of them stands in the line; the next one joins at its end when that one has left. All of them
-    together take as much room from the others as one more client would. Their priority does not count, or one that is
-    not urgent would keep those behind it from their turn.
+    A patient entry is a sequence whose client is already being served: a further choice of its request. A request may
+    have many choices, so only one patient entry stands in the queue at a time. When it leaves, the next one joins at
+    the end. Together they delay the others as much as one more client would. Their priority does not count: all
+    patient entries wait for the one in the queue, so a less urgent one there would hold back the others.
 
-    While nobody waits, newcomers ask at once, several at a time, so that a slow answer delays only the one that waits
-    for it. In the line one asks after the other, but a slow answer is not waited for by those behind. One that gets no
-    room stands before those that came after it, however long the answer took.
+    While the queue is empty, new requests try at once, several at a time. So a slow answer delays only the request that
+    waits for it. In the queue, requests try one after another; after `ASIDE_SECONDS` without an answer the next one
+    tries, too. A request that gets no room keeps its place before later arrivals, however long the answer took.
 
     Args:
-        max_waiting: places for requests of neither kind.
-        queue_seconds: longest time in the line, but for the patient.
+        max_waiting: the most waiting requests, not counting those that lost their worker and patient ones.
+        queue_seconds: the longest time in the queue; patient entries have no limit.
     """
 
     def __init__(self, max_waiting: int, queue_seconds: float) -> None:
@@ -61,7 +64,7 @@ class AdmissionQueue:
         self._ordinary = 0
 
     def __len__(self) -> int:
-        """All that wait, the patient beside the line too."""
+        """Return the number of waiting requests, with the patient ones that have not joined the queue yet."""
         return self._waiting
 
     async def admit(
@@ -72,16 +75,16 @@ class AdmissionQueue:
         first: bool = False,
         patient: bool = False,
     ) -> T:
-        """Tries until there is room, in turn.
+        """Call `attempt` each time it is this request's turn, until there is room, and return its result.
 
         Args:
-            attempt: returns None where there is no room now.
-            priority: a lower one is more urgent.
-            first: for a request that had its place already and lost it with its worker.
-            patient: for a sequence whose client is being served already; waits as long as it takes.
+            attempt: a function that tries to admit the request; it returns None if there is no room now.
+            priority: the request's priority; lower is more urgent.
+            first: whether the request had been admitted and lost its worker.
+            patient: whether the sequence's client is already being served; then it waits without a time limit.
 
         Raises:
-            BusyError: the line is full, or the time is over.
+            BusyError: the queue is full, or `queue_seconds` are over.
         """
         ticket = next(self._tickets)
         if not self._waiting and (admitted := await attempt()) is not None:
@@ -95,7 +98,7 @@ class AdmissionQueue:
             async with self._turn_of_patient if patient else contextlib.nullcontext():
                 turn = _Turn((not first, 0, next(self._tickets)) if patient else (not first, priority, ticket))
                 if not ordinary:
-                    # Others have asked just now, or stand behind somebody who has.
+                    # An ordinary request has just tried, or stands after one that has. These two kinds may not have tried.
                     turn.may_ask.set()
                 return await self._stand(turn, attempt, None if patient else self._queue_seconds)
         finally:
@@ -103,16 +106,19 @@ class AdmissionQueue:
             self._ordinary -= ordinary
 
     def wake(self) -> None:
-        """Room may have come: the first in line asks again."""
+        """Let the request at the head of the queue try again, because there may be room now."""
         if (turn := self._next()) is not None:
             turn.may_ask.set()
 
     def _next(self) -> _Turn | None:
-        """Whose turn it is to ask."""
+        """Return the first entry that is not set aside, or None: it is the one that may try."""
         return next((turn for turn in self._line if not turn.aside), None)
 
     async def _stand(self, turn: _Turn, attempt: Callable[[], Awaitable[T | None]], seconds: float | None) -> T:
-        """From joining the line to leaving it."""
+        """Join the queue, try in turn until there is room, and leave the queue.
+
+        Raises BusyError after `seconds`; None waits without a limit.
+        """
         bisect.insort(self._line, turn, key=lambda other: other.place)
         try:
             async with asyncio.timeout(seconds) as limit:

@@ -1,4 +1,4 @@
-"""The form that a client asks an answer to have, and the constraint that workers enforce for it.
+"""The output format that a client asks for, and the constraint with which workers enforce it.
 
 Clients use OpenAI's `response_format`, or vLLM's `structured_outputs` and older `guided_*` fields.
 """
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class Body(BaseModel):
-    # Strict: "5" is no number and true is no token.
+    """Base class of all parts of a request's body."""
+
+    # Strict, so that "5" is not taken for a number, nor true for a token id.
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
 
@@ -30,11 +32,13 @@ Choices = Annotated[list[str], Field(min_length=1)]
 
 
 class JsonSchemaFormat(Body):
+    """The field `json_schema` of OpenAI's `response_format`."""
+
     name: str
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
-    """A schema is always enforced."""
+    """Ignored: a schema is always enforced."""
 
 
 class AnswerFormat(Body):
@@ -45,7 +49,7 @@ class AnswerFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: one of the first five."""
+    """vLLM's `structured_outputs`. Exactly one of the first five fields must be set."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -63,7 +67,7 @@ class StructuredOutputs(Body):
         if said.get("json_object") is False:
             del said["json_object"]
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        # What could change the answer must not be dropped in silence.
+        # An unknown field could change the answer, so it must not be ignored silently.
         if unknown := [name for name, value in said.items() if name not in known and value is not False]:
             place = f"structured_outputs.{unknown[0][:80]}"
             raise ApiError(400, f"{place} is not supported by this server; leave it out", param=place)
@@ -77,20 +81,21 @@ ANY_OBJECT = {"type": "object"}
 
 COMPACT = {"whitespace_flexible": False}
 SPACED = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
-"""White space anywhere, as models have learned to write it; without a bound small ones write nothing else for ever."""
+"""Allows white space between all JSON tokens, as models have learned to write it. The limit of 32 characters is there
+because small models may otherwise write white space for ever."""
 
 Wish = tuple[str, ConstraintKind, str]
-"""Where a constraint is said, and what it is."""
+"""The field that asks for a constraint, the constraint's kind, and its text."""
 
 
 def constraint_of(request: GenerationRequest, end_token_ids: frozenset[int]) -> Constraint | None:
-    """The constraint that a request asks for, checked.
+    """Return the constraint that a request asks for, after checking it; None if it asks for none.
 
     Args:
-        end_token_ids: tokens with which the model ends an answer.
+        end_token_ids: ids of the tokens with which the model ends an answer.
 
     Raises:
-        InvalidRequestError: there are several, or it cannot be enforced; names the field.
+        InvalidRequestError: there are several constraints, or it cannot be enforced. The error names the field.
     """
     wishes = list(_wishes(request))
     if not wishes:
@@ -98,9 +103,9 @@ def constraint_of(request: GenerationRequest, end_token_ids: frozenset[int]) -> 
     place, kind, text = wishes[0]
     if len(wishes) > 1:
         places = " and ".join(place for place, *_ in wishes)
-        raise InvalidRequestError(f"{places}: say only one of them", place)
+        raise InvalidRequestError(f"{places}: set only one of them", place)
     if request.allowed_token_ids is not None:
-        raise InvalidRequestError(f"allowed_token_ids and {place}: say only one of them", "allowed_token_ids")
+        raise InvalidRequestError(f"allowed_token_ids and {place}: set only one of them", "allowed_token_ids")
     if not end_token_ids:
         raise InvalidRequestError(f"{place}: this model has no token that ends an answer", place)
     try:
@@ -111,13 +116,13 @@ def constraint_of(request: GenerationRequest, end_token_ids: frozenset[int]) -> 
 
 
 def name_client_field(error: Exception, constraint: Constraint | None) -> Exception:
-    """What a worker says of a constraint, said of the client's field; any other error as it is."""
+    """Return a worker's error about a constraint as an error about the client's field, and other errors unchanged."""
     if constraint is None or not isinstance(error, InvalidRequestError) or error.param != ConstraintError.PARAM:
         return error
     return InvalidRequestError(f"{constraint.place}: {error}", constraint.place)
 
 
-# Clients send one schema again and again.
+# Cached, because clients send the same schema again and again.
 _check = functools.lru_cache(maxsize=64)(check_grammar)
 
 
@@ -131,7 +136,7 @@ def _wishes(request: GenerationRequest) -> Iterator[Wish]:
                 raise InvalidRequestError(f"{place} is missing: it holds a name and a schema", place)
             place += ".schema"
             if form.json_schema.schema_ is None:
-                raise InvalidRequestError(f"{place} is missing: say what the answer has to look like", place)
+                raise InvalidRequestError(f"{place} is missing: it describes the answer", place)
             yield place, ConstraintKind.JSON_SCHEMA, _schema_text(form.json_schema.schema_, place, SPACED)
     if (wanted := request.structured_outputs) is not None:
         spacing = COMPACT if wanted.disable_any_whitespace else SPACED
@@ -163,14 +168,17 @@ def _said(
 
 
 def _schema_text(schema: object, place: str, spacing: dict[str, Any]) -> str:
-    """A schema as text, with how the library is to space what it describes."""
+    """Return a schema as JSON text that also tells the grammar library which white space to allow.
+
+    Raises InvalidRequestError if it is not a JSON object, or sets options of the grammar library itself.
+    """
     try:
         if isinstance(schema, str):
             schema = json.loads(schema)
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
-            raise InvalidRequestError(f"{place}: a schema is a JSON object, in which something is possible", place)
+            raise InvalidRequestError(f"{place}: a schema must be a JSON object, or true to allow any value", place)
         check_options(schema)
         return json.dumps({**schema, "x-guidance": spacing}, ensure_ascii=False)
     except ConstraintError as error:

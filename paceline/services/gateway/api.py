@@ -1,4 +1,4 @@
-"""The OpenAI endpoints."""
+"""The OpenAI endpoints, and vLLM's `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 def make_api(gateway: Gateway) -> APIRouter:
-    """The routes under which requests are served."""
+    """Return a router with the OpenAI endpoints, `/tokenize` and `/detokenize`."""
     router = APIRouter()
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        # A model is listed after a worker has loaded it; then it stays, because workers come and go.
+        # The model is listed once a worker has loaded it. It stays listed, because workers come and go.
         return {"object": "list", "data": [_model_card(gateway)] if gateway.fleet.has_served.is_set() else []}
 
     @router.get("/v1/models/{model:path}")
@@ -96,7 +96,7 @@ async def _respond(
 ) -> Response:
     request_id: str = request.state.request_id
     if request.state.client_chose_id:
-        # Clients repeat ids, above all when they retry; workers need one that nobody else uses.
+        # Clients reuse ids, above all when they retry, but workers need a unique id.
         request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
     generation = Generation(
         plan,
@@ -118,7 +118,10 @@ async def _respond(
 
 
 def _response_id(body: GenerationRequest, request: Request) -> str:
-    """The request's id: that of the header, else that of the body, else ours."""
+    """Return the request's id: from its header, else from its body, else the one that the gateway made.
+
+    Raises ApiError if the body's id is not valid.
+    """
     if body.request_id is not None and not request.state.client_chose_id:
         if not is_valid_id(body.request_id):
             message = "request_id must be 1 to 128 visible ASCII characters"

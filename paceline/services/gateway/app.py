@@ -18,7 +18,7 @@ from paceline.services.gateway.scaling import make_scaling
 
 
 def create_app(gateway: Gateway) -> FastAPI:
-    """An application that starts `gateway` and closes it again."""
+    """Return an application that starts `gateway` when it starts, and closes it when it ends."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -36,14 +36,14 @@ def create_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        # Spans and metrics are our own; a second set of them would cost as much as all the rest of a request's way in.
+        # We make our own spans and metrics. A second set would cost as much as all else that comes before placement.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     install_error_handlers(app)
     app.include_router(make_api(gateway))
     app.include_router(make_operations(gateway))
     app.include_router(make_scaling(gateway))
-    # The last one added is the first to see a request.
+    # The middleware that is added last sees a request first.
     if keys := _keys(config.api_key) or env.api_keys():
         app.add_middleware(ApiKeyMiddleware, keys=keys)
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)

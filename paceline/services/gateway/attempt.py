@@ -1,11 +1,11 @@
-"""One attempt at generating: a call to a decode worker and one to a prefill worker, and their events in order.
+"""One attempt to generate: a call to a decode worker, a call to a prefill worker, and their events in order.
 
     decode:   Admit ─▶ Admitted ───────────────(Handoff | PrefillHere)─▶ Tokens… ─▶ Finished
     prefill:                    Run ─▶ Opened ─▶ PromptLogprobs… ─▶ FirstToken ─▶ Filled
 
-If the two workers are on different hosts, Fetch tells the decode worker after Opened to bring the blocks over
-meanwhile. A worker sends Alive from time to time while a request waits there: only a longer silence is a failure. When
-one call fails, the other one is cancelled at once.
+If the two workers are on different hosts, the gateway sends Fetch to the decode worker after Opened, so that blocks are
+moved while the prompt is computed. A worker sends Alive regularly while a request waits there, so only a longer silence
+is a failure. When one call fails, the other one is cancelled at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.services.gateway.worker_call import (
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Logprobs of prompt tokens [first, first + len(tokens))."""
+    """Logprobs of the prompt tokens at positions [first, first + len(tokens))."""
 
     first: int
     tokens: list[Token]
@@ -44,18 +44,20 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Tokens that arrived together; at least one."""
+    """One or more tokens that arrived together."""
 
     tokens: list[Token]
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The prefill worker is done and the decode worker knows."""
+    """The prefill worker has filled the blocks, and the decode worker has been told."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """The sequence has ended. This is the last event."""
+
     reason: FinishReason
 
 
@@ -63,7 +65,7 @@ Event = PromptScores | Generated | HandedOver | Ended
 
 
 class NotCachedError(PacelineError):
-    """A decode worker was to compute the little that is not cached, and it is more: this is not the place."""
+    """A decode worker has too few tokens of the prompt cached to compute the rest itself."""
 
     def __init__(self, worker: RemoteWorker, cached_tokens: int) -> None:
         super().__init__(f"{worker} has only {cached_tokens} tokens cached")
@@ -72,13 +74,13 @@ class NotCachedError(PacelineError):
 
 
 class Attempt:
-    """One attempt, from `admit` to `close`, which must always be called.
+    """One attempt. `admit` begins it, `run` follows; `close` must always be called.
 
     Args:
         placement: the workers, and the host from which the computing worker first brings over a prefix.
-        seconds: longest life of the calls.
-        stall_seconds: longest silence before a worker counts as failed.
-        record: gets the workers' reports.
+        seconds: the longest time that the calls may take.
+        stall_seconds: the longest silence before a worker counts as failed, in seconds.
+        record: a trace that takes the workers' reports.
     """
 
     def __init__(
@@ -106,11 +108,11 @@ class Attempt:
         self._least_cached_tokens = placement.least_cached_tokens
         self._resources = contextlib.ExitStack()
         self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
-        """Open until the prefill worker is done with the request, which leaves its place to another one then."""
+        """Open until the prefill worker is done with the request; then the worker has room for another one."""
         self._decode_call = DecodeCall(decode, self._link, stall_seconds)
         self._resources.callback(self._decode_call.close)
         self._prefill_call: WorkerCall | None = None
-        """Set until the handoff."""
+        """The call to the prefill worker; None before `admit` starts it and after the handoff."""
         self._first: worker_pb2.FirstToken | None = None
         left = len(work.token_ids) - placement.cached_tokens
         self._prompt_computed = self._resources.enter_context(fleet.call(decode, left if prefill is None else 0))
@@ -118,13 +120,13 @@ class Attempt:
             self._prefill_work.enter_context(fleet.call(prefill, left))
 
     async def admit(self) -> None:
-        """Reserves room on the decode worker and starts the prefill.
+        """Reserve room on the decode worker, and start the prefill.
 
         Raises:
-            WorkerBusyError: there is no room.
-            WorkerFailedError: the worker failed.
-            InvalidRequestError: the worker can never serve this.
-            NotCachedError: there is room, but this is not the place.
+            WorkerBusyError: a worker has no room.
+            WorkerFailedError: a worker failed.
+            InvalidRequestError: a worker can never serve this request.
+            NotCachedError: the decode worker has room, but too few cached tokens to compute the rest of the prompt.
         """
         asking = self._decode_call.admit(self._work_with_source(self._link is None), self._seconds)
         admitted = await answer(asking, self.decode)
@@ -158,7 +160,10 @@ class Attempt:
             await self._decode_call.tell(worker_pb2.DecodeCommand(fetch=fetch))
 
     def _work_with_source(self, computes: bool) -> common_pb2.Work:
-        """What to admit; tells from where to fetch a prefix to the worker on whose host it is needed."""
+        """Return the work for one worker. If `computes`, it names the host from which to fetch a prefix.
+
+        `computes` says that the prompt is computed into the arena of the worker's host.
+        """
         work = common_pb2.Work()
         work.CopyFrom(self._work)
         if computes and self._source is not None:
@@ -170,7 +175,10 @@ class Attempt:
             self._fleet.avoid_link((self._source.member.host_id, worker.member.host_id))
 
     async def run(self, take: Callable[[Event], object]) -> None:
-        """Tells `take` what happens, Ended last. Raises what `admit` does, and what `take` raises."""
+        """Give events to `take`, Ended last.
+
+        Raises the errors of `admit`, WorkerDrainingError after `leave`, and the errors of `take`.
+        """
         event: Event | None = None
         while (prefill := self._prefill_call) is not None and not isinstance(event, Ended):
             if (event := await self._next_of_prefill(prefill)) is not None:
@@ -186,10 +194,10 @@ class Attempt:
         while not isinstance(event, Ended):
             if (event := await self._next_of_decode()) is not None:
                 hear(event)
-        await self._decode_call.farewell()  # `close` alone would make it an abort
+        await self._decode_call.farewell()  # to close at once would make the worker count an abort
 
     def leave(self) -> None:
-        """Make `run` raise WorkerDrainingError after the events that have come; before the handoff, after it."""
+        """Make `run` raise WorkerDrainingError after the events that have come, but not before the handoff."""
         self._decode_call.leave()
 
     def close(self) -> None:
@@ -242,7 +250,7 @@ class Attempt:
             event: worker_pb2.PrefillEvent = await call.read(seconds)
         except WorkerFailedError:
             if self._decode_call.has_ended:
-                # That is why the prefill was cancelled.
+                # The decode call failed first and cancelled this one, so its error is the cause.
                 raise await self._decode_call.error() from None
             raise
         if event.HasField("report"):
@@ -251,12 +259,12 @@ class Attempt:
 
     @property
     def _link(self) -> Link | None:
-        """From where to where blocks have to be moved."""
+        """The hosts from and to which blocks have to be moved; None if the workers share a host."""
         if self.prefill is None or self.prefill.member.host_id == self.decode.member.host_id:
             return None
         return self.prefill.member.host_id, self.decode.member.host_id
 
 
 def scores_of(message: common_pb2.PromptLogprobs) -> PromptScores:
-    """Return the event that a message means."""
+    """Return the event for a message with prompt logprobs."""
     return PromptScores(message.first, [token_from_pb(token) for token in message.tokens])

@@ -1,8 +1,8 @@
-"""Keeps the prefix index true to the hosts: it follows their block events in Redis, and asks a host itself where it
-does not know it yet or has missed something.
+"""Keeps the prefix index up to date with the caches of the hosts.
 
-Redis may be flushed, trimmed or gone, a host or this gateway may start again: each shows as a gap in the numbers of a
-host's events, or as a number in its heartbeat that this gateway has not come to.
+It follows the hosts' block events in Redis. If a host is new, or if events were missed, it asks the host itself for all
+of its blocks. Redis may be flushed, trimmed or gone, and a host or this gateway may restart. Each of these shows as a
+gap in the numbers of a host's events, or as an event number in its heartbeat that this gateway has not reached.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from paceline.services.gateway.remote_worker import RemoteWorker
 
 _WATCH_SECONDS = 0.5
 _ASK_SECONDS = 1.0
-"""A host is asked at most this often."""
+"""The shortest time between two calls that ask a host for its blocks."""
 _ANSWER_SECONDS = 5.0
 _BLOCK_MS = 500
 _READ = 100
-"""Entries at a time."""
+"""The most entries of the stream that one read returns."""
 _LATE = 100
-"""Batches of a host that may wait while it is asked."""
+"""The most batches of a host that are kept while the host is asked. Older ones are dropped."""
 
 _Entry = tuple[bytes, dict[bytes, bytes]]
-"""Of a stream: its id and its fields."""
+"""An entry of a Redis stream: its id and its fields."""
 
 log = logging.getLogger(__name__)
 
 
 class _Following:
-    """What is known of following one host."""
+    """The state of following one host."""
 
     def __init__(self, epoch: int, told: int) -> None:
         self.epoch = epoch
         self.told = told
-        """Events that it had had at the last look, as of its heartbeat."""
+        """The number of the host's next block event, by its heartbeat at the last look."""
         self.asked = -_ASK_SECONDS
-        """On time.monotonic()."""
+        """When the host was asked last, on time.monotonic()."""
         self.asking: asyncio.Task[None] | None = None
         self.doubtful = False
-        """Whether it has to be asked."""
+        """Whether the index may be wrong about the host, so that the host has to be asked."""
 
 
 class BlockFeed:
-    """Feeds `index`, from `start` to `close`.
+    """Keeps `index` up to date, from `start` to `close`.
 
     Args:
-        redis: a client that may wait in reads for half a second.
-        hosts: the kvtransfer services that are known now.
+        redis: a Redis client whose reads may block for half a second.
+        hosts: a function that returns the kvtransfer services known now.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class BlockFeed:
         self._index = index
         self._following: dict[str, _Following] = {}
         self._late: defaultdict[str, deque[BlockBatch]] = defaultdict(lambda: deque(maxlen=_LATE))
-        """Of hosts that are being asked."""
+        """For each host that is being asked: the batches that came since, which are applied after its answer."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -103,16 +103,16 @@ class BlockFeed:
                         self._take(batch)
                 last = entries[-1][0] if entries else last
             except (RedisError, OSError, TimeoutError):
-                # The fleet says so in the log. What is missed meanwhile shows as a gap.
+                # The fleet logs that Redis does not answer. Events that are missed meanwhile show as a gap.
                 await asyncio.sleep(_WATCH_SECONDS * random.uniform(0.8, 1.2))
 
     async def _newest(self) -> bytes:
-        """The id of the stream's last entry. What came before is asked of the hosts."""
+        """Return the id of the stream's last entry. The hosts are asked for their state up to there."""
         entries = cast(list[_Entry], await self._redis.xrevrange(self._stream, count=1))
         return entries[0][0] if entries else b"0-0"
 
     async def _behind(self, last: bytes) -> list[_Entry]:
-        """The entries behind this one; waits a while where there are none."""
+        """Return the entries after `last`. If there are none, wait up to half a second for some."""
         reply = await self._redis.xread({self._stream: last}, count=_READ, block=_BLOCK_MS)
         streams = cast(list[tuple[bytes, list[_Entry]]], reply or [])
         return [entry for _, entries in streams for entry in entries]
@@ -120,7 +120,7 @@ class BlockFeed:
     def _take(self, batch: BlockBatch) -> None:
         following = self._following.get(batch.host_id)
         if following is None:
-            return  # a stranger, or a newcomer who will be asked
+            return  # an unknown host; if it is a member, `_look` asks it
         if following.asking is not None:
             self._late[batch.host_id].append(batch)
         elif not self._index.apply(batch):
@@ -134,7 +134,7 @@ class BlockFeed:
             await asyncio.sleep(_WATCH_SECONDS * random.uniform(0.8, 1.2))
 
     def _look(self) -> None:
-        """Forgets who has gone, and asks those that are not known, or that are ahead of what is known of them."""
+        """Forget hosts that have gone. Ask hosts that are new, and hosts with events that this gateway has not seen."""
         known = {host.member.host_id: host for host in self._hosts() if not host.refuses_us}
         for name in [name for name in self._following if name not in known]:
             self._forget(name)
@@ -144,7 +144,7 @@ class BlockFeed:
             if name in self._following and self._following[name].epoch != host.member.epoch:
                 self._forget(name)
             following = self._following.setdefault(name, _Following(host.member.epoch, told))
-            # Its heartbeat may overtake its events, but not by a whole look.
+            # A heartbeat may arrive before the events that it counts, so compare with the heartbeat of the last look.
             blocks = self._index.host(name)
             following.doubtful |= following.told > (0 if blocks is None else blocks.next_event)
             following.told = told
@@ -172,7 +172,7 @@ class BlockFeed:
             for batch in self._late.pop(name, ()):
                 following.doubtful |= not self._index.apply(batch)
         except (grpc.aio.AioRpcError, InvalidRequestError, TimeoutError, ValueError) as error:
-            log.debug("host %s does not say which blocks it has: %s", name, error)
+            log.debug("cannot read the list of blocks of host %s: %s", name, error)
             following.doubtful = True
         finally:
             self._late.pop(name, None)
@@ -180,7 +180,10 @@ class BlockFeed:
 
 
 async def _reusable(channel: grpc.aio.Channel) -> HostBlocks | None:
-    """What a host has; None where it has no memory yet. Raises AioRpcError, InvalidRequestError or ValueError."""
+    """Return the reusable blocks of a host; None if it has no arena yet.
+
+    Raises AioRpcError, InvalidRequestError or ValueError if the host cannot be asked or its answer is not valid.
+    """
     call = pb_grpc.KVTransferStub(channel).Reusable(pb.ReusableRequest(), timeout=_ANSWER_SECONDS)
     pool: pb.Pool | None = None
     names: list[list[bytes]] = []
@@ -196,5 +199,5 @@ async def _reusable(channel: grpc.aio.Channel) -> HostBlocks | None:
             raise ValueError(f"there is no group {group}")
         names[group] += [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
     if pool is None:
-        raise ValueError("it said nothing")
+        raise ValueError("the answer is empty")
     return HostBlocks(pool.id, pool.next_event, layout_from_pb(pool.layout), names)

@@ -1,4 +1,4 @@
-"""Chat templates, rendered as transformers renders them: same sandbox, same options, same names in scope."""
+"""Chat templates, rendered as in transformers: with the same sandbox, the same options and the same names in scope."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
     Args:
-        source: Jinja text.
-        special_tokens: names such as `bos_token` and their text, in scope of the template.
+        source: the template's Jinja text.
+        special_tokens: names such as `bos_token` and their texts, which the template can use.
 
     Raises:
         ModelError: the template is not valid Jinja.
@@ -55,12 +55,13 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation.
+        """Return the prompt for a conversation.
 
         Args:
-            messages: role, content (text) and whatever else the template knows.
-            continue_final_message: the prompt ends inside the last message, for the model to go on.
-            template_kwargs: further names in scope.
+            messages: the messages, each with a role, content (text) and further fields that the template uses.
+            add_generation_prompt: whether the prompt ends with the beginning of the model's answer.
+            continue_final_message: whether the prompt ends inside the last message, so that the model continues it.
+            template_kwargs: further names that the template can use.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or the arguments contradict each other.
@@ -79,7 +80,7 @@ class ChatTemplate:
             )
         conversation = [_plain(message) for message in messages]
         for message in conversation:
-            # OpenAI's newer name of the system, which templates that do not know it drop or take for a third party.
+            # "developer" is OpenAI's newer name for "system". Templates without it drop or misread the message.
             if message.get("role") == "developer" and not self._knows_developer:
                 message["role"] = "system"
         if not continue_final_message:
@@ -99,7 +100,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(names)
-        except Exception as error:  # a template is a program of its own: whatever it raises, these messages caused it
+        except Exception as error:  # a template is a program that may raise anything, and these messages caused it
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"
             ) from error
@@ -117,12 +118,12 @@ class ChatTemplate:
                 "continue_final_message",
             )
         end = rendered.rindex(mark)
-        # A template that trims content has taken the space behind the mark: then space before it is to go as well.
+        # The mark ends in a space. If it is gone, the template trims content, so space before the mark goes as well.
         return rendered[:end] if rendered.startswith(_END_MARK, end) else rendered[:end].rstrip()
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what the model wrote, for training; rendering ignores it."""
+    """Jinja's tag `{% generation %}`: it marks the model's text for training, and rendering ignores it."""
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares it so
 
@@ -132,7 +133,7 @@ class _GenerationBlock(Extension):
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    # Templates test for presence: many print "None" where a key is there without a value.
+    # Many templates only test whether a key is present, and would print "None" for a key without a value.
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[name] for name in _REASONING_NAMES if name in present), None)
     if reasoning is None:
@@ -147,7 +148,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which a prompt must not.
+    # Jinja's own filter escapes HTML, and a prompt must not be escaped.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

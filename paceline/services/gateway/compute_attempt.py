@@ -1,4 +1,4 @@
-"""One attempt at work that needs no decoding: one call to one worker.
+"""One attempt at work that needs no decoding. It is one call to one worker.
 
 Run ─▶ Opened ─▶ PromptLogprobs… ─▶ Computed
 """
@@ -19,7 +19,7 @@ from paceline.services.gateway.worker_call import ADMIT_SECONDS, WorkerCall, ans
 
 
 class ComputeAttempt:
-    """One attempt, from `admit` to `close`, which must always be called. Its interface is that of `Attempt`."""
+    """One attempt with the interface of `Attempt`. `close` must always be called."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class ComputeAttempt:
         self._call = WorkerCall(call, self._worker, None)
 
     async def admit(self) -> None:
-        """Wait until the worker has accepted the work. Raises as `Attempt.admit` does."""
+        """Wait until the worker has accepted the work. Raises the errors of `Attempt.admit`, except NotCachedError."""
         event = await answer(self._read(ADMIT_SECONDS), self._worker)
         if not event.HasField("opened"):
             raise out_of_turn(self._worker)
         self.record.cached_tokens = event.opened.cached_tokens
 
     async def run(self, take: Callable[[Event], object]) -> None:
-        """Give events to `take`, Ended last. Raises as `admit` does, and what `take` raises."""
+        """Give events to `take`, Ended last. Raises the errors of `admit`, and the errors of `take`."""
         while True:
             event = await self._read(self._stall_seconds)
             match event.WhichOneof("event"):
@@ -67,7 +67,7 @@ class ComputeAttempt:
                     raise out_of_turn(self._worker)
 
     def leave(self) -> None:
-        """Do nothing: a draining worker finishes work of this kind, because little of it could be taken along."""
+        """Do nothing: a draining worker finishes this work, because another one would have to repeat most of it."""
 
     def close(self) -> None:
         """End the call, if it still runs."""

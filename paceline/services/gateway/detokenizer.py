@@ -1,7 +1,7 @@
-"""Token ids to text, as they come. Pure: no I/O, no clock.
+"""Turns token ids into text as they come. Pure: no I/O, no clock.
 
-Text comes out as soon as it is certain: never half a character, and never what may turn out to begin a stop string.
-The work for a token does not depend on how many came before it.
+Text is returned as soon as it is certain. Half a character is held back, and so is text that may begin a stop string.
+The work for a token does not depend on the number of tokens before it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from paceline.services.gateway.tokenizer import Vocabulary
 
 
 class Detokenizer:
-    """The text of one generated sequence.
+    """Decoder of the text of one generated sequence.
 
     Args:
-        vocabulary: bytes of each token.
-        stop: strings that end the text; none is empty.
-        stop_token_ids: tokens that end the text; such a token is no part of the text.
-        include_stop: keeps the stop string, or the stop token's text, at the end.
-        skip_special_tokens: special tokens are no part of the text.
-        min_tokens: stop strings that end within the first `min_tokens` tokens do not count; one that begins there and
-            ends later does, as in vLLM.
+        vocabulary: the bytes of each token.
+        stop: strings that end the text; none of them is empty.
+        stop_token_ids: ids of tokens that end the text and are no part of it.
+        include_stop: whether the stop string or the stop token's text stays at the end.
+        skip_special_tokens: whether special tokens are left out of the text.
+        min_tokens: the number of tokens before the text may end at a stop string. As in vLLM, a stop string counts if
+            it begins within these tokens and ends after them.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class Detokenizer:
         self._held = ""
         self._tokens = 0
         self.stop_reason: str | int | None = None
-        """The stop string or stop token that ended the text."""
+        """The stop string or the stop token's id that ended the text; None until then."""
 
     def push(self, token_id: int) -> str:
-        """Takes the next token; returns the text that is certain now. After a stop, takes nothing more."""
+        """Take the next token, and return the text that is certain now. After a stop, ignore the token and return ""."""
         if self.stop_reason is not None:
             return ""
         self._tokens += 1
         if token_id in self._stop_token_ids:
             self.stop_reason = token_id
-            # Whoever asks to see the stop sees it, special or not.
+            # A client that asks for the stop token gets its text, even if the token is special.
             text = self._take(self._vocabulary.token_bytes(token_id)) if self._include_stop else ""
             return text + self.finish()
         if token_id in self._skipped:
@@ -62,7 +62,7 @@ class Detokenizer:
         return self._take(self._vocabulary.token_bytes(token_id))
 
     def finish(self) -> str:
-        """What was held back, when no more tokens come. Half a character shows as U+FFFD."""
+        """Return the text that was held back, after the last token. Half a character becomes U+FFFD."""
         text = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
         return text
@@ -82,8 +82,10 @@ class Detokenizer:
         return text[:certain]
 
     def _first_stop(self, text: str, held: int) -> tuple[int, str] | None:
-        """Where the stop string that ends first begins, of those that end behind `held`; of two that end together, the
-        longer one.
+        """Return the start of a stop string in `text`, and the stop string; None if there is none.
+
+        Only stop strings that end after the first `held` characters count. The one that ends first is returned; if
+        several end at the same place, the longest one.
         """
         starts = ((text.find(stop, max(0, held + 1 - len(stop))), stop) for stop in self._stop)
         found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
@@ -93,6 +95,6 @@ class Detokenizer:
         return start, stop
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest end of `text` with which a stop string begins."""
         longest = min(len(text), max(map(len, self._stop)) - 1)
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API reports them, with the field names that the client wrote."""
+"""Errors in the form of the OpenAI API, with the field names that the client wrote."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ _ALL_THAT_FITS = "Input should be "
 _AN_OBJECT = "Input should be a JSON object"
 _NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
 _NAME_CHARACTERS = 80
-"""Of a name that the client made up."""
+"""The most characters of a field name that an error message quotes, because a client may send any name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """One rule that a body breaks."""
+    """One rule that a request's body breaks."""
 
     place: str
-    """The innermost field: "messages[0].role"."""
+    """The path of the innermost field, such as "messages[0].role"."""
     rule: str
-    """Its name: "missing", "int_type", "less_than_equal"."""
+    """The rule's name, such as "missing", "int_type" or "less_than_equal"."""
     message: str
+    """Pydantic's explanation, or ours if a JSON object is missing."""
     indexes: tuple[int, ...]
-    """Those on the way. Of several types that a list could have, the one whose complaint comes last was meant."""
+    """The list indexes in the path. If a list may have several types, each type fails at some element. The type that fails
+    at the latest element is probably the one that the client meant."""
 
     @classmethod
     def of(cls, error: Mapping[str, Any], body: object) -> Complaint:
-        """One entry of pydantic's `errors()` about a request whose JSON was `body`."""
+        """Return the complaint for one entry of pydantic's `errors()` about a request whose JSON was `body`."""
         place, indexes = "", []
         _, *path = error["loc"]
         for depth, part in enumerate(path, 1):
@@ -52,12 +54,15 @@ class Complaint:
 
     @property
     def is_about_type(self) -> bool:
-        """Where a field may have several types, all but one of them complain of that."""
+        """Whether a value has the wrong type. If a field may have several types, most of them complain about this."""
         return self.rule.endswith("_type")
 
 
 def most_specific(complaints: Sequence[Complaint]) -> Complaint:
-    """The one to answer with; of what could have stood at its place, all that is known."""
+    """Return the complaint to answer with.
+
+    If all complaints are about types, its message names every type that the field may have.
+    """
     first = next((complaint for complaint in complaints if not complaint.is_about_type), None)
     if first is not None:
         return first
@@ -70,7 +75,7 @@ RETRY_AFTER_SECONDS = 1
 
 
 class ApiError(Exception):
-    """An answer that is an error: HTTP status and the body's fields."""
+    """An error to answer with: an HTTP status and a body."""
 
     def __init__(
         self,
@@ -86,14 +91,14 @@ class ApiError(Exception):
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code or None}}
 
     def response(self) -> JSONResponse:
-        """The answer; logged, because a refused request leaves no other trace."""
-        # Escaped and cut: the message may hold what the client sent.
+        """Log and return the answer, because a refused request leaves no other trace."""
+        # Escaped and cut, because the message may contain text from the client.
         level = logging.WARNING if self.status >= 500 else logging.INFO
         log.log(level, "answered %d: %.500r", self.status, str(self), extra={"status": self.status})
         return self.silent_response()
 
     def silent_response(self) -> JSONResponse:
-        """The answer where it is no event: probes ask again and again."""
+        """Return the answer without logging it, because probes ask again and again."""
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -101,18 +106,18 @@ class ApiError(Exception):
 
 
 class NoWorkerError(UnavailableError):
-    """No worker could take a request even if it had room."""
+    """No worker could take a request, even if all had room."""
 
     def __init__(self) -> None:
         super().__init__("no decode worker is ready; try again later")
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and answer do not fit into the context of any worker."""
+    """Prompt and answer together do not fit into the context of any worker."""
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The answer to any error. What nobody foresaw is logged here, and the client learns no details."""
+    """Return the answer to any error. Unexpected errors are logged here, and their details are not sent to the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
@@ -128,7 +133,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error of `app` becomes an OpenAI error body; RequestIdMiddleware sees to those that nobody foresaw."""
+    """Make `app` answer expected errors with an OpenAI error body. RequestIdMiddleware does this for unexpected ones."""
     app.add_exception_handler(ApiError, _respond)
     app.add_exception_handler(PacelineError, _respond)
     app.add_exception_handler(HTTPException, _http_error)
@@ -152,7 +157,7 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    """The most telling complaint, with the path of the field; OpenAI answers 400 where FastAPI would say 422."""
+    """Return the most specific complaint with its field's path, and status 400 as OpenAI does; FastAPI would use 422."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
@@ -163,5 +168,5 @@ def _validation_error(request: Request, error: Exception) -> JSONResponse:
     if not told.place:
         message = "the body must be a JSON object, sent with the header Content-Type: application/json"
         return ApiError(400, message).response()
-    # vLLM's clients look for the rule's name in the message, others in the code.
+    # vLLM's clients look for the rule's name in the message, other clients look in the code.
     return ApiError(400, f"{told.place}: {told.message} ({told.rule})", param=told.place, code=told.rule).response()

@@ -1,4 +1,4 @@
-"""From who may not wait to the one task that does."""
+"""The stream of events from each decode worker, and queues that carry them to the tasks of the attempts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Items in order, as many as come. An asyncio.Queue would take more calls, and this is for every token."""
+    """An unbounded queue from callbacks, which must not block, to the one task that reads it.
+
+    It is used for every token, and an asyncio.Queue would take more calls for each.
+    """
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -47,17 +50,17 @@ class Mailbox(Generic[T]):
 
 
 Heard = list[Token] | worker_pb2.DecodeEvent | Exception
-"""Tokens of which nothing else is told, and that came together; or anything else."""
+"""Tokens that came together, with nothing but their ids; another event; or an error, after which nothing follows."""
 
 
 class Inbox(Mailbox[Heard]):
-    """What one attempt hears, in order. One task reads.
+    """A queue of the events of one attempt, in order. One task reads it.
 
-    What is not read yet waits here, so that it holds up nobody else: no more than the answer that was asked for. Behind
-    an exception comes nothing.
+    Events that have not been read wait here, so that a slow reader delays no other attempt. The queue never holds more
+    than the requested answer. Nothing follows an exception.
 
     Args:
-        on_broken: called at once when the stream breaks, also while nobody reads.
+        on_broken: a function that is called at once when the stream breaks, even while no task reads.
     """
 
     def __init__(self, on_broken: Callable[[], object] = lambda: None) -> None:
@@ -66,8 +69,10 @@ class Inbox(Mailbox[Heard]):
         self._take: Callable[[list[Token]], object] | None = None
 
     def divert(self, take: Callable[[list[Token]], object]) -> None:
-        """From now on gives tokens to `take` as they come, where nothing waits before them: to wake a task for each
-        would cost more than what it does with them. What `take` raises, the reader gets."""
+        """From now on, give tokens to `take` as soon as they come, unless earlier events wait in the queue.
+
+        Waking a task for each token would cost more than handling the token. An error of `take` is put into the queue.
+        """
         self._take = take
 
     def put(self, item: Heard) -> None:
@@ -81,37 +86,38 @@ class Inbox(Mailbox[Heard]):
 
 
 class FeedError(Exception):
-    """A worker's stream could not be opened, or has broken."""
+    """A worker's stream of events could not be opened, or has broken."""
 
 
 class EventFeed:
-    """The stream of one worker: opened for the first attempt there, and again when it has broken.
+    """The stream of events of one worker. It is opened for the first attempt there, and again after it has broken.
 
     Args:
-        name: of the worker, for people.
-        socket: by which gateways of its host read; others do by `channel`.
+        channel: the gRPC channel to the worker, for gateways on other hosts.
+        name: the worker's name in error messages.
+        socket: the path of the worker's Unix socket, for gateways on its host; "" if it has none.
     """
 
     def __init__(self, channel: grpc.aio.Channel, name: str, socket: str = "") -> None:
         self._name = name
         self.socket = socket
         self.on_draining: Callable[[], object] = lambda: None
-        """Called when the worker reports that it drains."""
+        """A function that is called when the worker reports that it drains."""
         self._stub = worker_pb2_grpc.DecodeStub(channel)
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, Inbox] = {}
         self._opened: asyncio.Future[str] | None = None
-        """The stream's name, as soon as the worker knows it."""
+        """The stream's name, once the worker has accepted the stream; None while there is no stream."""
         self._reading: asyncio.Task[None] | None = None
 
     async def join(self, inbox: Inbox) -> worker_pb2.Recipient:
-        """From now on until `leave`, `inbox` gets what happens to the attempt that is admitted for this recipient.
+        """Return a recipient, to be named when an attempt is admitted. Until `leave`, `inbox` gets the attempt's events.
 
-        Raises FeedError where the worker opens no stream.
+        Raises FeedError if the stream cannot be opened.
         """
         if self._opened is None:
             self._opened = asyncio.get_running_loop().create_future()
-            # Where nobody waits any more, nobody needs to know.
+            # Reads the exception, so that asyncio does not warn if no task waits for it any more.
             self._opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
             self._reading = asyncio.create_task(self._read(self._opened), name="events")
         opened = self._opened
@@ -123,7 +129,7 @@ class EventFeed:
         return worker_pb2.Recipient(stream=stream, attempt=number)
 
     async def close(self) -> None:
-        """Ends the stream, where there is one."""
+        """End the stream, if there is one."""
         if self._reading is not None:
             await end_tasks(self._reading)
 
@@ -158,7 +164,10 @@ class EventFeed:
                 opened.set_exception(error)
 
     async def _read_socket(self, stream: str, hear: Callable[[worker_pb2.DecodeEvents], None]) -> bool:
-        """Until the connection ends. Returns False where there is none: the worker runs elsewhere, or is another's."""
+        """Read the Unix socket until the connection ends. Return False if it cannot be opened.
+
+        It cannot if the worker runs on another host, or belongs to another user.
+        """
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         framed = Framed(
@@ -178,7 +187,7 @@ class EventFeed:
             framed.abort()
 
     async def _read_call(self, stream: str, hear: Callable[[worker_pb2.DecodeEvents], None]) -> None:
-        """Until the call ends."""
+        """Read the gRPC call until it ends."""
         call: Any = self._stub.Events(worker_pb2.EventsRequest(stream=stream))
         try:
             while (message := await heeding_cancellation(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
@@ -195,7 +204,7 @@ class EventFeed:
                 inbox.put([Token(token_id) for _, token_id in own])
         for event in message.events:
             if (inbox := self._inboxes.get(event.attempt)) is not None:
-                # The original keeps the memory of its whole message.
+                # Copied, because a part of a message keeps the whole message in memory.
                 copy = worker_pb2.DecodeEvent()
                 copy.CopyFrom(event)
                 inbox.put(copy)

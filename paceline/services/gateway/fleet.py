@@ -1,7 +1,7 @@
-"""The gateway's picture of the fleet: read from Redis, checked by gRPC health where Redis leaves doubt.
+"""The gateway's view of the fleet: read from Redis, and checked by gRPC health checks if Redis leaves doubt.
 
-Redis says who has come. Only a worker's own silence says who has gone: a flushed, failing or restarting Redis takes
-nobody away that still answers.
+A new member is found in Redis. A member is dropped only after it fails health checks itself, so a flushed, failing or
+restarting Redis removes no worker that still answers.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from paceline.services.gateway.router import Candidate, Link
 
 REFRESH_SECONDS = 0.5
 FAILED_PROBES = 2
+"""Failed health checks in a row after which a member that Redis does not list is dropped."""
 PROBE_SECONDS = (0.25, 0.75)
-"""A worker that failed gets a health check after a time between these."""
+"""The shortest and longest time before a failed worker gets a health check, in seconds."""
 LINK_SECONDS = (10.0, 20.0)
-"""A link between hosts over which blocks did not get through is tried again after a time between these."""
+"""The shortest and longest time before a failed link between hosts is used again, in seconds."""
 MEASURED_BYTES = 16 << 20
+"""Bytes that a host must have fetched before its rate counts as measured."""
 
 log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Members of one cluster, from `start` to `close`.
+    """The members of one cluster, kept up to date from `start` to `close`.
 
     Args:
-        model: digest of the model whose workers get requests; others are only shown.
-        secret: what members ask us for.
+        model: the digest of this gateway's model. Workers with another model are shown, but get no requests.
+        secret: the secret with which this gateway identifies itself to the members.
     """
 
     def __init__(self, redis: Redis, cluster: str, model: str, secret: Secret) -> None:
@@ -51,19 +53,19 @@ class Fleet:
         self.model = model
         self._failed_links: Avoided[Link] = Avoided(LINK_SECONDS)
         self._failed_workers: Avoided[str] = Avoided(PROBE_SECONDS)
-        """Workers for which it is too early for a health check."""
+        """Ids of failed workers for which it is too early for a health check."""
         self._secret = secret
         self._workers: dict[str, RemoteWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._redis_answers = True
         self.on_refresh: Callable[[], object] = lambda: None
-        """Called after each look at the fleet."""
+        """A function that is called after each refresh."""
         self.has_served = asyncio.Event()
-        """Set when a worker is ready for the first time: then the model is known to load."""
+        """Set when a worker is ready for the first time, because the model is then known to load."""
 
     async def start(self) -> None:
-        """Reads the fleet once, so that requests can be placed at once, and then all the time."""
+        """Read the fleet, so that requests can be placed at once, and go on to refresh it in the background."""
         await self._refresh()
         _spawn(self._run(), self._tasks)
 
@@ -72,11 +74,11 @@ class Fleet:
         await asyncio.gather(*self._closing, *(worker.close() for worker in self._workers.values()))
 
     def workers(self) -> list[RemoteWorker]:
-        """All members that are not known to be gone, by name."""
+        """Return all members that are not known to be gone, sorted by name."""
         return [self._workers[name] for name in sorted(self._workers)]
 
     def snapshot(self) -> list[Candidate]:
-        """What may get new work."""
+        """Return the members of this gateway's model that may get new work."""
         speeds = {host.member.host_id: _fetch_speed(host.member.host) for host in self.hosts()}
         return [
             worker.candidate(speeds.get(worker.member.host_id, 0.0))
@@ -85,21 +87,21 @@ class Fleet:
         ]
 
     def hosts(self) -> list[RemoteWorker]:
-        """The kvtransfer services."""
+        """Return the kvtransfer services."""
         return [worker for worker in self.workers() if worker.member.role == "kvtransfer"]
 
     def host(self, host_id: str) -> RemoteWorker | None:
-        """The kvtransfer service of a host."""
+        """Return the kvtransfer service of a host; None if it is not known."""
         return next((host for host in self.hosts() if host.member.host_id == host_id), None)
 
     def worker(self, worker_id: str) -> RemoteWorker:
         return self._workers[worker_id]
 
     def max_model_len(self, decodes: bool = True) -> int:
-        """Return the longest context that a worker takes; 0 if no worker is ready. Workers set aside count, too.
+        """Return the longest context that a worker takes; 0 if no worker is ready. Workers that are set aside count, too.
 
         Args:
-            decodes: whether the work needs a decode worker. Without a prefill worker, all work does.
+            decodes: whether the work needs a decode worker. If no prefill worker is ready, all work does.
         """
         ready = [member for member in self._members() if member.state == "ready"]
         computing = [] if decodes else [member for member in ready if member.role == "prefill"]
@@ -108,11 +110,11 @@ class Fleet:
 
     @property
     def is_starting(self) -> bool:
-        """Whether a worker loads the model."""
+        """Whether a worker is loading the model."""
         return any(member.state == "starting" for member in self._members())
 
     def _members(self) -> list[Member]:
-        """Return the workers of this gateway's model that know this gateway."""
+        """Return the prefill and decode workers of this gateway's model that accept its secret."""
         return [
             worker.member
             for worker in self._workers.values()
@@ -120,26 +122,27 @@ class Fleet:
         ]
 
     def set_aside(self, worker: RemoteWorker) -> None:
-        """Give a worker no new work until a health check succeeds, which comes after a short time."""
+        """Give a worker no new work until a health check succeeds; the next one follows in less than a second or two."""
         worker.set_aside = True
         self._failed_workers.add(worker.member.worker_id)
 
     def avoid_link(self, link: Link) -> None:
         """Send no blocks over a link between hosts for a while."""
         self._failed_links.add(link)
-        log.warning("KV blocks do not get from host %s to host %s; routing avoids this link for a while", *link)
+        log.warning("KV blocks cannot be moved from host %s to host %s; routing avoids this link for a while", *link)
 
     def failed_links(self) -> frozenset[Link]:
-        """Return the links between hosts over which blocks did not get through recently."""
+        """Return the links between hosts over which a transfer of blocks failed recently."""
         return self._failed_links.now()
 
     @contextlib.contextmanager
     def call(self, worker: RemoteWorker, tokens: int = 0) -> Iterator[Callable[[], None]]:
-        """Counts a call, and keeps the channel open for it even when the member goes meanwhile. Yields what tells that
-        its tokens have been computed, which the end of the call says in any case.
+        """Count a call, and keep the worker's channel open until the call ends, even if the member goes meanwhile.
+
+        Yields a function to call when the worker has computed the tokens; the end of the call does so in any case.
 
         Args:
-            tokens: of a prompt, that the worker is to compute.
+            tokens: the number of prompt tokens that the worker has to compute.
         """
         worker.begin_call(tokens)
         with contextlib.ExitStack() as ending:
@@ -163,7 +166,7 @@ class Fleet:
             self._redis_answers = True
         except (RedisError, OSError, TimeoutError) as error:
             if self._redis_answers:
-                log.warning("Redis does not answer (%s); routing goes on with what is known", error)
+                log.warning("Redis does not answer (%s); routing uses the last known state", error)
             self._redis_answers = False
         too_early = self._failed_workers.now()
         for worker in self.workers():
@@ -195,11 +198,11 @@ class Fleet:
             self.has_served.set()
 
     async def _greet(self, worker: RemoteWorker) -> None:
-        """Finds out before the first request whether a newcomer knows us. Whether it serves, its calls will tell."""
+        """Find out before the first request whether a new member accepts our secret. Its health does not matter here."""
         await self._is_serving(worker)
 
     async def _probe(self, worker: RemoteWorker) -> None:
-        """Half-open: one health check decides whether a doubtful worker is used again, stays aside, or is dropped."""
+        """Send one health check, and then use a doubtful worker again, set it aside, or drop it."""
         try:
             if await self._is_serving(worker):
                 worker.set_aside, worker.failed_probes = False, 0

@@ -1,4 +1,4 @@
-"""What one gateway owns, from start to close."""
+"""All that one gateway process owns, from start to close."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from paceline.services.gateway.trace_book import TraceBook
 
 
 class Gateway:
-    """The parts of a gateway.
+    """One gateway with all its parts.
 
     Args:
-        tokenizer: that of the model which all workers serve.
-        address: host:port under which others reach the HTTP API; told to Redis.
+        tokenizer: the tokenizer of the model that the workers serve.
+        address: the host:port at which others reach the HTTP API. It is written to Redis.
     """
 
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, address: str = "") -> None:
@@ -56,7 +56,7 @@ class Gateway:
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
 
     async def start(self) -> None:
-        """Reads the fleet and joins it."""
+        """Read the fleet, and register this gateway in it."""
         await self.fleet.start()
         if self.config.router_mode == "kv":
             self._block_feed.start()
@@ -64,7 +64,7 @@ class Gateway:
         await self._registrar.start()
 
     async def close(self) -> None:
-        """Ends all requests and gives back everything."""
+        """End all requests and release everything that the gateway owns."""
         self.runner.abort()
         await self._registrar.stop()
         await self._placements.close()
@@ -73,13 +73,13 @@ class Gateway:
         await self._redis.aclose()
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new requests and lets running ones end; after `seconds` those that are left fail."""
+        """Refuse new requests and let running ones end. Requests that still run after `seconds` fail."""
         self.draining = True
         self._registrar.announce()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.runner.sequences.wait_until_idle()
-                await self.traces.requests.wait_until_idle()  # what a slow client has not taken yet is here
+                await self.traces.requests.wait_until_idle()  # slow clients may still read
         self.runner.abort()
 
     async def wait_for_workers(self) -> None:
@@ -90,18 +90,18 @@ class Gateway:
                     await self.fleet.has_served.wait()
 
     def check_ready(self) -> None:
-        """Raise UnavailableError if no worker could take a request even if it had room."""
+        """Raise UnavailableError while draining, or if no decode worker is ready."""
         self._check_stays()
         if not any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot()):
             raise NoWorkerError
 
     def check_request(self, model: str | None) -> None:
-        """Raises UnavailableError while draining, ApiError for a model that is not served here."""
+        """Raise UnavailableError while draining, and ApiError if the requested model is not served here."""
         self._check_stays()
         if model is not None and model != self.model:
             raise ApiError(
                 404,
-                f"the model {model!r} does not exist here; there is {self.model!r}",
+                f"the model {model!r} does not exist here; this server serves {self.model!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -124,7 +124,7 @@ class Gateway:
 
 
 def load_tokenizer(config: GatewayConfig) -> Tokenizer:
-    """Raises ConfigError or ModelError."""
+    """Return the tokenizer of the model's folder. Raises ConfigError or ModelError if it cannot be read."""
     if not config.model:
         raise ConfigError("the gateway needs the Hugging Face folder of the model: paceline gateway MODEL")
     folder = Path(config.model)

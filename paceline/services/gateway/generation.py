@@ -1,4 +1,4 @@
-"""From events of workers to text of choices: n sequences for each prompt, merged into one stream."""
+"""Turns events of workers into the text of choices. The n sequences of each prompt are merged into one stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Delta:
-    """What one choice has gained."""
+    """New text and tokens of one choice, and its finish reason if it has ended."""
 
     index: int
     text: str = ""
@@ -37,10 +37,10 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_scores: list[Token | None] | None = None
-    """With a choice's first delta, where asked for: one entry a prompt token, the first without a score."""
+    """One entry for each prompt token, None for the first. Set in a choice's first delta, if they were asked for."""
 
     def add(self, later: Delta) -> None:
-        """Joins a later delta of the same choice to this one."""
+        """Append a later delta of the same choice."""
         self.text += later.text
         self.tokens += later.tokens
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
@@ -51,7 +51,7 @@ class Generation:
     """All choices of one request.
 
     Args:
-        trace: takes what happens, and is in `traces` from the beginning on.
+        trace: the request's trace. It is in `traces` from the beginning.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Generation:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._came: Mailbox[Delta | Exception | None] = Mailbox()
-        """What a slow client has not taken yet waits here. None is the end of a choice."""
+        """Deltas and errors that the client has not read yet; None marks the end of a choice."""
         self._left = len(plan.prompts) * plan.n
         """Choices that have not ended."""
         self._has_begun = [asyncio.Event() for _ in plan.prompts]
         self._cached_tokens = [0] * len(plan.prompts)
 
     def usage(self) -> dict[str, object]:
-        """The `usage` object of a response, as of now."""
+        """Return the `usage` object of a response, with the counts up to now."""
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.plan.prompts)
         return {
             "prompt_tokens": prompt_tokens,
@@ -90,7 +90,7 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Everything runs meanwhile; what has not ended is cancelled."""
+        """Run all choices while the context is open. When it closes, cancel choices that have not ended."""
         tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
         self._traces.open(self._trace)
         try:
@@ -104,7 +104,7 @@ class Generation:
                 self._traces.close(self._trace)
 
     async def batch(self) -> list[Delta]:
-        """Waits for what comes; empty when all choices have ended. Raises what SequenceRunner.run raises."""
+        """Wait for new deltas and return them; return [] when all choices have ended. Raises errors of SequenceRunner.run."""
         batch: list[Delta] = []
         while self._left and not (batch and self._came.is_empty):
             item = await self._came.get()
@@ -118,7 +118,7 @@ class Generation:
         return batch
 
     async def whole(self) -> list[Delta]:
-        """Runs everything; returns each choice in full, by index."""
+        """Run all choices to their ends, and return each one as a whole, in the order of their indexes."""
         choices: dict[int, Delta] = {}
         async with self.running():
             while batch := await self.batch():
@@ -133,7 +133,7 @@ class Generation:
         which, sibling = divmod(index, self.plan.n)
         prompt = self.plan.prompts[which]
         if sibling:
-            # By then the prompt's blocks are cached, so that only one choice computes it.
+            # Once the first choice has begun, the prompt's blocks are cached, so only one choice computes the prompt.
             await self._has_begun[which].wait()
         choice = _Choice(index, prompt, self.plan, self._tokenizer)
         record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
@@ -177,19 +177,19 @@ class Generation:
 
 
 class _TextEndedError(Exception):
-    """A choice needs no more tokens, and the worker does not know."""
+    """A choice ended at a stop string, which the worker does not know, so its attempt must be ended."""
 
 
 class _Choice:
-    """The text of one choice."""
+    """The text and the outcome of one choice."""
 
     def __init__(self, index: int, prompt: PromptPlan, plan: Plan, tokenizer: Tokenizer) -> None:
         self.outcome = "abort"
         self.why = ""
-        """More about the outcome, for people."""
+        """A detail of the outcome, for people."""
         self.tokens = 0
         self.ended_by_text = False
-        """Whether the text has ended without the worker knowing."""
+        """Whether the text has ended at a stop string, which the worker does not know."""
         self._index = index
         self._prompt = prompt
         self._eos_token_ids = tokenizer.eos_token_ids
@@ -205,7 +205,7 @@ class _Choice:
         )
 
     def take(self, event: Event) -> Delta | None:
-        """What the choice gains by an event."""
+        """Return the delta that an event adds to the choice; None if it adds nothing yet."""
         match event:
             case PromptScores(first, tokens):
                 self._scores.update(enumerate(tokens, first))

@@ -1,4 +1,4 @@
-"""Kinds of work: how each is placed and run. A new kind is an entry of `KINDS`."""
+"""Kinds of work: how each one is placed and run. A new kind needs an entry in `KINDS`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class KindOfWork:
     """How the gateway treats one kind of work."""
 
     place: Callable[[Need, Sequence[Candidate]], Placement | None]
-    """Chooses the cheapest workers."""
+    """A function that returns the cheapest placement."""
     place_in_turn: Callable[[Need, Sequence[Candidate], int], Placement | None]
-    """Chooses workers one after another."""
+    """A function that returns placements in rotation; its last argument is the number of the turn."""
     attempt: type[Attempt] | type[ComputeAttempt]
     decodes: bool
     """Whether a decode worker is needed."""

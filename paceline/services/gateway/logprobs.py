@@ -1,4 +1,4 @@
-"""Logprobs as the two OpenAI endpoints and vLLM spell them. Pure."""
+"""Formats logprobs as the two OpenAI endpoints and vLLM do. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from paceline.core.types import Logprob, Token
 from paceline.services.gateway.tokenizer import Vocabulary
 
 _LEAST = -9999.0
-"""JSON has no infinity; vLLM's stand-in for the logprob of an excluded token."""
+"""The lowest logprob that is sent, because JSON has no infinity. vLLM uses the same value for excluded tokens."""
 
 
 class LogprobFormat:
-    """Formats tokens' reports.
+    """Formatter of tokens' logprobs.
 
     Args:
-        count: most likely tokens to show.
-        as_ids: shows each token as `token_id:7` rather than by its text, which several tokens may share.
+        vocabulary: the text and bytes of each token.
+        count: the number of most likely tokens to show.
+        as_ids: whether to show a token as `token_id:7` instead of its text, which several tokens may share.
     """
 
     def __init__(self, vocabulary: Vocabulary, count: int, as_ids: bool) -> None:
@@ -26,7 +27,7 @@ class LogprobFormat:
         self._as_ids = as_ids
 
     def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """`logprobs` of a chat choice."""
+        """Return the `logprobs` object of a chat choice."""
         content = []
         for token in tokens:
             chosen, top = self._split(token)
@@ -36,12 +37,12 @@ class LogprobFormat:
     def completion(
         self, tokens: Sequence[Token | None], token_ids: Sequence[int], offset: int
     ) -> tuple[dict[str, Any], int]:
-        """`logprobs` of a completion choice, and the offset in characters behind the last token.
+        """Return the `logprobs` object of a completion choice, and the offset of the end of the last token.
 
         Args:
-            tokens: reports; None for the first token of a prompt, which nothing predicts.
-            token_ids: what the reports are about.
-            offset: where the first token begins.
+            tokens: the tokens with their logprobs; None for the first token of a prompt, which has none.
+            token_ids: the id of each of these tokens.
+            offset: the offset of the first token in the text, in characters.
         """
         names: list[str] = []
         offsets: list[int] = []
@@ -62,7 +63,7 @@ class LogprobFormat:
         return fields, offset
 
     def prompt(self, tokens: Sequence[Token | None]) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: for each prompt token, its report by token id."""
+        """Return vLLM's `prompt_logprobs`: for each prompt token, a dict from token id to logprob, rank and text, or None."""
         return [None if token is None or not token.logprobs else self._prompt_entry(token) for token in tokens]
 
     def _prompt_entry(self, token: Token) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class LogprobFormat:
         }
 
     def _split(self, token: Token) -> tuple[Logprob, list[Logprob]]:
-        """The chosen token's entry, and the most likely ones, which may hold it again."""
+        """Return the chosen token's entry, and the `count` most likely entries, which may contain it again."""
         ranked = {entry.token_id: entry for entry in token.logprobs if entry.rank <= self._count}
         return token.logprobs[0], sorted(ranked.values(), key=lambda entry: entry.rank)
 

@@ -90,7 +90,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "response_format.json_schema.schema",
         "x-guidance",
     ),
-    ({"response_format": named(False)}, "response_format.json_schema.schema", "something is possible"),
+    ({"response_format": named(False)}, "response_format.json_schema.schema", "must be a JSON object"),
     ({"response_format": "json"}, "response_format", "a JSON object"),
     ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "needs one of"),
