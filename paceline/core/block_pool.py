@@ -23,7 +23,7 @@ class Counts(NamedTuple):
     held: int
     """Slots that are referenced, but by no lease in flight."""
     in_flight: int
-    """Slots referenced by a lease that is changing hands, or by one that has ended but that a worker may still touch."""
+    """Slots referenced by a lease that is changing hands, or by an ended lease that a worker may still touch."""
     cached: int
     """Slots of sealed, unreferenced blocks. A request may reuse such a block; it is evicted when room is needed."""
 
@@ -152,7 +152,7 @@ class BlockPool:
         return slots
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Drop one reference to each of some blocks. After its last reference, a sealed block is cached, another is freed.
+        """Drop one reference to each block. After its last reference, a sealed block is cached, another one is freed.
 
         Args:
             slots: slots of the blocks, children before their parents.

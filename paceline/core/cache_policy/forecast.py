@@ -126,7 +126,7 @@ class Forecast(CachePolicy):
             del self._memory[name]
 
     def _rank(self) -> None:
-        """Sort the cells, each a pair of class and bin of ages, by the order in which their blocks are to be evicted."""
+        """Sort the cells, each a pair of class and age bin, by the order in which their blocks are to be evicted."""
         worth = self._hazards.worth()
         cells = [(kind, age) for kind in range(_CLASSES) for age in range(BINS)]
         self._order = sorted(cells, key=lambda cell: (worth[cell[0]][cell[1]], -cell[1]))

@@ -96,7 +96,7 @@ class Hazards:
 
 
 def _best_ratio(hits: list[float], times: list[float]) -> float:
-    """Return the largest ratio of expected hits to expected time, over all bins after which the block may be evicted."""
+    """Return the largest ratio of expected hits to expected time over all bins after which a block may be evicted."""
     best = gained = spent = 0.0
     left = 1.0
     for hit, time in zip(hits, times):

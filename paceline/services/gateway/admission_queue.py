@@ -98,7 +98,7 @@ class AdmissionQueue:
             async with self._turn_of_patient if patient else contextlib.nullcontext():
                 turn = _Turn((not first, 0, next(self._tickets)) if patient else (not first, priority, ticket))
                 if not ordinary:
-                    # An ordinary request has just tried, or stands after one that has. These two kinds may not have tried.
+                    # An ordinary request has just tried, or stands after one that has. These two may not have tried.
                     turn.may_ask.set()
                 return await self._stand(turn, attempt, None if patient else self._queue_seconds)
         finally:

@@ -48,7 +48,7 @@ class Detokenizer:
         """The stop string or the stop token's id that ended the text; None until then."""
 
     def push(self, token_id: int) -> str:
-        """Take the next token, and return the text that is certain now. After a stop, ignore the token and return ""."""
+        """Take the next token and return the text that is certain now. After a stop, ignore it and return ""."""
         if self.stop_reason is not None:
             return ""
         self._tokens += 1

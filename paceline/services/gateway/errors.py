@@ -34,8 +34,8 @@ class Complaint:
     message: str
     """Pydantic's explanation, or ours if a JSON object is missing."""
     indexes: tuple[int, ...]
-    """The list indexes in the path. If a list may have several types, each type fails at some element. The type that fails
-    at the latest element is probably the one that the client meant."""
+    """The list indexes in the path. If a list may have several types, each type fails at some element. The type that
+    fails at the latest element is probably the one that the client meant."""
 
     @classmethod
     def of(cls, error: Mapping[str, Any], body: object) -> Complaint:
@@ -117,7 +117,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Return the answer to any error. Unexpected errors are logged here, and their details are not sent to the client."""
+    """Return the answer to any error. Unexpected errors are logged here; their details are not sent to the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
@@ -133,7 +133,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make `app` answer expected errors with an OpenAI error body. RequestIdMiddleware does this for unexpected ones."""
+    """Make `app` answer expected errors with an OpenAI error body. RequestIdMiddleware answers unexpected ones."""
     app.add_exception_handler(ApiError, _respond)
     app.add_exception_handler(PacelineError, _respond)
     app.add_exception_handler(HTTPException, _http_error)
@@ -157,7 +157,7 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Return the most specific complaint with its field's path, and status 400 as OpenAI does; FastAPI would use 422."""
+    """Return the most specific complaint with its field's path and OpenAI's status 400; FastAPI would use 422."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":

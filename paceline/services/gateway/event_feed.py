@@ -111,7 +111,7 @@ class EventFeed:
         self._reading: asyncio.Task[None] | None = None
 
     async def join(self, inbox: Inbox) -> worker_pb2.Recipient:
-        """Return a recipient, to be named when an attempt is admitted. Until `leave`, `inbox` gets the attempt's events.
+        """Return a recipient to name when an attempt is admitted. Until `leave`, `inbox` gets the attempt's events.
 
         Raises FeedError if the stream cannot be opened.
         """

@@ -98,7 +98,7 @@ class Fleet:
         return self._workers[worker_id]
 
     def max_model_len(self, decodes: bool = True) -> int:
-        """Return the longest context that a worker takes; 0 if no worker is ready. Workers that are set aside count, too.
+        """Return the longest context that a worker takes; 0 if no worker is ready. Workers set aside count, too.
 
         Args:
             decodes: whether the work needs a decode worker. If no prefill worker is ready, all work does.
@@ -122,7 +122,7 @@ class Fleet:
         ]
 
     def set_aside(self, worker: RemoteWorker) -> None:
-        """Give a worker no new work until a health check succeeds; the next one follows in less than a second or two."""
+        """Give a worker no new work until a health check succeeds; the next one follows within two seconds."""
         worker.set_aside = True
         self._failed_workers.add(worker.member.worker_id)
 
@@ -198,7 +198,7 @@ class Fleet:
             self.has_served.set()
 
     async def _greet(self, worker: RemoteWorker) -> None:
-        """Find out before the first request whether a new member accepts our secret. Its health does not matter here."""
+        """Find out before the first request whether a new member accepts our secret. Ignore its health."""
         await self._is_serving(worker)
 
     async def _probe(self, worker: RemoteWorker) -> None:

@@ -104,7 +104,7 @@ class Generation:
                 self._traces.close(self._trace)
 
     async def batch(self) -> list[Delta]:
-        """Wait for new deltas and return them; return [] when all choices have ended. Raises errors of SequenceRunner.run."""
+        """Wait for new deltas and return them; [] when all choices have ended. Raises errors of SequenceRunner.run."""
         batch: list[Delta] = []
         while self._left and not (batch and self._came.is_empty):
             item = await self._came.get()

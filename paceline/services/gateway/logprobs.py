@@ -63,7 +63,7 @@ class LogprobFormat:
         return fields, offset
 
     def prompt(self, tokens: Sequence[Token | None]) -> list[dict[str, Any] | None]:
-        """Return vLLM's `prompt_logprobs`: for each prompt token, a dict from token id to logprob, rank and text, or None."""
+        """Return vLLM's `prompt_logprobs`: for each prompt token None, or logprob, rank and text by token id."""
         return [None if token is None or not token.logprobs else self._prompt_entry(token) for token in tokens]
 
     def _prompt_entry(self, token: Token) -> dict[str, Any]:
