@@ -1,4 +1,4 @@
-"""One member of the fleet as this gateway knows it: what it reports, and what has been seen of it here."""
+"""One member of the fleet as this gateway knows it: its reported load, and the calls that this gateway has sent it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.gateway.router import Candidate
 
 FIGURES_SECONDS = 3 * HEARTBEAT_SECONDS
-"""After which figures are none any more, when no new ones come."""
+"""Reported figures older than this are ignored, in seconds."""
 RECENT_SECONDS = 10.0
-"""In which what a worker was given lately counts half."""
+"""Half-life of the recently sent tokens, in seconds."""
 
 
 class Begun(NamedTuple):
-    """What a worker was given."""
+    """Totals of what this gateway has sent to a worker."""
 
     calls: int
     tokens: int
-    """Of prompts, to compute."""
+    """Prompt tokens that the worker has to compute."""
 
 
 class DecayingSum:
-    """A sum whose parts are forgotten: each is halved every `half_life` seconds. Instants are of one clock."""
+    """A sum that is halved every `half_life` seconds. All times that it is given are of one clock, in seconds."""
 
     def __init__(self, half_life: float) -> None:
         self._half_life = half_life
@@ -46,7 +46,7 @@ class DecayingSum:
 
 
 class RemoteWorker:
-    """A member, the channel to it, and what this gateway has seen of it itself."""
+    """A member, the channel to it, and this gateway's own counts of its calls and failures."""
 
     def __init__(self, member: Member, secret: Secret) -> None:
         self.member = member
@@ -55,25 +55,25 @@ class RemoteWorker:
         self.feed.on_draining = self._note_draining
         self.in_flight = 0
         self._tokens_in_flight = 0
-        """That it is to compute for these calls."""
+        """Prompt tokens of calls in flight that the worker has not computed yet."""
         self._begun = Begun(0, 0)
-        """Since the start."""
+        """Totals since this gateway knows the member."""
         self._begun_by_look = (self._begun, self._begun)
-        """As much as at the last look at the member's figures but one, and at the last one."""
+        """The totals at the look at the member's figures before the last one, and at the last look."""
         self._in_flight_by_look = (0, 0)
-        """Tokens in flight at these two looks."""
+        """Tokens in flight at the same two looks."""
         self._recent = DecayingSum(RECENT_SECONDS)
         self.listed = True
-        """Whether Redis names it."""
+        """Whether Redis lists the member now."""
         self._listed_at = time.monotonic()
-        """When it last did."""
+        """When Redis last listed the member, on time.monotonic()."""
         self.set_aside = False
         """Whether it gets no new work because it failed and no health check has succeeded since."""
         self.failed_probes = 0
         self.probe: asyncio.Task[None] | None = None
         self.gone = False
         self.refuses_us = False
-        """Whether our secret is not its own. Only a restart of one of us mends that: it is asked no more."""
+        """Whether the member refuses our secret. It gets no more calls, because only a restart can change this."""
 
     def __str__(self) -> str:
         return f"{self.member.role} worker {self.member.worker_id}"
@@ -84,12 +84,16 @@ class RemoteWorker:
 
     @property
     def unreported(self) -> int:
-        """Calls under way that the member's figures may not contain: those since the last look but one."""
+        """Calls in flight that the member's figures may not contain yet: calls begun since the look before the last."""
         return min(self.in_flight, self._begun.calls - self._begun_by_look[0].calls)
 
     def candidate(self, fetch_tokens_per_second: float) -> Candidate:
-        """What the router has to know of it. Where its figures are old, as when Redis is gone, that is what this
-        gateway has under way there."""
+        """Return this worker for the router. If its figures are old, for example because Redis is down, its load is
+        what this gateway has in flight on it.
+
+        Args:
+            fetch_tokens_per_second: measured rate at which its host fetches blocks from other hosts; 0 if unknown.
+        """
         now = time.monotonic()
         reports = now - self._listed_at < FIGURES_SECONDS
         speed = self.member.load.prefill_tokens_per_second
@@ -105,15 +109,16 @@ class RemoteWorker:
         )
 
     def _unreported_tokens(self) -> float:
-        """Of what this gateway has given it, what its figures may not contain; less what it has computed since."""
+        """Return tokens that this gateway has sent and the member's figures may not contain yet, minus tokens that the
+        member has computed since its report. Can be negative."""
         reported = self.member.load.queued_tokens
         ours = min(reported, max(self._in_flight_by_look))  # the rest came from other gateways
         begun = self._begun.tokens - self._begun_by_look[0].tokens
         return min(self._tokens_in_flight, ours + begun) - ours
 
     def look(self, member: Member) -> None:
-        """Takes over new figures, which were written at some time since the last look."""
-        if self.member.state == "draining":  # a heartbeat may have been written before
+        """Take over new figures, which the member wrote at some time since the last look."""
+        if self.member.state == "draining":  # this heartbeat may have been written before the drain began
             member = dataclasses.replace(member, state="draining")
         self.member = member
         self.feed.socket = member.events  # a worker that was starting did not have it yet
@@ -124,7 +129,7 @@ class RemoteWorker:
         self.member = dataclasses.replace(self.member, state="draining")
 
     def note_listed(self, listed: bool) -> None:
-        """Whether Redis names it now."""
+        """Record whether Redis lists the member now."""
         self.listed = listed
         if listed:
             self._listed_at = time.monotonic()
@@ -136,13 +141,13 @@ class RemoteWorker:
         self._recent.add(tokens, time.monotonic())
 
     def computed(self, tokens: int) -> None:
-        """Of those of a call that has begun."""
+        """Subtract prompt tokens that a running call has computed."""
         self._tokens_in_flight -= tokens
 
     def end_call(self) -> None:
         self.in_flight -= 1
 
     async def close(self) -> None:
-        """Lets go of it."""
+        """Close the feed of events and the channel."""
         await self.feed.close()
         await self.channel.close(None)

@@ -1,4 +1,4 @@
-"""Bodies of responses and of stream chunks, as the OpenAI API has them."""
+"""Bodies of responses and stream chunks in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Json = dict[str, Any]
 
 
 class TextChunk(NamedTuple):
-    """A chunk that says nothing but text; `ResponseFormat.text_chunk` is all of it."""
+    """A stream chunk with nothing but text. `ResponseFormat.text_chunk` makes its body."""
 
     choice: int
     text: str
 
 
 class ResponseFormat(ABC):
-    """Turns deltas into one kind of response."""
+    """The format of one kind of response: turns deltas into its body or its stream chunks."""
 
     whole_object: str
     chunk_object: str
@@ -60,14 +60,14 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def whole(self, choices: list[Delta], usage: Json) -> Json:
-        """The body of a response that is not streamed."""
+        """Return the body of a response that is not streamed."""
 
     @abstractmethod
     def text_chunk(self, index: int, text: str) -> Json:
-        """The chunk by which a choice gains text and nothing else."""
+        """Return the stream chunk that adds only text to a choice."""
 
     def chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
-        """The stream chunks of a delta; none where it has nothing to say."""
+        """Return the stream chunks of a delta; none if the delta changes nothing for the client yet."""
         if (complete := self._with_end(delta)) is not None:
             yield from self._chunks(complete)
 
@@ -75,7 +75,10 @@ class ResponseFormat(ABC):
     def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]: ...
 
     def _with_end(self, delta: Delta) -> Delta | None:
-        """Joins a choice's last tokens with its end, which comes right behind: clients expect both in one chunk."""
+        """Keep a choice's last tokens until its end comes, which is soon, because clients expect both in one chunk.
+
+        Returns the delta to send, joined with the kept one if there is one; None if the delta is kept.
+        """
         self._counts[delta.index] += len(delta.tokens)
         if (held := self._held.pop(delta.index, None)) is not None:
             held.add(delta)
@@ -89,12 +92,12 @@ class ResponseFormat(ABC):
         return delta
 
     def usage_so_far(self, usage: Json) -> Json:
-        """The `usage` of the latest chunk, from that of all tokens that have come."""
+        """Return the `usage` of the latest chunk, from that of all generated tokens; some may not be sent yet."""
         sent = self._sent_tokens
         return usage | {"completion_tokens": sent, "total_tokens": usage["prompt_tokens"] + sent}
 
     def usage_chunk(self, usage: Json) -> Json:
-        """The chunk that ends a stream with `include_usage`."""
+        """Return the last chunk of a stream with `include_usage`."""
         return self._chunk([]) | {"usage": usage}
 
     def _chunk(self, choices: list[Json]) -> Json:
@@ -104,13 +107,13 @@ class ResponseFormat(ABC):
         return self._plan.prompts[delta.index // self._plan.n]
 
     def _begins(self, delta: Delta) -> bool:
-        """Whether this is the choice's first delta."""
+        """Return whether this is the choice's first delta."""
         first = delta.index not in self._begun
         self._begun.add(delta.index)
         return first
 
     def _about_prompt(self, delta: Delta) -> Json:
-        """vLLM's fields about the prompt of a whole response; null where not asked for."""
+        """Return vLLM's fields about the prompt in a whole response. Fields that were not requested are null."""
         scores = delta.prompt_scores if self._wants_prompt_logprobs else None
         return {
             "prompt_logprobs": self._prompt_format.prompt(scores) if scores is not None else None,
@@ -124,13 +127,13 @@ class ResponseFormat(ABC):
         return self._format is None and delta.finish_reason is None and not self._returns_ids
 
     def _says_something(self, delta: Delta) -> bool:
-        # Half a character or the possible start of a stop string has no text yet, but a client that waits sees that it
-        # goes on, as with vLLM.
+        # A token may have no text yet: half a character, or the possible start of a stop string. As in vLLM, it gets a
+        # chunk, so that the client sees progress.
         return bool(delta.text or delta.tokens or delta.finish_reason)
 
 
 class ChatFormat(ResponseFormat):
-    """POST /v1/chat/completions."""
+    """Responses of POST /v1/chat/completions."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -184,7 +187,7 @@ class ChatFormat(ResponseFormat):
 
 
 class CompletionFormat(ResponseFormat):
-    """POST /v1/completions."""
+    """Responses of POST /v1/completions."""
 
     whole_object = chunk_object = "text_completion"
 

@@ -1,15 +1,16 @@
 """Where a request runs: a pure function of the request and of what is known about the fleet.
 
-Each way to run it has a cost in seconds: the time to its first token, as far as it can be told, and what it takes from
-others. The cheapest is taken.
+Each way to run a request has a cost in seconds: the estimated time to its first token, and a penalty for the delay of
+other requests. The cheapest way is taken. In this table, "the worker" computes the prompt; rates are tokens per second.
 
-    queue            tokens that the computing worker has before it / its tokens a second
-    fetch            tokens of a prefix that its host gets from another one first / what it gets a second
-    compute          tokens of the context that are cached on neither / its tokens a second
-    move             tokens that decode's host lacks / what it gets a second; hidden behind computing
-    handoff          the step of the decode worker that is under way, where another one computes the prompt
-    for others       load of the decode worker; the delay of those it decodes, where it computes the prompt
-    given lately     so that of equal places not always the same one is taken, and a prefix that many share spreads
+    queue       tokens that wait on the worker / its rate
+    fetch       tokens of a prefix that its host first fetches from another host / the rate of fetching
+    compute     tokens of the prompt that are cached on neither of these hosts / the worker's rate
+    move        tokens that the decode worker's host lacks / its rate of fetching; overlaps compute: the longer counts
+    handoff     rest of the decode worker's current step, if a prefill worker computes the prompt
+    others      load of the decode worker; if it computes the prompt itself, also the delay of each of its requests
+    recent      a share of the tokens sent to the worker recently, so that equal workers take turns and a shared prefix
+                spreads to several hosts
 """
 
 from __future__ import annotations
@@ -25,89 +26,93 @@ from paceline.services.common.registry import Member
 T = TypeVar("T")
 
 Link = tuple[str, str]
-"""Hosts, from where to where KV blocks are moved."""
+"""Ids of two hosts: KV blocks are moved from the first to the second."""
 
 PREFILL_TOKENS_PER_SECOND = 1000.0
-"""Of a fleet where nobody has measured it yet."""
+"""Assumed rate of prefill if no worker of the fleet has measured its own yet."""
 FETCH_TOKENS_PER_SECOND = 20_000.0
-"""Likewise."""
+"""Assumed rate at which a host fetches blocks from other hosts if it has not measured it yet."""
 LINK_SECONDS = 0.01
-"""What a prompt that comes from another host takes besides its bytes."""
+"""Time that a transfer between hosts takes in addition to the time for its bytes, in seconds."""
 HANDOFF_SECONDS = 0.02
-"""What it takes to go on where another worker has computed: at least, the step that is under way there."""
+"""Time that a handoff takes, in seconds. The decode worker must at least finish its current step first."""
 LOAD_SECONDS = 1.0
-"""To be spared a decode worker that is full, a request waits this much longer for its first token."""
+"""Cost of a full decode worker, in seconds: how much longer a request waits for its first token to avoid it."""
 LATELY = 0.1
-"""Of the seconds that a worker was given to compute lately."""
+"""Share of the recently sent tokens that counts as waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a placement must satisfy."""
+    """The facts about a request that its placement depends on."""
 
     context_tokens: int
-    """Prompt and longest answer together."""
+    """Tokens of the prompt and the longest answer together."""
     prompt_tokens: int = 1
-    """Those that are there already: their KV has to come from somewhere."""
+    """Tokens that exist already: the prompt, and what earlier attempts generated. Their KV is computed or reused."""
     cached: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """By host, how many of these it has; a hint."""
+    """For each host id, how many of these tokens the host has cached. A hint."""
     layouts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """By host, the fingerprint of its blocks, as far as it is known."""
+    """For each host id, the fingerprint of its KV layout, if known."""
     refused: frozenset[str] = frozenset()
-    """Workers that have just said that they are full: not asked again."""
+    """Ids of workers that have just refused this request or failed. They are not asked again for now."""
     failed: frozenset[str] = frozenset()
-    """Workers on which an earlier attempt failed: taken only where there is no other."""
+    """Ids of workers on which an earlier attempt failed. They are used only if there is no other worker."""
     cut: frozenset[Link] = frozenset()
-    """Over which blocks do not get through now."""
+    """Links on which transfers failed recently."""
     local_tokens: int = 0
-    """Of prompts, that a decode worker may have to compute beside its tokens, where there is another way."""
+    """Largest number of prompt tokens, this prompt included, that may wait on a decode worker when it computes the
+    prompt although a prefill worker could. 0 means that it never does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that can be reached, and how many calls of this gateway it has not finished."""
+    """A worker that can be reached, and this gateway's own counts of its work."""
 
     member: Member
     in_flight: int = 0
+    """Calls of this gateway that the worker has not finished."""
     unreported: int = 0
-    """Those of them that the member's figures may not contain yet."""
+    """Calls in flight that the member's figures may not contain yet."""
     unreported_tokens: float = 0.0
-    """That it has to compute beside those that the member reports; negative where it has computed of those since."""
+    """Tokens that this gateway has sent since the worker's last report, minus tokens that the worker has computed since
+    then. Can be negative."""
     recent_tokens: float = 0.0
-    """That this gateway has lately given it to compute."""
+    """Prompt tokens that this gateway has sent recently; older ones count less."""
     fetch_tokens_per_second: float = 0.0
-    """That its host gets from other hosts; 0 is not known."""
+    """Measured rate at which its host fetches blocks from other hosts; 0 if unknown."""
 
     @property
     def load(self) -> float:
-        # The figures are up to a second old; our own calls spread a burst that comes in between.
+        # The figures are up to a second old. Our own newer calls are added, so that a burst spreads over the workers.
         member = self.member
         return (member.load.running + member.load.waiting + self.unreported) / max(member.max_seqs, 1)
 
     @property
     def has_room(self) -> bool:
-        """As far as this gateway's own calls tell; the worker has the last word."""
+        """Whether this gateway's own calls leave room. The worker decides: it knows the calls of all gateways."""
         return self.in_flight < self.member.max_seqs
 
     @property
     def queued_tokens(self) -> float:
-        """Prompt tokens that it has not computed yet."""
+        """Prompt tokens that the worker has not computed yet."""
         return self.member.load.queued_tokens + self.unreported_tokens
 
     @property
     def tokens_per_second(self) -> float:
-        """At which it computes prompts; 0 is not known."""
+        """Measured rate at which the worker computes prompts; 0 if unknown."""
         return self.member.load.prefill_tokens_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Workers for an attempt. Without `prefill` the decode worker computes; without `decode` nothing is decoded."""
+    """The workers of an attempt. Without `prefill`, the decode worker computes the prompt. Without `decode`, nothing is
+    decoded."""
 
     decode: Member | None
     prefill: Member | None
     source: str = ""
-    """Host from which the computing worker first brings over a prefix."""
+    """Id of the host from which the computing worker first fetches a prefix; "" if it fetches none."""
     cached_tokens: int = 0
     """Tokens of the prompt that the computing worker will then find in its cache; a hint."""
     least_cached_tokens: int = 0
@@ -122,20 +127,18 @@ class Placement:
 
 
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
-    """The cheapest way to run a request.
+    """Return the cheapest placement of a request, or None if no workers can take it now.
 
-    A decode worker computes prompts itself only where there is no prefill worker for it at all, or where a few tokens
-    at most are not cached there. Where there are prefill workers, all full, the request waits for them, so that a
-    burst of prompts does not slow down everybody's tokens.
-
-    Returns None where nothing can take the request now.
+    A decode worker computes a prompt itself only if no prefill worker can hand over to it, or if few of the tokens are
+    not cached on its host. If all prefill workers are full, the request waits for one, so that a burst of prompts does
+    not slow down the decoding of other requests.
     """
     fleet = list(snapshot)
     measured = [speed for candidate in fleet if (speed := candidate.tokens_per_second)]
     usual = statistics.fmean(measured) if measured else PREFILL_TOKENS_PER_SECOND
 
     def rank(way: _Way) -> tuple[object, ...]:
-        # Names break ties, so that equal snapshots give equal placements.
+        # Ids break ties, so that equal snapshots give equal placements.
         prefill_load = 0.0 if way.prefill is None else way.prefill.load
         return *way.trouble(need), way.seconds(need, usual), way.local, way.far, prefill_load, way.names, way.source
 
@@ -144,8 +147,10 @@ def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
 
 
 def place_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Placement | None:
-    """As `place`, but one decode worker after the other, and its prefill workers likewise, those of its host first;
-    without regard to load, to what is cached, and to what it costs."""
+    """Return a placement as `place` does, but take decode workers in turn, and prefill workers in turn.
+
+    Prefill workers on the decode worker's host are preferred. Load, cached tokens and cost are ignored.
+    """
     ways = [way for way in _ways(dataclasses.replace(need, cached={}), snapshot) if way.alone or not way.local]
     least = min((way.trouble(need) for way in ways), default=None)
     ways = [way for way in ways if way.trouble(need) == least]
@@ -157,7 +162,7 @@ def place_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Place
 
 
 def place_computing(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
-    """Return the place at which a context is computed soonest, for work that needs no decoding.
+    """Return the worker that computes a context soonest, for work that needs no decoding.
 
     Decode workers are used only if there is no prefill worker. Returns None if no worker can take the work now.
     """
@@ -174,7 +179,7 @@ def place_computing(need: Need, snapshot: Iterable[Candidate]) -> Placement | No
 
 
 def place_computing_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Placement | None:
-    """Return a place for work that needs no decoding: one worker after another."""
+    """Return a worker for work that needs no decoding. Workers take turns."""
     workers = sorted(_computing(need, snapshot), key=lambda candidate: candidate.member.worker_id)
     unfailed = [candidate for candidate in workers if candidate.member.worker_id not in need.failed]
     return _computing_at(_in_turn(unfailed or workers, turn)) if workers else None
@@ -188,7 +193,7 @@ def _computing(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _fitting(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
-    """Return the workers that take work of this length."""
+    """Return the ready workers whose longest context is long enough."""
     return [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
 
 
@@ -201,14 +206,14 @@ def _computing_at(candidate: Candidate | None) -> Placement | None:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One way to run a request."""
+    """One way to run a request: its workers, and where a prefix comes from."""
 
     decode: Candidate
     prefill: Candidate | None
     alone: bool = False
-    """Whether there is no prefill worker that could hand over to this decode worker."""
+    """Whether no prefill worker can hand over to this decode worker, even a full one."""
     source: str = ""
-    """Host from which a prefix comes first."""
+    """Id of the host from which a prefix is fetched first; "" if none is."""
 
     @property
     def computing(self) -> Candidate:
@@ -227,18 +232,18 @@ class _Way:
         return self.decode.member.worker_id, "" if self.prefill is None else self.prefill.member.worker_id
 
     def cached(self, need: Need) -> int:
-        """Tokens that need not be computed."""
+        """Return how many prompt tokens need not be computed."""
         return need.cached.get(self.source or self.computing.member.host_id, 0)
 
     def trouble(self, need: Need) -> tuple[bool, ...]:
-        """What is worse than any cost, the worst first."""
+        """Return the disadvantages that outweigh any cost, the worst one first."""
         return self.alone, *(name in need.failed for name in self.names)
 
     def seconds(self, need: Need, usual: float) -> float:
-        """What it costs.
+        """Return the cost in seconds.
 
         Args:
-            usual: tokens a second of workers that have not measured it.
+            usual: prefill rate of workers that have not measured it, in tokens per second.
         """
         computing, decode = self.computing, self.decode
         speed = computing.tokens_per_second or usual
@@ -248,7 +253,7 @@ class _Way:
             lacking = self.cached(need) - need.cached.get(computing.member.host_id, 0)
             fetch = LINK_SECONDS + lacking / _fetch_speed(computing)
         if self.local:
-            compute *= 1 + decode.member.load.running  # each of those waits as long
+            compute *= 1 + decode.member.load.running  # each running request waits as long
         if self.far:
             lacking = need.prompt_tokens - need.cached.get(decode.member.host_id, 0)
             move = lacking / _fetch_speed(decode)
@@ -264,7 +269,7 @@ class _Way:
 
 
 def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
-    """All that are allowed now."""
+    """Return all ways that are allowed now."""
     fitting = _fitting(need, snapshot)
     prefills = [c for c in fitting if c.member.role == "prefill"]
     ways: list[_Way] = []
@@ -281,7 +286,10 @@ def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
 
 
 def _source(need: Need, way: _Way) -> str:
-    """The host that has the most of the context cached, and more than the computing worker's; "" where none has."""
+    """Return the host to fetch a prefix from: the one with the most cached tokens among those that can send blocks.
+
+    Returns "" if the computing worker's own host has as many.
+    """
     here, layout = way.computing.member.host_id, way.computing.member.layout
     readable = [
         (tokens, host)
@@ -293,7 +301,7 @@ def _source(need: Need, way: _Way) -> str:
 
 
 def _little_is_left(need: Need, decode: Candidate) -> bool:
-    """Whether the decode worker may compute what is not cached without being felt by those that it serves."""
+    """Return whether at most `local_tokens` prompt tokens would then wait on the decode worker, older ones included."""
     cached = need.cached.get(decode.member.host_id, 0)
     return need.prompt_tokens - cached + decode.queued_tokens <= need.local_tokens
 

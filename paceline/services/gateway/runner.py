@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class SequenceRunner:
-    """Runs sequences on a fleet."""
+    """A runner of sequences on a fleet."""
 
     def __init__(self, config: GatewayConfig, fleet: Fleet, placements: PlacementLog, prefixes: PrefixIndex) -> None:
         self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
@@ -73,7 +73,7 @@ class SequenceRunner:
                 except WorkerDrainingError as error:
                     attempt.record.fail(str(error))
                     sequence.failed |= {error.worker.member.worker_id}
-                except (WorkerFailedError, WorkerBusyError) as error:  # busy after it had admitted is a failure, too
+                except (WorkerFailedError, WorkerBusyError) as error:  # busy although it had admitted is a failure, too
                     attempt.record.fail(str(error))
                     if isinstance(error, WorkerBusyError):
                         error = WorkerFailedError(str(error), error.worker, unreachable=False)
@@ -93,7 +93,7 @@ class SequenceRunner:
             self.queue.wake()
 
     def _leave_draining_workers(self) -> None:
-        """Move sequences from decode workers that drain to others, as far as these have room."""
+        """Move sequences from draining decode workers to others, as many as these have room for."""
         running = [attempt for attempt in self._running if attempt.decode is not None]
         staying = [a for a in running if a.decode is not None and a.decode.member.state == "draining"]
         if not staying:
@@ -111,7 +111,7 @@ class SequenceRunner:
                 attempt.leave()
 
     async def _admit(self, sequence: SequenceRun, deadline: float) -> AnyAttempt:
-        """Return an attempt that workers have admitted, after waiting if there is no room."""
+        """Return an attempt that workers have admitted. Waits in the queue if there is no room."""
         span = trace.get_current_span()
         span.add_event("queue")
         record = sequence.trace
@@ -139,7 +139,7 @@ class SequenceRunner:
     async def _try_to_admit(
         self, sequence: SequenceRun, record: AttemptTrace, deadline: float, again: bool
     ) -> AnyAttempt | None:
-        """Ask workers in the router's order until one admits. Returns None if all are full or none is there now."""
+        """Ask workers in the router's order until they admit an attempt. Returns None if all are full or gone."""
         kind = KINDS[sequence.kind]
         context_tokens = sequence.context_tokens
         cached = self._cached_tokens(sequence)
@@ -189,7 +189,7 @@ class SequenceRunner:
             except WorkerFailedError as error:
                 self._discard(attempt)
                 record.wait_for(str(error))
-                # Nothing was begun: a worker that restarts or drains costs no attempt, however often that happens.
+                # An unreachable worker has begun nothing. However often it restarts or drains, no attempt is counted.
                 self._note_failure(error, sequence, begun=not error.unreachable)
                 refused |= {error.worker.member.worker_id}
             except BaseException:
@@ -200,7 +200,7 @@ class SequenceRunner:
         return self._fleet.max_model_len(KINDS[sequence.kind].decodes)
 
     def _cached_tokens(self, sequence: SequenceRun) -> Mapping[str, int]:
-        """Return for each host the tokens of the context that it has cached, as far as this gateway knows."""
+        """Return for each host id how many tokens of the context are cached there, as far as this gateway knows."""
         if self._config.router_mode != "kv" or sequence.needs_scores:
             return {}
         return self._prefixes.cached_tokens(sequence.context, len(sequence.context.token_ids) - 1)
@@ -216,13 +216,14 @@ class SequenceRunner:
 
     def _note_failure(self, error: WorkerFailedError, sequence: SequenceRun, begun: bool = True) -> None:
         if error.link is not None:
-            # This is no worker's fault, and no attempt is spent: there is a way without the link, if only without both.
+            # No worker failed, and no attempt is counted: placements without this link remain. At worst a decode worker
+            # computes the prompt itself.
             self._fleet.avoid_link(error.link)
         elif error.worker.member.state == "draining":
-            sequence.failed |= {error.worker.member.worker_id}  # its time to drain is over, and no attempt is spent
+            sequence.failed |= {error.worker.member.worker_id}  # its drain deadline is over; no attempt is counted
         else:
             sequence.failed |= {error.worker.member.worker_id}
-            # Beyond its first token an attempt has got on: whatever ended it is not this request.
+            # An attempt that got past its first token made progress, so this failure is not the request's: count anew.
             sequence.failures = begun + (
                 0 if len(sequence.generated) > sequence.generated_before + 1 else sequence.failures
             )

@@ -1,4 +1,4 @@
-"""The endpoint that adds and removes workers, by the supervisor of this machine's stack."""
+"""The endpoint that adds and removes workers. It asks the supervisor of this machine's stack (`paceline serve`)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 
 ANSWER_SECONDS = 30.0
-"""Time for the supervisor to start processes, which then load the model on their own."""
+"""Deadline of the supervisor's answer. It starts processes in this time; it does not wait until they are ready."""
 
 
 class ScaleRequest(Body):
-    """How many workers there should be. A role that is left out stays as it is."""
+    """The numbers of workers to have. A role that is left out does not change."""
 
     prefill: int | None = Field(None, ge=0, le=64)
     decode: int | None = Field(None, ge=1, le=64)
 
 
 def make_scaling(gateway: Gateway) -> APIRouter:
-    """Return the routes."""
+    """Return the routes GET and POST /fleet/scale."""
     router = APIRouter()
 
     @router.get("/fleet/scale")

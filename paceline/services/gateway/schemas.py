@@ -1,7 +1,7 @@
-"""What clients may send: OpenAI's fields and vLLM's extras. Types and ranges are checked here, and nowhere else.
+"""The bodies that clients may send: OpenAI's fields and vLLM's extras. Only this module checks types and ranges.
 
-What cannot be honoured yet is refused by name, because a dropped `tools` is worse than an error. Fields that nobody
-knows are accepted with a warning, as clients of other servers expect.
+Known fields that are not supported are refused by name, because a client that sends `tools` prefers an error to an
+answer without them. Unknown fields are ignored with a warning, as clients of other servers expect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _SERVED_ANYWAY = frozenset(
     {"metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "safety_identifier", "service_tier", "store"}
 )
-"""Known fields that change nothing here."""
+"""Known fields that are accepted and have no effect here."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -55,7 +55,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Fields that are not supported yet, with the values that ask for nothing."""
+"""Fields that are not supported yet. Each has the values that are accepted because they ask for nothing."""
 
 
 class StreamOptions(Body):
@@ -64,7 +64,7 @@ class StreamOptions(Body):
 
 
 class NamedRequest(Body):
-    """What every body has: the name of the model, and no field that would be dropped in silence."""
+    """Base class of all bodies: the name of the model, and the check for unsupported and unknown fields."""
 
     model: str | None = None
 
@@ -73,7 +73,7 @@ class NamedRequest(Body):
     def _check_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        # As in the OpenAI API, null means: not said.
+        # As in the OpenAI API, null means that the field is not given.
         said = {name: value for name, value in data.items() if value is not None}
         for name, value in said.items():
             refused = name in _REFUSED or (name.startswith("guided_") and name not in cls.model_fields)
@@ -86,7 +86,7 @@ class NamedRequest(Body):
 
 
 class GenerationRequest(NamedRequest):
-    """What both ways to generate share. None everywhere means: not said."""
+    """The fields that completions and chat completions share. None always means that the field is not given."""
 
     max_tokens: int | None = Field(None, ge=0)
     min_tokens: int = Field(0, ge=0)
@@ -94,7 +94,7 @@ class GenerationRequest(NamedRequest):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
-    # Nearer to zero, logits divided by it would not be finite.
+    # Logits are divided by this; with a divisor near zero they would not be finite.
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -109,7 +109,7 @@ class GenerationRequest(NamedRequest):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: AnswerFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # What vLLM called structured_outputs before.
+    # vLLM's older names for structured_outputs.
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
@@ -148,7 +148,7 @@ class GenerationRequest(NamedRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -167,7 +167,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several prompts, each as text or as token ids."""
+        """The prompts, each as text or as token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -189,7 +189,7 @@ class TextPart(Body):
 
 
 class ChatMessage(Body):
-    """Whatever else a message holds is passed to the template."""
+    """One message of a conversation. Fields that are unknown here are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -209,7 +209,7 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str | None:
-        """The content as one text."""
+        """The content as one text, its parts joined by newlines; None if there is none."""
         return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
 
     def for_template(self) -> dict[str, Any]:
@@ -217,24 +217,24 @@ class ChatMessage(Body):
 
 
 class ChatFields(NamedRequest):
-    """How a conversation becomes a prompt."""
+    """The fields that say how a conversation becomes a prompt."""
 
     messages: list[ChatMessage] = Field(default_factory=list)
     add_generation_prompt: bool | None = None
-    """By default the opposite of `continue_final_message`."""
+    """Default: the opposite of `continue_final_message`."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class ChatRequest(ChatFields, GenerationRequest):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     echo: bool = False
-    """Whether the answer begins with the last message, where that is the assistant's."""
+    """Whether the answer begins with the text of the last message, if its role is "assistant"."""
     add_special_tokens: bool = False
 
     @model_validator(mode="after")
@@ -245,11 +245,11 @@ class ChatRequest(ChatFields, GenerationRequest):
 
 
 class TokenizeRequest(ChatFields):
-    """POST /tokenize: with a text, or with a conversation."""
+    """The body of POST /tokenize: either a text or a conversation."""
 
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    """By default they are added to a text; a chat template writes its own."""
+    """Default: true for a text; false for a conversation, because its chat template writes them."""
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -260,6 +260,6 @@ class TokenizeRequest(ChatFields):
 
 
 class DetokenizeRequest(NamedRequest):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     tokens: list[TokenId]

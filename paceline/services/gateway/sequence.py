@@ -1,4 +1,4 @@
-"""One sequence and its progress: what each attempt leaves to the next one."""
+"""One sequence and its progress, from which the next attempt goes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.services.gateway.worker_call import WorkerFailedError
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceRun:
-    """One sequence from its arrival to its end. Create it inside the sequence's span."""
+    """One sequence from its arrival to its end. Create it inside the sequence's trace span."""
 
     request_id: str
     """Unique among all sequences that run in the cluster."""
@@ -32,7 +32,7 @@ class SequenceRun:
     """Lower is more urgent."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     follows: bool = False
-    """Whether another sequence of the same request was started before: its client is being served already."""
+    """Whether another sequence of the same request was started before, so that its client is being served already."""
     trace: SequenceTrace = field(default_factory=SequenceTrace)
     span: Span = field(default_factory=get_current_span)
     context: Context = field(init=False)
@@ -46,7 +46,7 @@ class SequenceRun:
     """Tokens that had come before the current attempt."""
     last_failure: WorkerFailedError | None = None
     unreachable_since: float | None = None
-    """On time.monotonic(); set while the sequence waits for another reason than that all workers are full."""
+    """When it began to wait for a worker to come back, on time.monotonic(); None while workers are only full."""
     scored: int = 0
     """Prompt tokens whose logprobs have come."""
     failed: frozenset[str] = frozenset()
@@ -62,12 +62,12 @@ class SequenceRun:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether the whole prompt has to be computed because its logprobs are asked for."""
+        """Whether the whole prompt has to be computed, because its logprobs are requested and have not all come."""
         asked = self.sampling.prompt_logprobs is not None
         return asked and self.scored < len(self.prompt_ids)
 
     def work(self, model: str) -> common_pb2.Work:
-        """Begin the next attempt; return what it asks of workers."""
+        """Begin the next attempt and return its work for the workers."""
         self.attempts += 1
         self.generated_before = len(self.generated)
         sampling = self.sampling
@@ -93,11 +93,11 @@ class SequenceRun:
         return FinishReason.LENGTH if len(self.generated) >= self.sampling.max_tokens else None
 
     def unreachable(self) -> UnavailableError:
-        """Return the error for a sequence that no worker could be reached for in time."""
+        """Return the error for a sequence if no worker that fits could be reached in time."""
         return UnavailableError(f"{self.last_failure or 'no worker has come back in time'}; try again later")
 
     def note(self, event: Event, trace: AttemptTrace) -> Event | None:
-        """Record an event; return the part of it that the client has not seen yet."""
+        """Record an event and return the part that the client has not seen yet; None if there is none."""
         match event:
             case Generated(tokens):
                 if not self.generated:
@@ -115,7 +115,7 @@ class SequenceRun:
         return event
 
     def _new_scores(self, scores: PromptScores) -> PromptScores | None:
-        """Return the scores that no earlier attempt has reported."""
+        """Return the scores that no earlier attempt has reported; None if there are none."""
         fresh = scores.tokens[max(0, self.scored - scores.first) :]
         if not fresh:
             return None

@@ -1,4 +1,4 @@
-"""Answers that live as long as their client: server-sent events, and cancelling when the client goes."""
+"""Answers that end when the client disconnects: server-sent events, and the cancelling of other work."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SEND_SECONDS = 60.0
-"""A client that takes nothing for so long is given up, because its request holds a place on a worker."""
+"""A client that takes no data for this long loses its request, which occupies a place on a worker. In seconds."""
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _MARK = "\0"
-"""No other string of a chunk is this one."""
+"""Stand-in for the text of a chunk. No other string in a chunk equals it."""
 _DONE = b"data: [DONE]\n\n"
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-"""JSON allows these characters, and clients that read line by line break at them."""
+"""Escapes of characters that JSON allows and that clients may take for the end of a line."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None when the client went first; then `work` has been cancelled and has ended."""
+    """Return the result of `work`, or None if the client disconnects first. Then `work` is cancelled and has ended."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnect(receive))
     try:
@@ -49,7 +49,10 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T 
 async def event_stream(
     generation: Generation, response_format: ResponseFormat, options: StreamOptions
 ) -> AsyncGenerator[bytes]:
-    """The server-sent events of a generation, joined where they are ready together. Must be closed when left early."""
+    """Yield the server-sent events of a generation. Events that are ready together are joined.
+
+    A caller that stops early must close the generator.
+    """
     writer = EventWriter(response_format, options, generation.usage)
     async with generation.running():
         while batch := await generation.batch():
@@ -61,10 +64,10 @@ async def event_stream(
 
 
 class EventWriter:
-    """Turns deltas of one response into server-sent events.
+    """A converter of one response's deltas into server-sent events.
 
     Args:
-        usage: that of all tokens that have come.
+        usage: returns the usage, counting all tokens that have come.
     """
 
     def __init__(self, response_format: ResponseFormat, options: StreamOptions, usage: Callable[[], Json]) -> None:
@@ -72,7 +75,7 @@ class EventWriter:
         self._options = options
         self._usage = usage
         self._around_text: dict[int, tuple[str, str]] = {}
-        """By choice: what stands before and behind the text of its chunks, which are alike but for that."""
+        """For each choice, the JSON before and after the text of its chunks, which differ in nothing but the text."""
 
     def write(self, delta: Delta) -> bytes:
         return b"".join(map(self._write_chunk, self._format.chunks(delta)))
@@ -96,7 +99,7 @@ class EventWriter:
 
 
 class EventStreamResponse(Response):
-    """Sends events. Headers wait for the first event, so that what fails before it gets a status of its own."""
+    """A response that sends events. Headers wait for the first event, so that an earlier error gets its own status."""
 
     media_type = "text/event-stream"
 
@@ -115,12 +118,12 @@ class EventStreamResponse(Response):
                 with contextlib.closing(watch):
                     await until_disconnect(receive, self._send_all(scope, receive, send, watch))
         except TimeoutError:
-            # Returning without an end makes the server close the connection.
+            # Return without ending the response: then the server closes the connection.
             log.warning("a client took nothing for %g seconds; its request was cancelled", self._send_seconds)
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send, watch: StallWatch) -> None:
         begun = False
-        # What stands between us and the server has nothing to do with bodies, and each layer costs a call a token.
+        # Bodies go to the server directly, because middlewares do nothing with them and would cost a call per token.
         send_body: Send = scope.get("state", {}).get("send", send)
         async with contextlib.aclosing(self._events) as events:
             try:

@@ -1,4 +1,4 @@
-"""The bytes of every token, so that text can be put together token by token."""
+"""The tokenizer, with the bytes of every token, so that text can be joined token by token."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.services.gateway.chat_template import ChatTemplate, Message
 
 
 class Vocabulary:
-    """Token ids to bytes.
+    """The bytes of each token id.
 
-    A token may be a part of a character, so its own value is bytes. Both families of byte-complete tokenizers are
-    known: byte-level BPE, and SentencePiece with byte fallback.
+    A token may be a part of a character, so it stands for bytes and not for text. Both families of tokenizers that
+    cover all bytes are supported: byte-level BPE, and SentencePiece with byte fallback.
 
     Raises:
         ModelError: the tokenizer's decoder does not work on bytes.
@@ -35,14 +35,14 @@ class Vocabulary:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token; none for an id without a token, as in a padded vocabulary."""
+        """Return the bytes of a token; b"" for an id without a token, such as the padding of a vocabulary."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._spell(self._tokenizer.id_to_token(token_id) or "")
         return known
 
     def token_text(self, token_id: int) -> str:
-        """A token alone as text; a part of a character shows as U+FFFD."""
+        """Return a token alone as text; a part of a character becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def _spell(self, token: str) -> bytes:
@@ -50,7 +50,7 @@ class Vocabulary:
             kind = step["type"]
             if kind == "ByteLevel":
                 alphabet = self._byte_alphabet
-                # An added token may hold characters outside the alphabet, a space for instance: it stands for itself.
+                # An added token may have characters outside the alphabet, such as a space. It is its own text.
                 return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
             if kind == "ByteFallback" and (match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
                 return bytes.fromhex(match[1])
@@ -62,7 +62,7 @@ class Vocabulary:
 
     @cached_property
     def _byte_alphabet(self) -> dict[str, int]:
-        """GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100 on."""
+        """GPT-2's alphabet, character to byte: printable bytes are themselves, all others follow from U+0100 on."""
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         others = [byte for byte in range(256) if byte not in printable]
         return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -71,7 +71,7 @@ class Vocabulary:
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     decoder = json.loads(tokenizer.to_str()).get("decoder") or {"type": "none"}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    # Fuse joins; Strip takes a space from the start of a whole text, and ours continues a prompt.
+    # Fuse only joins. Strip removes a space at the start of a whole text; generated text continues a prompt.
     known = {"ByteLevel", "ByteFallback", "Metaspace", "Fuse", "Strip"}
     for step in steps:
         if step["type"] not in known and not (step["type"] == "Replace" and "String" in step["pattern"]):
@@ -83,7 +83,7 @@ def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a request gets that does not say: the model's generation_config.json, else OpenAI's defaults."""
+    """Sampling parameters for requests that leave them out: the model's own, or else OpenAI's defaults."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -93,16 +93,17 @@ class SamplingDefaults:
 
     @staticmethod
     def from_generation_config(values: Mapping[str, Any]) -> SamplingDefaults:
+        """Return the defaults of a model with these values in its generation_config.json."""
         known = {name: values[name] for name in SamplingDefaults.__slots__ if values.get(name) is not None}
         return SamplingDefaults(**known)
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """A model's tokenizer: text to token ids and back, and the chat template.
 
     Args:
-        folder: holds tokenizer.json; tokenizer_config.json, generation_config.json and config.json where there.
-        chat_template: file that replaces the model's own template.
+        folder: must have tokenizer.json; tokenizer_config.json, generation_config.json and config.json are optional.
+        chat_template: a file that replaces the model's own template.
 
     Raises:
         ModelError: the folder does not hold a tokenizer that can be read.
@@ -117,7 +118,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"cannot read {path}: {error}") from error
-        # Such settings belong to training; a prompt is never cut or filled in silence.
+        # Truncation and padding are for training. A prompt is never truncated or padded silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = _read_json(folder / "tokenizer_config.json")
@@ -127,18 +128,18 @@ class Tokenizer:
 
         self.vocabulary = Vocabulary(self._tokenizer)
         self.vocab_size: int = _text_value(model, "vocab_size") or self._tokenizer.get_vocab_size()
-        """Width of the logits: every token id is below it."""
+        """Width of the logits: every token id is lower."""
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
-        """Most characters of a token, at least."""
+        """Upper bound of the characters that one token stands for."""
         self.eos_token_ids = self._eos_token_ids(generation, model, special_tokens)
         self.defaults = SamplingDefaults.from_generation_config(generation)
         source = _chat_template_source(folder, settings, chat_template)
         self._chat_template = ChatTemplate(source, special_tokens) if source is not None else None
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Token ids of a text. Raises InvalidRequestError, which names `param`, for text that is not valid Unicode."""
+        """Return a text's token ids. Raises InvalidRequestError, which names `param`, if it is not valid Unicode."""
         try:
-            # Unlike `encode`, the batch form lets other threads run meanwhile.
+            # Unlike `encode`, the batch form lets other Python threads run.
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (UnicodeEncodeError, TypeError) as error:
             message = f"{param}: the text is not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
@@ -146,11 +147,11 @@ class Tokenizer:
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def token_string(self, token_id: int) -> str:
-        """The vocabulary's own spelling of a token."""
+        """Return the vocabulary's own spelling of a token; "" for an id without a token."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def render_chat(
@@ -161,7 +162,7 @@ class Tokenizer:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
-        """See ChatTemplate.render. Raises InvalidRequestError where the model has no template."""
+        """Render a conversation, as ChatTemplate.render. Raises InvalidRequestError if the model has no template."""
         if self._chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template (it is a base model); use /v1/completions, "
@@ -182,7 +183,7 @@ class Tokenizer:
         if listed is None:
             listed = _text_value(model, "eos_token_id")
         ids = {listed} if isinstance(listed, int) else set(listed or ())
-        # A chat model's tokenizer knows the end of a turn, where its config still has the base model's end of text.
+        # A chat model's config may still name the base model's end of text; its tokenizer knows the end of a turn.
         own = self._tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         return frozenset(ids if own is None else ids | {own})
 
@@ -200,7 +201,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _text_value(config: Mapping[str, Any], name: str) -> Any:
-    """A value of config.json; models of several modalities keep the language model's in a section of its own."""
+    """Return a value of config.json. Multimodal models have the language model's values in `text_config`."""
     value = config.get(name)
     return value if value is not None else config.get("text_config", {}).get(name)
 

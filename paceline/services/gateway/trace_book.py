@@ -1,4 +1,4 @@
-"""The traces of the newest requests, in memory and bounded, and a trace as JSON for `GET /trace/{id}`.
+"""A bounded book of the newest requests' traces, in memory, and the JSON of a trace for `GET /trace/{id}`.
 
 In JSON, instants and durations are in milliseconds, and instants count from the request's arrival.
 """
@@ -19,18 +19,18 @@ KEPT = 1000
 _CHOICE = re.compile(r"(.+)-(\d{1,9})")
 
 EARLIER = 10
-"""Older requests with the same id that are named."""
+"""Largest number of older requests with the same id that a trace names."""
 
 Json = dict[str, Any]
 Clock = Callable[[float | None], float | None]
-"""From an instant of time.monotonic() to milliseconds; None where it has not come."""
+"""A function from an instant of time.monotonic() to milliseconds; None if the instant has not come yet."""
 
 
 class TraceBook:
-    """Owns the traces of requests that run, and of those that ended last.
+    """The traces of all running requests, and of the requests that ended last.
 
     Args:
-        kept: sequences of ended requests, at most.
+        kept: largest number of sequences of ended requests whose traces are kept.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
@@ -38,9 +38,9 @@ class TraceBook:
         self._by_id: dict[str, list[RequestTrace]] = {}
         self._ended: deque[RequestTrace] = deque()
         self._sequences = 0
-        """Of ended requests."""
+        """Sequences of ended requests whose traces are kept now."""
         self.requests = InUse()
-        """Requests that run, or whose clients have not taken everything yet."""
+        """Requests that run, or whose clients have not received the whole answer yet."""
 
     def open(self, trace: RequestTrace) -> None:
         self.requests.begin()
@@ -48,12 +48,12 @@ class TraceBook:
             self._by_id.setdefault(name, []).append(trace)
 
     def close(self, trace: RequestTrace) -> None:
-        """The request has ended; the oldest ended ones make room for it."""
+        """Record the end of a request. If there are too many ended requests, forget the oldest ones."""
         trace.end()
         self.requests.end()
         self._ended.append(trace)
         self._sequences += len(trace.records)
-        # A request without any sequence takes room, too.
+        # Requests are counted, too, because a request without any sequence also takes memory.
         while self._sequences > self._kept or len(self._ended) > self._kept:
             oldest = self._ended.popleft()
             self._sequences -= len(oldest.records)
@@ -63,7 +63,7 @@ class TraceBook:
                     del self._by_id[name]
 
     def find(self, name: str) -> RequestTrace | None:
-        """The newest request with this id: the client's, our own, or that of a sequence as workers know it."""
+        """Return the newest request with this id: the client's, our own, or a sequence's as workers know it."""
         if traces := self._by_id.get(name):
             return traces[-1]
         if (choice := _CHOICE.fullmatch(name)) is None:
@@ -73,13 +73,13 @@ class TraceBook:
         return next((trace for trace in candidates if index < trace.sequences), None)
 
     def earlier(self, trace: RequestTrace) -> list[RequestTrace]:
-        """Older requests of the client with the same id, the newest first."""
+        """Return older requests with the same id from clients, the newest first."""
         traces = self._by_id.get(trace.request_id, [])
         return traces[: traces.index(trace)][::-1] if trace in traces else []
 
 
 def describe(trace: RequestTrace, earlier: Sequence[RequestTrace], now: float) -> Json:
-    """What is known of a request by `now`, on time.monotonic().
+    """Return the JSON of a request's trace. `now` is the time on time.monotonic().
 
     Args:
         earlier: older requests with the same id, the newest first.
@@ -142,7 +142,7 @@ def _attempt(attempt: AttemptTrace, at: Clock) -> Json:
 
 
 def _admission(attempt: AttemptTrace, at: Clock) -> Json | None:
-    """None while no worker has taken it."""
+    """Return None until workers have admitted the attempt."""
     if attempt.admitted is None:
         return None
     return {
@@ -158,12 +158,12 @@ def _admission(attempt: AttemptTrace, at: Clock) -> Json | None:
 
 
 def _prefill(attempt: AttemptTrace, at: Clock) -> Json | None:
-    """Steps that computed the context, on whichever worker; None where none has been reported."""
+    """Describe the steps that computed the context, on either worker. Returns None if no step was reported."""
     chunks = attempt.chunks
     if not chunks.count:
         return None
     return {
-        # A short step may have begun before the gateway knew that it was admitted.
+        # A short step may have begun before the gateway learned that the attempt was admitted.
         "began_ms": at(max(chunks.began, attempt.admitted or 0.0)),
         "ended_ms": at(chunks.ended),
         "tokens": chunks.tokens,
@@ -184,14 +184,14 @@ def _prefill(attempt: AttemptTrace, at: Clock) -> Json | None:
 
 
 def _handoff(attempt: AttemptTrace, at: Clock) -> Json | None:
-    """None until the prefill worker has filled the blocks, and where there is none."""
+    """Return None until the prefill worker has filled the blocks, and if there is no prefill worker."""
     if attempt.filled is None:
         return None
     adopted = attempt.adopted
     described: Json = {"filled_ms": at(attempt.filled), "told_ms": at(attempt.handed_over)}
     if adopted is None or attempt.handed_over is None:
         return described | {"adopted_ms": None, "ms": None, "blocks": None, "bytes_moved": None, "path": None}
-    # The worker's clock is another one: what it says is how long it took.
+    # The worker's clock differs from ours, so it reports a duration.
     done = attempt.handed_over + adopted.adopt_ms / 1000
     return described | {
         "adopted_ms": at(done),
@@ -203,7 +203,7 @@ def _handoff(attempt: AttemptTrace, at: Clock) -> Json | None:
 
 
 def _decode(attempt: AttemptTrace, at: Clock) -> Json | None:
-    """None where the decode worker has sent no token. Counts of steps and drafts are as new as its last report."""
+    """Return None until the decode worker has sent a token. Steps and drafts are counts of its last report."""
     times, effort = attempt.decode_times, attempt.effort
     if not times:
         return None
@@ -221,7 +221,7 @@ def _decode(attempt: AttemptTrace, at: Clock) -> Json | None:
 
 
 def _gaps(gaps: Gaps | None) -> Json | None:
-    """Between two messages with tokens; tokens that were there together come together."""
+    """Describe the times between messages with tokens. One message has all tokens that were ready together."""
     if gaps is None:
         return None
     return {"p50_ms": _ms(gaps.p50), "p99_ms": _ms(gaps.p99), "max_ms": _ms(gaps.longest)}

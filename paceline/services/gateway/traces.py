@@ -1,6 +1,6 @@
-"""What happened to one sequence: its waits, its attempts, and what their workers reported of them.
+"""Records of what happened to a request, its sequences and their attempts, with the reports of workers.
 
-Log lines, metrics and traces are made of this. All instants are of time.monotonic(), in seconds.
+Log lines, metrics and traces are made from them. All instants are of time.monotonic(), in seconds.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline.services.common.registry import Member
 from paceline.services.gateway.plan import Plan
 
 CHUNKS_KEPT = 32
-"""Chunks of an attempt that are kept one by one; of later ones only the totals are."""
+"""Chunks of an attempt that are kept one by one. Later ones only count in the totals."""
 
 REASONS_KEPT = 8
-"""Different reasons of one wait."""
+"""Largest number of different reasons of one wait. Further ones count as OTHER_REASONS."""
 
 OTHER_REASONS = "other reasons"
 
 _REASON_CHARACTERS = 300
 
 SEQUENCES_KEPT = 100
-"""Sequences of one request whose traces are kept once it has ended."""
+"""Sequences of one request whose traces are kept after it has ended."""
 
 
 class WorkerName(NamedTuple):
@@ -38,10 +38,10 @@ class WorkerName(NamedTuple):
 
 
 class ChunkTrace(NamedTuple):
-    """A step computed tokens [first, first + tokens) of the context."""
+    """One step of a worker that computed tokens [first, first + tokens) of the context."""
 
     at: float
-    """When the worker's word came."""
+    """When the worker's report came."""
     worker: str
     first: int
     tokens: int
@@ -58,13 +58,13 @@ class Gaps(NamedTuple):
 
 @dataclass(slots=True)
 class ChunkTotals:
-    """All chunks of an attempt."""
+    """Totals of all chunks of an attempt, and the first chunks one by one."""
 
     count: int = 0
     tokens: int = 0
     step_seconds: float = 0.0
     began: float = 0.0
-    """When the first one's step began, as far as the gateway can know."""
+    """When the first chunk's step began, estimated from the time of its report."""
     ended: float = 0.0
     kept: list[ChunkTrace] = field(default_factory=list)
 
@@ -81,43 +81,43 @@ class ChunkTotals:
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """One try, from its place in the queue to its end. What has not happened is None."""
+    """One attempt, from its place in the queue to its end. Instants that have not come are None."""
 
     queued: float = field(default_factory=time.monotonic)
     ahead: int = 0
-    """Sequences that waited already."""
+    """Sequences that waited already when this one joined the queue."""
     waited_for: Counter[str] = field(default_factory=Counter)
-    """Why it was not admitted, and how often it heard so."""
+    """For each reason why the attempt was not admitted, how often it was the reason."""
     number: int = 0
-    """`Key.attempt` of the messages and holds."""
+    """`Key.attempt` of the attempt's messages and leases."""
     decode: WorkerName | None = None
-    """The worker that was asked last, at `asked`; and the prefill worker beside it."""
+    """The decode worker that was asked last, at `asked`. `prefill` was asked with it."""
     prefill: WorkerName | None = None
     asked: float | None = None
     admitted: float | None = None
     context_tokens: int = 0
-    """Prompt, and what earlier attempts have generated."""
+    """Tokens of the prompt, and tokens that earlier attempts have generated."""
     cached_tokens: int = 0
-    """That the worker which computes it found on its host."""
+    """Tokens of the context that the computing worker found cached on its host."""
     blocks: int = 0
     cached_blocks: int = 0
     chunks: ChunkTotals = field(default_factory=ChunkTotals)
     filled: float | None = None
     handed_over: float | None = None
-    """When the decode worker was told."""
+    """When the gateway told the decode worker that the blocks are filled."""
     adopted: worker_pb2.Adopted | None = None
     effort: worker_pb2.Effort | None = None
     token_times: list[float] = field(default_factory=list)
-    """When each message with tokens came; after `close` only the first two and the last one."""
+    """When each message with tokens came; after `close` only the first two and the last."""
     tokens: int = 0
     gaps: Gaps | None = None
-    """Of `decode_times`; set by `close`."""
+    """The gaps between `decode_times`; set by `close`."""
     failed: float | None = None
     failure: str = ""
 
     @property
     def decode_times(self) -> list[float]:
-        """When each message with tokens of the decode worker came. A prefill worker sends one."""
+        """When each message with tokens came from the decode worker. A prefill worker sends the first one."""
         return self.token_times if self.prefill is None else self.token_times[1:]
 
     @property
@@ -130,30 +130,30 @@ class AttemptTrace:
         return self.prefill.worker if self.prefill else "", self.decode.worker if self.decode else ""
 
     def wait_for(self, reason: str) -> None:
-        """Notes why it was not admitted just now."""
+        """Record why the attempt was not admitted just now."""
         reason = reason[:_REASON_CHARACTERS]
         if reason not in self.waited_for and len(self.waited_for) >= REASONS_KEPT:
             reason = OTHER_REASONS
         self.waited_for[reason] += 1
 
     def ask(self, decode: Member | None, prefill: Member | None, number: int, context_tokens: int) -> None:
-        """Note that these workers are asked to admit the attempt."""
+        """Record that these workers are asked to admit the attempt."""
         self.asked = time.monotonic()
         self.decode = None if decode is None else WorkerName(decode.worker_id, decode.host_id)
         self.prefill = None if prefill is None else WorkerName(prefill.worker_id, prefill.host_id)
         self.number, self.context_tokens = number, context_tokens
 
     def reserve(self, admitted: worker_pb2.Admitted) -> None:
-        """The decode worker has room. It counts as `admitted` once the prefill worker has taken it, too."""
+        """Record that the decode worker has room. The attempt is `admitted` when the prefill worker admits it, too."""
         self.cached_tokens = admitted.cached_tokens
         self.blocks, self.cached_blocks = admitted.blocks, admitted.cached_blocks
 
     def take(self, report: worker_pb2.Report, worker_id: str) -> None:
-        """What a worker says of its part."""
+        """Add a worker's report on its part of the attempt."""
         now = time.monotonic()
         for chunk in report.chunks:
             self.chunks.add(ChunkTrace(now, worker_id, chunk.first, chunk.tokens, chunk.step_ms / 1000))
-        # Copies, because a part of a message keeps all of it in memory.
+        # Copies, because a part of a message keeps the whole message in memory.
         if report.HasField("adopted"):
             self.adopted = worker_pb2.Adopted()
             self.adopted.CopyFrom(report.adopted)
@@ -165,7 +165,7 @@ class AttemptTrace:
         self.failed, self.failure = time.monotonic(), reason[:_REASON_CHARACTERS]
 
     def close(self) -> None:
-        """It is over: of many instants a few figures stay."""
+        """Record the end: keep only a few of the token times, and their gaps as percentiles."""
         self.gaps = gaps_of(self.decode_times)
         if len(self.token_times) > 3:
             self.token_times = [*self.token_times[:2], self.token_times[-1]]
@@ -176,27 +176,27 @@ class SequenceTrace:
     """What happened to one sequence."""
 
     index: int = 0
-    """Which of the request's choices it is."""
+    """Index of the sequence among the request's choices."""
     prompt_tokens: int = 0
     max_tokens: int = 0
     arrived: float = field(default_factory=time.monotonic)
     tries: list[AttemptTrace] = field(default_factory=list)
-    """In order; the last one may not have been admitted."""
+    """All attempts in order; the last one may not have been admitted."""
     ended: float | None = None
     outcome: str = ""
-    """Its finish reason, "abort" or "error"; empty while it runs."""
+    """The finish reason, "abort" or "error"; empty while the sequence runs."""
     why: str = ""
-    """More about the end, for people."""
+    """More about the end, for people to read."""
     generated_tokens: int = 0
 
     @property
     def admitted(self) -> float | None:
-        """When the first attempt was."""
+        """When the first attempt was admitted."""
         return next((attempt.admitted for attempt in self.tries if attempt.admitted is not None), None)
 
     @property
     def attempts(self) -> int:
-        """Those that workers admitted."""
+        """Number of attempts that workers admitted."""
         return sum(attempt.admitted is not None for attempt in self.tries)
 
     @property
@@ -211,18 +211,18 @@ class SequenceTrace:
 
     @property
     def handed_over(self) -> float | None:
-        """When a decode worker was told last."""
+        """When a decode worker was last told that the blocks are filled."""
         told = (attempt.handed_over for attempt in reversed(self.tries))
         return next((instant for instant in told if instant is not None), None)
 
     @property
     def workers(self) -> tuple[str, str]:
-        """Ids of the last prefill and decode worker that took it; "" where there is none."""
+        """Ids of the prefill and decode worker that admitted it last; "" if there is none."""
         taken = [attempt for attempt in self.tries if attempt.admitted is not None]
         return taken[-1].worker_ids if taken else ("", "")
 
     def end(self, outcome: str, why: str, generated_tokens: int) -> None:
-        """Must come behind everything that reads `token_times`."""
+        """Record the end. Call this after everything that reads `token_times`, because it drops most of them."""
         self.ended, self.outcome, self.why, self.generated_tokens = time.monotonic(), outcome, why, generated_tokens
         for attempt in self.tries:
             attempt.close()
@@ -230,30 +230,31 @@ class SequenceTrace:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestTrace:
-    """One request of a client: what it asked for, and what happened to each of its sequences. No text of anybody's."""
+    """One request of a client: its parameters, and what happened to its sequences. It has no text of the client."""
 
     request_id: str
-    """What the client got; it may have chosen it, and have used it before."""
+    """The id in the response. If the client chose it, earlier requests may have the same one."""
     own_id: str
-    """Unique in the cluster; in the keys of leases and in logs of workers each of several sequences adds its index."""
+    """Unique in the cluster. Workers know sequences by it; see `sequence_id`."""
     endpoint: str
     streamed: bool
     asked: dict[str, Any]
-    """How tokens are to be chosen."""
+    """The parameters of sampling."""
     sequences: int
     arrived: float
-    """On time.monotonic()."""
+    """When the request arrived, on time.monotonic(). `clock` is the same as date and time."""
     clock: datetime = field(default_factory=lambda: datetime.now(UTC))
     records: list[SequenceTrace] = field(default_factory=list)
-    """Of sequences that have begun, in the order of their beginning."""
+    """Traces of sequences that have begun, in the order of their beginning."""
     left_out: int = 0
+    """Number of sequences whose traces were dropped at the end."""
     ended: float | None = None
     outcome: str = ""
-    """finished, failed or "client gone"; empty while it runs."""
+    """One of "finished", "failed" and "client gone"; empty while it runs."""
 
     @staticmethod
     def of(plan: Plan, request_id: str, own_id: str, endpoint: str, arrived: float, streamed: bool) -> RequestTrace:
-        """A request that is about to run. `arrived` is on time.monotonic()."""
+        """Return the trace of a request that is about to run. `arrived` is on time.monotonic()."""
         return RequestTrace(
             request_id=request_id,
             own_id=own_id,
@@ -265,17 +266,17 @@ class RequestTrace:
         )
 
     def sequence_id(self, index: int) -> str:
-        """The id under which workers know a sequence."""
+        """Return the id by which workers know a sequence, in the keys of leases and in logs."""
         return self.own_id if self.sequences == 1 else f"{self.own_id}-{index}"
 
     def begin(self, index: int, prompt_tokens: int, max_tokens: int) -> SequenceTrace:
-        """A sequence begins; who runs it fills in the record."""
+        """Record that a sequence begins. Returns its trace, which is filled in while it runs."""
         record = SequenceTrace(index, prompt_tokens, max_tokens)
         self.records.append(record)
         return record
 
     def end(self) -> None:
-        """All that has begun has ended."""
+        """Record the end of the request. All sequences that have begun must have ended."""
         outcomes = {record.outcome for record in self.records}
         self.ended = time.monotonic()
         if "error" in outcomes:
@@ -288,7 +289,7 @@ class RequestTrace:
 
 
 def gaps_of(times: Sequence[float]) -> Gaps | None:
-    """None where there are fewer than two instants. Percentiles are by nearest rank."""
+    """Return the gaps between sorted instants; None if there are fewer than two. Percentiles are by nearest rank."""
     gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
     if not gaps:
         return None
@@ -297,7 +298,7 @@ def gaps_of(times: Sequence[float]) -> Gaps | None:
 
 
 def _asked(plan: Plan) -> dict[str, Any]:
-    """What all sequences have in common, without a word of theirs: a constraint may be long, a stop string private."""
+    """Return parameters that all sequences share, without texts: a constraint may be long, a stop string private."""
     sampling = plan.prompts[0].sampling
     constraint = sampling.constraint
     return {

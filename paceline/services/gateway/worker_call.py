@@ -1,4 +1,4 @@
-"""Calls to workers. Their errors become the gateway's, and a long silence is an error."""
+"""Calls to workers. gRPC errors become errors of the gateway, and a long silence is an error."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.router import Link
 
 ADMIT_SECONDS = 10.0
-"""A worker answers an admission without computing anything, so a longer silence is a failure."""
+"""Deadline of the answer to an admission, in seconds. A worker computes nothing for it, so it comes soon."""
 QUIET_SECONDS = 1.0
-"""Time without an answer to an admission after which the worker's health is checked, again and again. Most answers come
-within milliseconds; a worker that reads a large grammar takes longer and is healthy."""
+"""Interval of health checks while a worker does not answer an admission, in seconds. Most answers come within
+milliseconds, but a healthy worker that reads a large grammar takes longer."""
 
 Answer = TypeVar("Answer")
 
 
 class WorkerFailedError(UnavailableError):
-    """An attempt ended without a result; another one may succeed.
+    """An attempt ended without a result. Another attempt may succeed.
 
-    `unreachable` says that the worker itself seems to be gone, rather than to have failed at this request. `link` names
-    two hosts where it is between them that blocks did not get through.
+    Args:
+        unreachable: whether the worker itself seems to be gone, rather than to have failed at this request.
+        link: the hosts between which blocks could not be moved, if this was the reason.
     """
 
     def __init__(self, message: str, worker: RemoteWorker, unreachable: bool, link: Link | None = None) -> None:
@@ -51,7 +52,7 @@ class WorkerFailedError(UnavailableError):
 
 
 class WorkerDrainingError(UnavailableError):
-    """An attempt ended because its worker drains. The sequence goes on elsewhere, and no attempt is spent."""
+    """An attempt ended because its worker drains. The sequence goes on elsewhere, and no attempt is counted."""
 
     def __init__(self, worker: RemoteWorker) -> None:
         super().__init__(f"{worker} drains")
@@ -67,10 +68,10 @@ class WorkerBusyError(BusyError):
 
 
 class WorkerCall:
-    """One call.
+    """One gRPC call to a worker.
 
     Args:
-        link: between which hosts a failed transfer was to go.
+        link: the hosts between which the worker moves blocks, if it does; named in the error of a failed transfer.
     """
 
     def __init__(self, call: Any, worker: RemoteWorker, link: Link | None) -> None:
@@ -80,7 +81,7 @@ class WorkerCall:
         self._link = link
 
     async def read(self, seconds: float | None) -> Any:
-        """The next message. Raises WorkerFailedError, WorkerBusyError or InvalidRequestError."""
+        """Return the next message. Raises WorkerFailedError, WorkerBusyError or InvalidRequestError."""
         try:
             async with asyncio.timeout(seconds):
                 message = await heeding_cancellation(self._call.read())
@@ -97,10 +98,10 @@ class WorkerCall:
         return message
 
     async def write(self, message: Any) -> None:
-        # gRPC goes on waiting for the beginning of a call that was cancelled before.
+        # If the call was cancelled before it began, gRPC would go on waiting for its beginning.
         writing = asyncio.ensure_future(self._call.write(message))
         self._call.add_done_callback(lambda _: writing.cancel())
-        # A call that has failed already says so better when it is read.
+        # If the call has failed already, `read` gives the better error.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             async with asyncio.timeout(ADMIT_SECONDS):
                 try:
@@ -121,10 +122,10 @@ class WorkerCall:
 
 
 async def answer(asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> Answer:
-    """Wait for a worker's answer to an admission, and return it.
+    """Wait for a worker's answer to an admission, and return it. Raises WorkerFailedError, and the errors of `asking`.
 
-    A worker that stands still (stopped, swapped out, its machine gone) fails soon, because other requests wait for this
-    answer, and there may be room for the request elsewhere. Raises WorkerFailedError, and the errors of `asking`.
+    A worker that hangs (stopped, swapped out, its machine gone) counts as failed soon, because other requests wait for
+    this answer and another worker may have room for this request.
     """
     answer = asyncio.create_task(asking)
     try:
@@ -134,7 +135,7 @@ async def answer(asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> A
             except RefusedError as error:
                 raise WorkerFailedError(str(error), worker, True) from error
             if not serves and not answer.done():
-                raise WorkerFailedError(f"{worker} stands still: it does not answer", worker, True)
+                raise WorkerFailedError(f"{worker} hangs: it does not answer", worker, True)
         return await answer
     finally:
         await end_tasks(answer)
@@ -145,19 +146,21 @@ def silence(worker: RemoteWorker, seconds: float | None) -> WorkerFailedError:
 
 
 def out_of_turn(worker: RemoteWorker) -> WorkerFailedError:
-    return WorkerFailedError(f"{worker} said something that was not its turn to say", worker, False)
+    return WorkerFailedError(f"{worker} sent a message out of turn", worker, False)
 
 
 FAREWELL_SECONDS = 1.0
-"""Between the last event and the end of the call, whichever comes first."""
+"""Longest time between the last event and the end of the call, in either order, in seconds."""
 
 
 class DecodeCall:
-    """Must always be closed. `admit` and `next` raise WorkerFailedError, WorkerBusyError or InvalidRequestError.
+    """A call to a decode worker, with the inbox of its events. It must always be closed.
+
+    `admit` and `next` raise WorkerFailedError, WorkerBusyError or InvalidRequestError.
 
     Args:
-        link: between which hosts a failed transfer was to go.
-        stall_seconds: longest silence, of an admission and between events.
+        link: the hosts between which the worker moves blocks, if it does; named in the error of a failed transfer.
+        stall_seconds: longest silence before the admission and between events, in seconds.
     """
 
     def __init__(self, worker: RemoteWorker, link: Link | None, stall_seconds: float) -> None:
@@ -171,7 +174,7 @@ class DecodeCall:
         self._watch = StallWatch(stall_seconds, lambda: self._inbox.put(silence(worker, stall_seconds)))
 
     async def admit(self, work: common_pb2.Work, seconds: float) -> worker_pb2.Admitted:
-        """Begins the call, which lives so long at most."""
+        """Begin the call, which may last `seconds` at most, and return the answer to the admission."""
         patience = min(ADMIT_SECONDS, self._stall_seconds)
         try:
             async with asyncio.timeout(patience):
@@ -200,7 +203,7 @@ class DecodeCall:
         self._inbox.put(WorkerDrainingError(self._worker))
 
     def divert(self, take: Callable[[list[Token]], object]) -> None:
-        """See `Inbox.divert`."""
+        """Give tokens to `take` as soon as they come; see `Inbox.divert`."""
 
         def heard(tokens: list[Token]) -> None:
             self._watch.begin()
@@ -209,7 +212,7 @@ class DecodeCall:
         self._inbox.divert(heard)
 
     async def next(self) -> list[Token] | worker_pb2.DecodeEvent:
-        """The next event, or tokens of which nothing else is told."""
+        """Return the next event, or tokens that came with nothing but their ids."""
         if self._inbox.is_empty:
             self._watch.begin()
         event = await self._inbox.get()
@@ -222,28 +225,28 @@ class DecodeCall:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the call has. Why, `error` tells."""
+        """Whether the call has ended. `error` returns the reason."""
         return self._ending is not None and self._ending.done()
 
     def when_ended(self, act: Callable[[], object]) -> None:
-        """Behind the admission."""
+        """Call `act` when the call has ended. Only after `admit`."""
         assert self._ending is not None
         self._ending.add_done_callback(lambda _: act())
 
     async def error(self) -> BaseException:
-        """Why the call has ended, or is just about to."""
+        """Return the reason why the call has ended or is about to end."""
         await self.farewell()
         assert self._ending is not None
         ended = self._ending.done() and not self._ending.cancelled()
         return (ended and self._ending.exception()) or out_of_turn(self._worker)
 
     async def farewell(self) -> None:
-        """After the last event: lets the worker end the call itself; `close` would make it an abort."""
+        """Wait after the last event until the worker ends the call. To `close` at once would count as an abort."""
         assert self._ending is not None
         await asyncio.wait((self._ending,), timeout=FAREWELL_SECONDS)
 
     def close(self) -> None:
-        """Ends whatever still runs; `next` fails from now on."""
+        """End the call, if it still runs. From now on `next` fails."""
         self._watch.close()
         if self._ending is not None:
             self._ending.cancel()
@@ -253,12 +256,15 @@ class DecodeCall:
         self._inbox.put(WorkerFailedError(f"the call to {self._worker} was cancelled", self._worker, True))
 
     def _abandon(self) -> None:
-        """Nothing is heard of the attempt any more. While its prompt is computed elsewhere nobody would notice."""
+        """Cancel the call, because the stream of its events has broken.
+
+        Nobody would notice this while the prompt is computed on another worker, because no task reads the inbox then.
+        """
         if self._call is not None:
             self._call.cancel()
 
     def _end(self, ending: asyncio.Task[object]) -> None:
-        """The call has ended. The feed says so, too, behind all that it has to tell; it should, at least."""
+        """Make `next` fail after the end of the call. The feed has some time to deliver its last events before."""
         if not ending.cancelled():
             error = ending.exception() or out_of_turn(self._worker)
             assert isinstance(error, Exception)

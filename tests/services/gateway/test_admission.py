@@ -34,7 +34,7 @@ async def test_one_that_stands_still_is_left_alone(
         assert answer.json()["choices"][0]["text"] == TEXT[:9]
     # Set aside, it was asked by the first request alone.
     await eventually(lambda: still.outcomes() == ["cancelled"])
-    assert f"{role} worker {role}-0 stands still: it does not answer" in caplog.text
+    assert f"{role} worker {role}-0 hangs: it does not answer" in caplog.text
 
 
 async def test_those_in_line_behind_it_get_room_elsewhere(start_stack: StartStack) -> None:
