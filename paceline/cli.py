@@ -1,6 +1,6 @@
 """The command line. Every field of a config in `paceline.core.config` is a flag; nothing is declared twice.
 
-Exit codes: 0 done, 1 something failed while running, 2 the input or the machine does not fit, 130 interrupted.
+Exit codes: 0 success; 1 a failure while running; 2 invalid input, or a machine that lacks something; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ tools
   trace REQUEST_ID    show one request's life
   scale ROLE=N        change how many workers a running stack has
   prepare MODEL       fetch or convert a model and print its folder
-  token FILE          make the secret by which services know each other
+  token FILE          make the secret that the services of a cluster share
   version             print the version
 
 examples
@@ -70,13 +70,13 @@ Options: paceline COMMAND --help. Without a MODEL, serve takes a small bundled o
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """A command that runs `paceline.services.<name>.main.run` with a config until it is told to stop."""
+    """A command that runs `paceline.services.<name>.main.run` with a config until a signal stops it."""
 
     config: type[ServiceConfig | ServeConfig]
     arguments: str
     summary: str
     extra: str
-    """The pip extra that holds what it imports."""
+    """The pip extra with its dependencies."""
 
 
 SERVICES = {
@@ -101,7 +101,7 @@ _HIDDEN = {"ready_fd", "supervisor_socket"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = vars(build_parser().parse_args(argv or ["--help"]))
     name = arguments.pop("command")
@@ -128,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, service in SERVICES.items():
         command = _add_command(commands, name, f"{service.arguments} [options]".strip(), service.summary)
         command.add_argument(
-            "--config", type=Path, metavar="FILE", help=f"TOML file: keys at its top and in [{name}]; flags win"
+            "--config", type=Path, metavar="FILE", help=f"TOML file: keys at its top and in [{name}]; flags override it"
         )
         _add_options(command, service.config, service.config.model_fields)
     prepare = _add_command(commands, "prepare", "MODEL [options]", "Fetch or convert a model and print its folder.")
@@ -136,17 +136,19 @@ def build_parser() -> argparse.ArgumentParser:
     _add_options(prepare, ServeConfig, ("cache_dir", "quantization"))
     watch = _add_command(commands, "top", "[options]", "Show the fleet and its speed, live; Ctrl-C ends it.")
     _add_gateway(watch)
-    watch.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks [%(default)s]")
-    watch.add_argument("--count", type=int, default=0, metavar="N", help="looks to print; 0 goes on")
+    watch.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates [%(default)s]"
+    )
+    watch.add_argument("--count", type=int, default=0, metavar="N", help="updates to print; 0 for no limit")
     look = _add_command(commands, "trace", "REQUEST_ID [options]", "Show one request's life, while it runs and after.")
-    look.add_argument("request_id", metavar="REQUEST_ID", help="from the answer, or its header x-request-id")
+    look.add_argument("request_id", metavar="REQUEST_ID", help="id in the response, or in its header x-request-id")
     _add_gateway(look)
-    look.add_argument("--json", action="store_true", help="print all that the gateway knows")
+    look.add_argument("--json", action="store_true", help="print the whole trace as JSON")
     resize = _add_command(
         commands, "scale", "[ROLE=N ...] [options]", "Change how many workers a running stack has. No request is lost."
     )
     resize.add_argument(
-        "targets", metavar="ROLE=N", nargs="*", help="such as prefill=3 decode=1; without any, the fleet is printed"
+        "targets", metavar="ROLE=N", nargs="*", help="such as prefill=3 decode=1; with none, only print the fleet"
     )
     _add_gateway(resize)
     resize.add_argument(
@@ -156,15 +158,17 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="wait this long for new workers to be ready and for old ones to end; 0 returns at once",
     )
-    token = _add_command(commands, "token", "FILE", "Make the secret for --auth-token-file; one that is there stays.")
-    token.add_argument("file", type=Path, metavar="FILE", help="file to write, for this user alone")
+    token = _add_command(commands, "token", "FILE", "Make the secret for --auth-token-file. An existing one is kept.")
+    token.add_argument("file", type=Path, metavar="FILE", help="file to write; only this user may read it")
     _add_command(commands, "version", "", "Print the version.")
     return parser
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the gateway is [%(default)s]")
-    parser.add_argument("--api-key", default="", metavar="KEY", help="key to send; empty takes $PACELINE_API_KEY")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the gateway [%(default)s]")
+    parser.add_argument(
+        "--api-key", default="", metavar="KEY", help="key to send; by default the first one in $PACELINE_API_KEY"
+    )
 
 
 def _run(name: str, arguments: dict[str, Any]) -> None:
@@ -183,8 +187,8 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         _prepare(arguments["model"], cache_dir, arguments.get("quantization", "none"))
     else:
         config = _load(name, arguments.pop("config"), arguments)
-        # Until the service listens to signals itself there is nothing to clean up; and the first process of a
-        # container would not even be ended by SIGTERM.
+        # Until the service handles signals itself, there is nothing to clean up. Without this handler, SIGTERM would
+        # not end the first process of a container.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         env.share_cores()
         env.quiet_grpc()
@@ -202,7 +206,7 @@ def _api_key(arguments: dict[str, Any]) -> str:
 def _prepare(model: str, cache_dir: Path, quantization: Quantization) -> None:
     from paceline.models.assets import resolve_model
 
-    # As an exception, so that a half-made folder is removed on the way out.
+    # SIGTERM becomes an exception, so that a half-made folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(resolve_model(model, cache_dir, lambda line: print(line, file=sys.stderr, flush=True), quantization))
 
@@ -243,7 +247,7 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=30, width=min(100, shutil.get_terminal_size().columns))
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        """Keeps the lines that a help has; the parts of a list begin with white space."""
+        """Keep the line breaks of a help text. A line that begins with white space is a list item."""
         return [line for part in text.split("\n") for line in self._wrap(part, width)]
 
     def _wrap(self, line: str, width: int) -> list[str]:
@@ -272,7 +276,7 @@ def _add_options(parser: argparse.ArgumentParser, config: type[Options], names: 
             help = _help(config, name)
             group.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help)
             continue
-        # A default must not look like a given flag, because only given flags override the file.
+        # Suppress defaults, because only flags that are given override the file.
         group.add_argument(
             flag(name),
             *_SHORT.get(name, ()),

@@ -1,4 +1,4 @@
-"""What commands ask of a gateway, over HTTP."""
+"""HTTP requests that commands send to a gateway."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError, UnavailableError
 
 SECONDS = 5.0
+"""Default deadline of each network operation, in seconds."""
 
 
 def fetch(
@@ -21,11 +22,11 @@ def fetch(
 
     Args:
         body: sent with POST; without a body the request is a GET.
-        seconds: deadline of the request.
+        seconds: deadline of each network operation of the request.
 
     Raises:
         InvalidRequestError: the gateway refuses. The message is the gateway's, if it gave one.
-        UnavailableError: no gateway answers there.
+        UnavailableError: no gateway answers at `url`.
     """
     try:
         if not url.startswith(("http://", "https://")):
@@ -39,7 +40,7 @@ def fetch(
         with urllib.request.urlopen(request, timeout=seconds) as response:
             answer = json.load(response)
         if not isinstance(answer, dict):
-            raise ValueError("its answer is no JSON object")
+            raise ValueError("its answer is not a JSON object")
     except urllib.error.HTTPError as error:
         raise InvalidRequestError(f"{url} answers {error.code}: {_reason(error)}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:

@@ -1,4 +1,4 @@
-"""`paceline scale`: change how many workers a stack has, while it serves."""
+"""`paceline scale`: change how many workers a running stack has."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paceline.client import fetch
 from paceline.core.errors import ConfigError, UnavailableError
 
 SECONDS = 60.0
-"""Deadline of one request to the gateway."""
+"""Deadline of one request to the gateway, in seconds."""
 POLL_SECONDS = 0.5
 
 
 def scale(targets: Sequence[str], url: str, api_key: str, wait: float) -> None:
-    """Ask for workers and print the fleet.
+    """Request a number of workers of each role, and print the fleet.
 
     Args:
         targets: e.g. "prefill=3"; empty only prints the fleet.
@@ -24,14 +24,14 @@ def scale(targets: Sequence[str], url: str, api_key: str, wait: float) -> None:
     Raises:
         ConfigError: a target cannot be read.
         InvalidRequestError: the gateway or its supervisor refuses.
-        UnavailableError: no gateway answers, or the fleet is not as wanted in time.
+        UnavailableError: no gateway answers, or the fleet has not reached its targets after `wait` seconds.
     """
     wanted = _parse(targets)
     state = fetch(url, "/fleet/scale", api_key, wanted or None, SECONDS)
     deadline = time.monotonic() + wait
     while wait and not _is_settled(state):
         if time.monotonic() >= deadline:
-            raise UnavailableError(f"after {wait:g} seconds the fleet is not as wanted yet: {_describe(state)}")
+            raise UnavailableError(f"after {wait:g} seconds the fleet has not reached its targets: {_describe(state)}")
         time.sleep(POLL_SECONDS)
         state = fetch(url, "/fleet/scale", api_key, seconds=SECONDS)
     print(_describe(state))

@@ -1,4 +1,4 @@
-"""`paceline top`: the fleet, live, from what a gateway shows at /fleet."""
+"""`paceline top`: show the fleet live, from /fleet of a gateway."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _COLUMNS = (
 
 
 def top(url: str, api_key: str, interval: float, count: int) -> None:
-    """Prints the fleet every `interval` seconds, `count` times, or until it is interrupted where that is 0.
+    """Print the fleet every `interval` seconds, `count` times, or until interrupted if `count` is 0.
 
-    Raises what `fetch` does.
+    Raises the errors of `fetch`.
     """
     before, shown = fetch(url, _PATH, api_key), 0
     began = time.monotonic()
     while count == 0 or shown < count:
         time.sleep(interval)
         now, at = fetch(url, _PATH, api_key), time.monotonic()
-        # Cursor home and erase below, rather than erase all: nothing flickers.
+        # Move the cursor home and erase below it, because erasing the whole screen would flicker.
         print("\x1b[H\x1b[J" if count == 0 else "", end="")
         print("\n".join(render(before, now, at - began)), flush=True)
         before, began, shown = now, at, shown + 1
 
 
 def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[str]:
-    """The lines between two looks at /fleet that lie `seconds` apart. Rates and shares are of that time."""
+    """Return the lines for two answers of /fleet that are `seconds` apart. Rates and shares are of this time."""
     earlier = {worker["worker_id"]: worker["stats"] for worker in before["workers"]}
     lines = ["".join(title.ljust(width) for title, width in _COLUMNS)]
     for worker in now["workers"]:
@@ -74,7 +74,7 @@ def _speed(gained: Mapping[str, float], seconds: float) -> list[str]:
 
 
 def _drafts(gained: Mapping[str, float]) -> list[str]:
-    """The share of draft tokens that came true, and tokens that a verified draft has given on average."""
+    """Return the share of draft tokens that were accepted, and the mean number of tokens from a verified draft."""
     drafts, tokens, accepted = (gained.get(name, 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))
     return [f"{100 * accepted / tokens:.0f}%", f"{1 + accepted / drafts:.2f}"] if tokens and drafts else ["-", "-"]
 

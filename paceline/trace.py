@@ -1,4 +1,4 @@
-"""`paceline trace`: one request's life, from what a gateway knows of it."""
+"""`paceline trace`: show one request's life, from /trace of a gateway."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from paceline.client import fetch
 
 CHUNKS_SHOWN = 8
-"""Of one attempt, beside the last one."""
+"""Chunks of one attempt that are shown before the last one."""
 
 Json = Mapping[str, Any]
 Line = tuple[float | None, str, str]
-"""Milliseconds from the request's arrival, what, and more about it."""
+"""Milliseconds since the request's arrival, what happened, and more about it."""
 
 
 def trace(request_id: str, url: str, api_key: str, as_json: bool) -> None:
-    """Prints what the gateway at `url` knows of a request. Raises what `fetch` does."""
-    # Dots, too: "." and ".." mean something in a path.
+    """Print the trace of a request from the gateway at `url`. Raises the errors of `fetch`."""
+    # Dots are quoted, too, because "." and ".." have a meaning in a path.
     name = urllib.parse.quote(request_id, safe="").replace(".", "%2E")
     told = fetch(url, f"/trace/{name}", api_key)
     print(json.dumps(told, indent=2) if as_json else "\n".join(render(told)))
 
 
 def render(told: Json) -> list[str]:
-    """The lines of a trace as the gateway tells it."""
+    """Return the lines for a trace in the gateway's JSON."""
     lines = [
         f"{told['request_id']}: {told['state']} after {told['ms']:.1f} ms",
         f"{_asked(told)}; arrived {told['arrived']}",

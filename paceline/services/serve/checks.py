@@ -1,4 +1,4 @@
-"""Checks before anything is started: options, port and memory."""
+"""Checks of options, port and memory before a process is started."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from paceline.models.draft import check_speculative, read_draft_config
 from paceline.models.folder import BLOCKS_FILE, weight_files
 
 PROCESS_BYTES = 400 << 20
-"""Resident memory of one worker without weights and KV cache: Python, torch, scratch memory of a step."""
+"""Resident memory of one worker without weights and KV cache: Python, torch and the scratch memory of a step."""
 LEAST_KV_BYTES = 256 << 20
-"""Memory that must be left for the KV cache if its size is "auto"."""
+"""Smallest memory for the KV cache if its size is "auto"."""
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -35,7 +35,7 @@ def check_model(config: ServeConfig, folder: Path) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise ConfigError if no server can listen there now."""
+    """Raise ConfigError if no server can listen on this host and port now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -68,7 +68,10 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> No
 
 
 def check_more_workers(config: ServeConfig, folder: Path, added: int, available: int | None) -> None:
-    """Raise ConfigError if so many more workers of a running stack do not fit into `available` bytes."""
+    """Raise ConfigError if `added` more workers of a running stack do not fit into `available` bytes.
+
+    If `available` is None, nothing is checked.
+    """
     if available is None:
         return
     own_weights = _weight_bytes(folder, config, 2) - _weight_bytes(folder, config, 1) if config.device == "cpu" else 0
@@ -81,7 +84,7 @@ def check_more_workers(config: ServeConfig, folder: Path, added: int, available:
 
 
 def _kv_bytes(config: ServeConfig, workers: int) -> int:
-    """Return the bytes that KV blocks take at least."""
+    """Return the smallest number of bytes that all KV blocks take."""
     pools = workers * _size(config.kv_pool_memory) if has_pools(config) and config.device == "cpu" else 0
     return _size(config.kv_memory) + pools
 
@@ -102,7 +105,7 @@ def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     whole = stored_bytes * _ITEMSIZES[dtype] // _ITEMSIZES[stored]
     if config.quantization == "none":
         return whole * (workers if config.kernels == "reference" and dtype != stored else 1)
-    if config.kernels == "reference":  # dequantizes
+    if config.kernels == "reference":  # each worker dequantizes the weights
         return workers * whole
     if config.quantization == "gguf" and (folder / BLOCKS_FILE).is_file():
         return workers * (folder / BLOCKS_FILE).stat().st_size

@@ -1,4 +1,4 @@
-"""One child process: started, listened to, stopped."""
+"""One child process: start it, read its output, stop it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Literal
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
 
 LAST_WORDS = "paceline: "
-"""How the line begins with which a command of ours tells why it gave up."""
+"""Prefix of the line with which a paceline command says why it failed."""
 
 _PR_SET_PDEATHSIG = 1
 _LINE_BYTES = 1 << 20
@@ -25,7 +25,7 @@ _KILL_SECONDS = 5.0
 class Child:
     """A process in a session of its own, so that Ctrl-C in the terminal reaches only its parent.
 
-    What it writes is passed on line by line, except for its last words, which its failure repeats.
+    Its output is passed on line by line, except for its last words, because `failure` repeats them.
     """
 
     def __init__(
@@ -48,10 +48,14 @@ class Child:
         answers_on: Literal["ready-fd", "stdout", "nothing"],
         echo: Callable[[str], None],
     ) -> Child:
-        """Starts `command`; one that answers on "ready-fd" gets this as a flag.
+        """Start a process.
+
+        Args:
+            answers_on: where it writes a line when it is ready; "ready-fd" is a pipe that it gets as a flag.
+            echo: called with each line of its other output.
 
         Raises:
-            ConfigError: it cannot be executed.
+            ConfigError: the command cannot be executed.
         """
         readable, writable = os.pipe()
         answer = await _reader(readable)
@@ -74,10 +78,10 @@ class Child:
         return cls(name, process, answer, echo)
 
     async def answer(self, timeout: float) -> str:
-        """The line with which it tells that it is ready.
+        """Wait for the line with which the process says that it is ready, and return the line.
 
         Raises:
-            PacelineError: it ended instead, or `timeout` seconds are over.
+            PacelineError: the process ended, or wrote no line within `timeout` seconds.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -92,7 +96,7 @@ class Child:
         return line.decode().strip()
 
     def failure(self) -> PacelineError:
-        """Why a process that ended should not have."""
+        """Return the error for a process that has ended although it should run."""
         code = self._process.returncode or 0
         line = self._last_line()
         if code < 0:
@@ -102,7 +106,7 @@ class Child:
         return ConfigError(sentence) if code == 2 else UnavailableError(sentence)
 
     async def stop(self, grace: float, hurry: asyncio.Event) -> None:
-        """SIGTERM; after `grace` seconds, or in a hurry at once, SIGKILL to the whole session."""
+        """Send SIGTERM. After `grace` seconds, or once `hurry` is set, send SIGKILL to the whole session."""
         if not self.exited.done():
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -116,7 +120,7 @@ class Child:
 
     async def _wait(self) -> int:
         code = await self._process.wait()
-        # A grandchild may hold stderr open for longer.
+        # A grandchild may keep stderr open for longer.
         await asyncio.wait({self._listener}, timeout=1.0)
         self._listener.cancel()
         return code
@@ -149,10 +153,13 @@ async def _reader(descriptor: int) -> asyncio.StreamReader:
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """Run in the child before its program: it gets SIGTERM when this process ends, even by SIGKILL."""
+    """Return a function for a child to call before its program, so that it gets SIGTERM when this process ends.
+
+    This works even if this process is killed. Returns None if the system is not Linux.
+    """
     if sys.platform != "linux":
         return None
-    # Looked up before the fork: afterwards as little as possible may happen.
+    # Look this up before the fork, because a child should do as little as possible before its program.
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getpid()
 

@@ -9,5 +9,5 @@ from paceline.services.serve.supervisor import Supervisor
 
 
 async def run(config: ServeConfig) -> None:
-    """Serves until Ctrl-C or SIGTERM. Raises PacelineError where the stack cannot start or go on."""
+    """Run a stack until Ctrl-C or SIGTERM. Raises PacelineError if it cannot start or go on."""
     await Supervisor(config, lambda role, *flags: [sys.executable, "-m", "paceline", role, *flags]).run()

@@ -11,15 +11,15 @@ from paceline.core.errors import PacelineError, UnavailableError
 from paceline.services.serve.child import Child
 
 SETTLED_SECONDS = 5.0
-"""A process that ends sooner after its start is likely to do so again."""
+"""A process that ends sooner than this after its start is likely to do so again. In seconds."""
 MOST_FAILURES = 5
-"""Ends in a row, each soon after a start, before the service is given up."""
+"""Number of ends in a row, each soon after a start, after which the service is given up."""
 _PAUSES = (0.25, 10.0)
-"""Seconds before the first of several starts in a row, and at most."""
+"""Shortest and longest mean of the random pause before a new start, in seconds."""
 
 
 class ManagedProcess:
-    """Owns one process at a time, from `start` to `stop`.
+    """The owner of one process at a time, from `start` to `stop`.
 
     Args:
         launch: starts a process. It gets the address at which the process before it listened, or "".
@@ -83,7 +83,7 @@ class ManagedProcess:
             await self.ready_or_stopped()
 
     async def ready_or_stopped(self) -> None:
-        """Wait until the process serves. A process that does not in time is stopped."""
+        """Wait until the process serves. Stop it if it does not serve in time."""
         child = self._child
         assert child is not None
         try:
@@ -98,14 +98,14 @@ class ManagedProcess:
 
         Args:
             grace: seconds until the process is killed.
-            hurry: ends the grace.
+            hurry: when this is set, the process is killed at once.
         """
         if self._child is not None and not self._child.exited.done():
             await self._child.stop(grace, hurry)
 
 
 def pause_before_start(failures: int) -> float:
-    """Return seconds to wait, random around a value that doubles with each failure.
+    """Return seconds to wait before a start: random, around a value that doubles with each failure.
 
     Processes that failed together should not start together.
     """

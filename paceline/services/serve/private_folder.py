@@ -1,4 +1,4 @@
-"""A folder for the length of a process, also when the process is killed."""
+"""A private folder that is removed after its process has ended, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 _PREFIX = "paceline-stack-"
 _SETTLED_SECONDS = 60.0
-"""A younger folder may belong to a process that has not locked it yet."""
+"""A younger folder may belong to a process that has not locked it yet. In seconds."""
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder that only this user may read; removed at the end, or, after a SIGKILL, by whoever comes next."""
+    """Yield a new folder that only this user may read. It is removed at the end; after SIGKILL, by the next stack."""
     _remove_stale(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:
-        # The lock lives as long as this process: so others know that the folder is in use.
+        # The lock tells others that the folder is in use. It ends with this process.
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -32,7 +32,7 @@ def private_folder() -> Iterator[Path]:
 
 def _remove_stale(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, locked, or gone by now
+        with contextlib.suppress(OSError):  # another user's, locked, or gone by now
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 status = os.fstat(descriptor)

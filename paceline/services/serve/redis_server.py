@@ -1,4 +1,4 @@
-"""The Redis of a stack on one machine: a real server, so that no second code path exists."""
+"""The Redis server of a stack on one machine. It is a real one, so that no service needs a second code path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.services.common.registry import connect
 
 
 def redis_command(socket: Path) -> list[str]:
-    """Command line of a server that listens on `socket` alone and keeps nothing on disk.
+    """Return the command line of a server that listens only on `socket` and stores nothing on disk.
 
     Raises:
         ConfigError: no server is installed.
@@ -32,10 +32,10 @@ def redis_command(socket: Path) -> list[str]:
 
 
 async def wait_for_redis(url: str, seconds: float) -> None:
-    """Returns once the server answers.
+    """Wait until the server answers.
 
     Raises:
-        ConfigError: `url` is none.
+        ConfigError: `url` is not a URL of a Redis server.
         UnavailableError: no answer within `seconds`.
     """
     client = connect(url)

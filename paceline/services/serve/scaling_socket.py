@@ -12,11 +12,11 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.services.serve.worker_fleet import Role, WorkerFleet
 
 REQUEST_SECONDS = 5.0
-"""Time for a request to come after its connection."""
+"""Longest time from a connection to its request, in seconds."""
 
 
 class ScalingSocket:
-    """Serves one fleet.
+    """The server of scaling requests for one fleet.
 
     A request is an object of roles and numbers of workers, e.g. `{"prefill": 3}`; an empty one changes nothing. The
     answer is the fleet's state, or `{"error": "..."}`.
@@ -42,7 +42,7 @@ class ScalingSocket:
             writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
             await writer.drain()
         except (OSError, TimeoutError, ValueError):
-            pass  # whoever asked has gone, or sends no line
+            pass  # the client has gone, or sends no line
         finally:
             writer.close()
 

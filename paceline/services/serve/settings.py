@@ -10,7 +10,7 @@ from typing import Any
 from paceline.core.config import ServeConfig
 
 _GATEWAY = ("host", "port", "api_key")
-"""Options of `serve` that are for the gateway alone."""
+"""Options of `serve` that only the gateway has."""
 _SERVE = ("prefill", "decode", "cache_dir")
 """Options of `serve` that no service has."""
 
@@ -20,8 +20,8 @@ def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
 
     Args:
         model: the folder that `config.model` was resolved to.
-        redis: URL.
-        secret: file with the secret that the services share.
+        redis: URL of Redis.
+        secret: the file with the secret that the services share.
     """
     options = config.model_dump()
     shared = {name: value for name, value in options.items() if name not in (*_GATEWAY, *_SERVE)}

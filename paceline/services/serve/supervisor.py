@@ -1,4 +1,4 @@
-"""Starts the processes of a stack, keeps them running, and stops them in order."""
+"""The supervisor of a stack: starts its processes, keeps them running, and stops them in order."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from paceline.services.serve.settings import stack_settings
 from paceline.services.serve.worker_fleet import WorkerFleet
 
 PREPARE_SECONDS = 3600.0
-"""For downloading and converting a model."""
+"""Longest time to download and convert a model, in seconds."""
 START_SECONDS = 600.0
-"""For a process to be ready; a worker reads its model in this time."""
+"""Longest time until a started process is ready, in seconds. A worker reads its model in this time."""
 REDIS_SECONDS = 10.0
-"""For Redis to answer."""
+"""Longest time until Redis answers, in seconds."""
 GRACE_SECONDS = 5.0
-"""For a process to end, beyond its time for draining."""
+"""Time that a process has to end, in addition to its time for draining, in seconds."""
 
 Part = Literal["model", "gateway", "kvtransfer", "redis"]
-"""What a stack consists of besides its workers."""
+"""A process of a stack that is not a worker."""
 
 
 class Supervisor:
     """One stack, from `run` to its return.
 
     Args:
-        command: gives the command line of a role ("prepare", "kvtransfer", "decode", …) with its arguments.
+        command: returns the command line of a role ("prepare", "kvtransfer", "decode", …) with its arguments.
     """
 
     def __init__(self, config: ServeConfig, command: Callable[..., Sequence[str]]) -> None:
@@ -54,16 +54,16 @@ class Supervisor:
         self._scaling: ScalingSocket | None = None
         self._supervisions: list[asyncio.Task[None]] = []
         self._broken: asyncio.Queue[BaseException] = asyncio.Queue()
-        """Why a process of the stack cannot be kept running."""
+        """Errors of processes that cannot be kept running."""
         self._serves = False
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
     async def run(self) -> None:
-        """Serves until SIGINT, SIGTERM or SIGHUP; afterwards nothing of the stack remains.
+        """Run the stack until SIGINT, SIGTERM or SIGHUP, then stop all of its processes and remove its files.
 
         Raises:
-            PacelineError: it cannot start, or one of its processes keeps ending.
+            PacelineError: the stack cannot start, or one of its processes keeps ending.
         """
         checks.check_config(self._config)
         checks.check_port(self._config.host, self._config.port)
@@ -72,7 +72,7 @@ class Supervisor:
         for number in signals:
             loop.add_signal_handler(number, self._on_signal)
         try:
-            # It holds the API key, the services' secret and the socket of Redis.
+            # The folder is private because it has the API key, the services' secret and the socket of Redis.
             with private_folder() as folder:
                 try:
                     await self._serve(folder)
@@ -90,7 +90,7 @@ class Supervisor:
         say("Stopping. Ctrl-C again stops at once.")
 
     async def _serve(self, folder: Path) -> None:
-        """Returns when a signal came."""
+        """Start the stack and wait for a signal. Raises the error of a process that cannot be kept running."""
         start, broken = asyncio.create_task(self._start(folder)), asyncio.create_task(self._broken.get())
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -115,7 +115,7 @@ class Supervisor:
         make_secret(secret)
         settings.write_text(stack_settings(self._config, model, redis, folder.name, secret))
         config = f"--config={settings}"
-        # A kvtransfer that is started again finds the arena of the one before by this name.
+        # By this host id a kvtransfer that is started again finds the arena of its predecessor.
         kvtransfer = await self._start_part(
             "kvtransfer", self._service("kvtransfer", config, f"--host-id={folder.name}")
         )
@@ -140,7 +140,7 @@ class Supervisor:
         say(welcome.first_request(self._config, model, port))
 
     async def _prepare(self) -> Path:
-        """The model's folder. In a process of its own, because converting takes memory that serving then lacks."""
+        """Prepare the model and return its folder. A separate process does this, so that its memory is freed."""
         config = self._config
         arguments = (config.model, f"--cache-dir={config.cache_dir}", f"--quantization={config.quantization}")
         command = self._command("prepare", *arguments)
@@ -165,14 +165,17 @@ class Supervisor:
             report(child, url)
             return url
 
-        # Its log tells nothing to whoever did not start it; the last line is kept for a failure.
+        # The user did not start this process and does not need its log. A failure still shows the last line.
         command = redis_command(socket)
         process = ManagedProcess(lambda _: Child.start("redis", command, "nothing", lambda line: None), ready, warn)
         return await (await self._start_part("redis", process)).ready()
 
     def _service(self, role: str, *arguments: str, name: str = "") -> ManagedProcess:
-        """Make the process of a service. Each but a worker keeps its address when it is started again, because other
-        processes got that address at their start."""
+        """Make the process of a service. `name` is a worker's.
+
+        A service that is no worker keeps its address when it is started again, because other processes were started
+        with this address.
+        """
         is_worker = bool(name)
 
         def launch(address: str) -> Awaitable[Child]:
@@ -225,7 +228,7 @@ class Supervisor:
         await self._stop_part("kvtransfer")
         await self._stop_part("redis")
         if "kvtransfer" in self._parts:
-            # A kvtransfer that had to be killed leaves its arena and its socket behind.
+            # A kvtransfer that had to be killed did not remove its arena and its socket.
             folder = Path(KVTransferConfig().arena_dir)
             remove_stale_arenas(folder)
             remove_stale_sockets(folder)
@@ -252,6 +255,6 @@ def warn(text: str) -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    # A terminal that was closed is no reason to leave the stack half stopped.
+    # If the terminal was closed, go on, because the stack must still be stopped.
     with contextlib.suppress(OSError):
         print(text, file=stream, flush=True)

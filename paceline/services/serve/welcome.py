@@ -13,7 +13,7 @@ from paceline.core.errors import UnavailableError
 from paceline.services.serve.settings import served_name
 
 SERVING_SECONDS = 30.0
-"""Time that the gateway gets to see the workers, which are ready already."""
+"""Longest time until the gateway finds the workers, which are ready already, in seconds."""
 
 
 async def wait_until_serving(host: str, port: int) -> None:
@@ -25,7 +25,7 @@ async def wait_until_serving(host: str, port: int) -> None:
                     return
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise UnavailableError("the gateway finds no worker, though all are ready; see the log above") from None
+        raise UnavailableError("the gateway finds no worker although all are ready; see the log above") from None
 
 
 def first_request(config: ServeConfig, model: Path, port: int) -> str:

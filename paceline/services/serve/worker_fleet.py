@@ -14,9 +14,9 @@ from paceline.services.serve.managed_process import ManagedProcess
 Role = Literal["prefill", "decode"]
 
 LEAST: Mapping[Role, int] = {"prefill": 0, "decode": 1}
-"""Workers that a stack needs. Without a prefill worker, decode workers compute prompts."""
+"""Smallest number of workers of each role. Without a prefill worker, decode workers compute prompts."""
 MOST = 64
-"""Workers of one role on one machine."""
+"""Largest number of workers of one role."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,14 +24,14 @@ class _Worker:
     name: str
     process: ManagedProcess
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    """What has to be cancelled before the process is stopped from outside."""
+    """Tasks that must be cancelled before the process is stopped."""
 
 
 class WorkerFleet:
-    """Owns the workers.
+    """The owner of a stack's workers.
 
     Args:
-        make: makes the process of a worker of this role and name, which is started here.
+        make: makes the process of a worker with this role and name. WorkerFleet starts it.
         supervise: returns a task that starts a worker's process again whenever it ends.
         drain: sends SIGTERM to the worker, which moves or finishes its work, and waits for its end.
         check_room: raises ConfigError if this many more workers do not fit into the machine's memory.
@@ -60,7 +60,7 @@ class WorkerFleet:
         self._first_are_ready = False
 
     async def scale(self, targets: Mapping[Role, int]) -> None:
-        """Start workers until there are as many as `targets` says, or drain the youngest ones that are too many.
+        """Start workers until each role has as many as `targets` says, or drain the newest ones if there are too many.
 
         Returns as soon as all processes are started and all drains have begun.
 
@@ -81,7 +81,7 @@ class WorkerFleet:
                     await self._add(role)
 
     async def ready(self) -> None:
-        """Wait until the first workers serve. Raises PacelineError if one does not."""
+        """Wait until the workers of the stack's start serve. Raises PacelineError if one does not."""
         await asyncio.gather(*(worker.process.ready() for worker in self._all()))
         self._first_are_ready = True
 
