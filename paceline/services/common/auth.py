@@ -1,4 +1,4 @@
-"""The secret on every call: servers ask for it, channels send it. Neither knows which methods there are."""
+"""The cluster's secret on every gRPC call: servers require it and channels send it, for all methods alike."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ _KEY = "authorization"
 _SCHEME = "Bearer "
 REFUSAL = (
     "the caller does not have the secret of this service; start both with the same --auth-token-file, "
-    "and restart whoever had an older one"
+    "and restart the one that has an older secret"
 )
 
 
 class RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Ends every call of whoever does not know the secret with UNAUTHENTICATED, before anything of it is read: also
-    calls of methods that there are not, and questions about health."""
+    """An interceptor that ends every call without the secret with UNAUTHENTICATED, before any message is read.
+
+    This includes health checks and calls of methods that do not exist.
+    """
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
-        # Of the kinds of handlers only this one begins before a message has come.
+        # Handlers of this kind begin before a message has come; all other kinds wait for one.
         self._refuse = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(
@@ -46,10 +48,10 @@ async def _refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any])
 
 
 class ChannelWithSecret(grpc.aio.Channel):
-    """Sends the secret with every call on another channel.
+    """A channel that wraps another one and sends the secret with every call.
 
-    An interceptor of gRPC could do so, too; but it puts calls of its own in the place of those of the channel, which
-    end and are cancelled in other ways.
+    A gRPC interceptor is not used, because it replaces the channel's calls with its own, which end and are cancelled
+    differently.
     """
 
     def __init__(self, channel: grpc.aio.Channel, secret: Secret) -> None:

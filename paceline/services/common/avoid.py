@@ -1,4 +1,4 @@
-"""What has failed recently and is left out for a while."""
+"""A set of things that failed recently and are avoided for a while."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ K = TypeVar("K")
 
 
 class Avoided(Generic[K]):
-    """Keys that are left out until their time is over; then they are tried again.
+    """Keys that are avoided until their time is over. Then they may be tried again.
 
-    Each time is drawn at random, so that several processes that saw one failure do not all try again at once.
+    Each time is random, so that processes that saw the same failure do not all try again at once.
 
     Args:
-        seconds: the shortest and the longest time for which a key is avoided.
+        seconds: the shortest and the longest time for which a key is avoided, in seconds.
     """
 
     def __init__(self, seconds: tuple[float, float]) -> None:
@@ -27,7 +27,7 @@ class Avoided(Generic[K]):
         self._until[key] = time.monotonic() + random.uniform(*self._seconds)
 
     def now(self) -> frozenset[K]:
-        """Return the keys to leave out at this moment."""
+        """Return the keys to avoid at this moment."""
         now = time.monotonic()
         self._until = {key: until for key, until in self._until.items() if until > now}
         return frozenset(self._until)

@@ -1,7 +1,7 @@
-"""The stream in Redis that tells which blocks each host holds: what kvtransfer writes and gateways read.
+"""The Redis stream of block events: kvtransfer services write which blocks are reusable, and gateways read it.
 
-It is a hint: it may be lost at any time, and nobody waits for it. Events of one pool are numbered without a gap, so
-that a reader knows when it has missed some.
+The stream is a hint: it may be lost at any time, and nobody waits for it. Events of one pool are numbered without gaps,
+so a reader knows when it has missed some.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from paceline.core.block_pool import BlockEvent
 from paceline.core.context import HASH_BYTES
 
 _EVENT = struct.Struct(f"<BB{HASH_BYTES}s")
-"""Whether it was stored, group, hash."""
+"""One event: 1 if the block was stored or 0 if it was removed, its group, its hash."""
 
 
 def blocks_stream(cluster: str) -> str:
-    """Key of the stream; its entries are those of `BlockBatch`."""
+    """Return the key of the stream, whose entries are made by `BlockBatch.to_entry`."""
     return f"paceline:{cluster}:blocks"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBatch:
-    """Events of one host that follow each other."""
+    """Consecutive events of one host."""
 
     host_id: str
     pool: str
-    """The memory that the blocks are in: another one begins empty, and with event 0."""
+    """Id of the memory that has the blocks. A new memory is empty at first, and its events start at 0."""
     first: int
     """Number of the first event."""
     events: tuple[BlockEvent, ...]
@@ -39,7 +39,7 @@ class BlockBatch:
 
     @staticmethod
     def from_entry(entry: Mapping[bytes, bytes]) -> BlockBatch | None:
-        """None for what a stranger wrote."""
+        """Return the batch, or None if the entry has another format, as when another program wrote it."""
         try:
             events = tuple(
                 BlockEvent("stored" if stored else "removed", group, digest)

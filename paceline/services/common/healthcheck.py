@@ -1,7 +1,7 @@
-"""Asks a service for its gRPC health: `python -m paceline.services.common.healthcheck 127.0.0.1:7300 [TOKEN_FILE]`.
+"""A health check of one service: `python -m paceline.services.common.healthcheck 127.0.0.1:7300 [TOKEN_FILE]`.
 
-TOKEN_FILE is the service's --auth-token-file. Exit code 0: it takes requests; 1: it does not (starting, draining,
-gone); 2: wrong use, or it refuses us.
+TOKEN_FILE is the service's --auth-token-file. Exit code 0: the service takes requests; 1: it does not, because it
+starts, drains or is gone; 2: wrong usage, or the service refuses the secret.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.services.common.secret import Secret, read_secret
 
 
 async def check(address: str, secret: Secret) -> bool:
-    """Whether the service at `address` (host:port) takes requests; answers within seconds. Raises RefusedError."""
+    """Return within 3 seconds whether the service at `address` (host:port) takes requests. Raises RefusedError."""
     async with open_channel(address, secret) as channel:
         return await is_serving(channel, timeout=3.0)
 

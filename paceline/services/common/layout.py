@@ -1,4 +1,4 @@
-"""The layout of the arena: on the wire, and compared."""
+"""KV layouts as messages, and the comparison of a worker's layout with the arena's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_NAME = 256
 
 
 def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
-    """What others than workers have to know of a layout."""
+    """Return the part of a layout that services other than workers need."""
     groups = [
         pb.KVGroup(name=group.shape.name, block_tokens=group.block_tokens, window=group.shape.window)
         for group in layout.groups
@@ -22,7 +22,7 @@ def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
 
 
 def layout_from_pb(message: pb.KVLayout) -> KVLayout:
-    """The layout as far as others than workers know it: layers and heads stay inside the blocks.
+    """Return the layout without layers and heads, which only workers know.
 
     Raises:
         InvalidRequestError: no arena can have this layout.
@@ -31,7 +31,7 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
     if not 0 < len(message.fingerprint) <= _MAX_NAME:
         raise InvalidRequestError(f"layout.fingerprint must have 1 to {_MAX_NAME} characters")
     if any(len(group.name) > _MAX_NAME for group in message.groups[: _MAX_GROUPS + 1]):
-        raise InvalidRequestError(f"layout.groups: a name may have {_MAX_NAME} characters")
+        raise InvalidRequestError(f"layout.groups: a name may have at most {_MAX_NAME} characters")
     if message.slot_bytes == 0 or message.slot_bytes % SLOT_ALIGNMENT:
         raise InvalidRequestError(f"layout.slot_bytes must be a multiple of {SLOT_ALIGNMENT}, not {message.slot_bytes}")
     if message.base_tokens != BASE_TOKENS:
@@ -50,15 +50,15 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
 
 
 def difference(ours: KVLayout, theirs: KVLayout) -> str:
-    """Names what differs, coarse things last: a fingerprint differs with everything else."""
+    """Return the first difference in words. The fingerprint comes last, because any difference changes it."""
     if len(ours.groups) != len(theirs.groups):
         return f"it has {len(theirs.groups)} groups of layers, the arena {len(ours.groups)}"
     for index, (our, their) in enumerate(zip(ours.groups, theirs.groups)):
         if our != their:
-            return f"its group {index} is {_group(their)}, that of the arena is {_group(our)}"
+            return f"its group {index} is {_group(their)}, the arena's is {_group(our)}"
     if ours.slot_bytes != theirs.slot_bytes:
-        return f"its slot_bytes is {theirs.slot_bytes}, that of the arena is {ours.slot_bytes}"
-    return f"its fingerprint is {theirs.fingerprint[:16]}, that of the arena is {ours.fingerprint[:16]}"
+        return f"its slot_bytes is {theirs.slot_bytes}, the arena's is {ours.slot_bytes}"
+    return f"its fingerprint is {theirs.fingerprint[:16]}, the arena's is {ours.fingerprint[:16]}"
 
 
 def _group(group: KVGroup) -> str:

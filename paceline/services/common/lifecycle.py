@@ -1,4 +1,4 @@
-"""How a service process begins and ends."""
+"""The start and the end of a service process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from paceline.core.errors import ConfigError
 from paceline.services.common.registry import connect
 
 UNDO_SECONDS = 5.0
-"""For a start that was cancelled to undo what it has done."""
+"""Time that a cancelled start has to undo what it has done, in seconds."""
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses of documentation (RFC 5737, RFC 3849): the way there is the default route."""
+"""Addresses for documentation (RFC 5737, RFC 3849). They are reached over the default route."""
 _ANY_PORT = 9
 
 Started = TypeVar("Started")
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets; a second signal ends the process at once."""
+    """Return an event that SIGTERM or SIGINT sets. A second signal ends the process at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -46,7 +46,7 @@ def stop_on_signals() -> asyncio.Event:
 
 
 async def start_unless_stopped(start: Coroutine[Any, Any, Started], stop: asyncio.Event) -> Started:
-    """The result of `start`. Where `stop` is set first, `start` is cancelled and the process ends with exit code 0."""
+    """Return the result of `start`. If `stop` is set first, cancel `start` and end the process with exit code 0."""
     starting, stopping = asyncio.ensure_future(start), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -63,20 +63,20 @@ async def start_unless_stopped(start: Coroutine[Any, Any, Started], stop: asynci
 
 
 def reachable_address(config: ServiceConfig, port: int) -> str:
-    """host:port under which others reach this service. Raises ConfigError where that cannot be told."""
+    """Return the host:port at which other hosts reach this service. Raises ConfigError if it cannot be found out."""
     host = (config.advertise or config.host).strip("[]")
     if host in ("0.0.0.0", "::"):
         own = best_address(_own_addresses(config.redis, socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC))
         if own is None:
             raise ConfigError(
-                f"cannot tell under which address others reach {socket.gethostname()}; add --advertise HOST"
+                f"cannot find the address at which others reach {socket.gethostname()}; add --advertise HOST"
             )
         host = own
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def best_address(candidates: Sequence[str]) -> str | None:
-    """The first address that is good beyond this machine, else the first."""
+    """Return the first address that other machines can reach, or else the first one; None if there is none."""
     for address in candidates:
         kind = ipaddress.ip_address(address)
         # A link-local address needs a scope, which others do not have.
@@ -86,9 +86,9 @@ def best_address(candidates: Sequence[str]) -> str | None:
 
 
 def announce_ready(config: ServiceConfig, address: str) -> None:
-    """Tells whoever started this process, if it asked, that requests may come."""
-    # What is there by now stays. To go through all of torch's objects again takes the garbage collector some 50 ms, in
-    # which this process runs no other Python.
+    """Tell the process that started this one that requests may come, if it passed --ready-fd."""
+    # Objects that exist by now will stay, so the garbage collector need not check them again. To check all of torch's
+    # objects takes about 50 ms, in which this process runs no other Python.
     gc.collect()
     gc.freeze()
     if config.ready_fd >= 0:
@@ -101,16 +101,17 @@ def unique_name(role: str) -> str:
 
 
 def _own_addresses(redis: str, family: socket.AddressFamily) -> list[str]:
-    """Our ends of the ways out, the best first: who shares the Redis reaches us at our end of the way to it.
+    """Return the local addresses from which this machine reaches Redis and other networks, the best one first.
 
-    The host's name is not asked: /etc/hosts may give it a loopback address.
+    Services that use the same Redis can most likely reach us at the address from which we reach it. The host's own name
+    is not resolved, because /etc/hosts may give it a loopback address.
     """
     redis_host = str(connect(redis).connection_pool.connection_kwargs.get("host", "localhost"))
     addresses = []
     for host in (redis_host, *_ANYWHERE):
-        with contextlib.suppress(OSError):  # no such name, or no way there
+        with contextlib.suppress(OSError):  # no such name, or no route
             for kind, *_, target in socket.getaddrinfo(host, _ANY_PORT, family, socket.SOCK_DGRAM):
                 with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-                    probe.connect(target)  # UDP: looks up the way and sends nothing
+                    probe.connect(target)  # with UDP this finds the route and sends nothing
                     addresses.append(str(probe.getsockname()[0]))
     return addresses

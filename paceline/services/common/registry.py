@@ -1,7 +1,7 @@
-"""Membership in Redis: who is alive, in which role, how loaded. A hint that may be lost at any time, never the truth.
+"""The registry of live services in Redis, with their roles and loads. It is a hint that may be lost at any time.
 
-Each service writes one key with a time-to-live and renews it; the value carries its epoch, so that a restart under the
-same name is seen as somebody new. Nothing else refers to the key, so a flush heals with the next heartbeat.
+Each service writes one key with a time-to-live and renews it. The value has the service's epoch, so that a restart
+under the same name counts as a new member. After a flush of Redis, the next heartbeats restore everything.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Member:
     worker_id: str
     role: Role
     epoch: int
-    """Grows with every start of the service."""
+    """Increases with every start of the service."""
     address: str
-    """host:port of its gRPC (gateway: HTTP) server."""
+    """host:port of its gRPC server; a gateway's HTTP server."""
     host_id: str
-    """kvtransfer instance whose arena it uses; equal for two workers means a handoff moves no bytes."""
+    """Id of the kvtransfer service whose arena it uses. A handoff between workers of one host moves no bytes."""
     state: State = "ready"
     model: str = ""
-    """Digest of the model's config and tokenizer; a gateway gives requests only to workers of its own."""
+    """Digest of the model's config and tokenizer. A gateway gives requests only to workers with the same one."""
     layout: str = ""
-    """Fingerprint of the KV layout; workers may hand over only where it is equal."""
+    """Fingerprint of the KV layout. Only workers with the same one can hand over to each other."""
     max_model_len: int = 0
     max_seqs: int = 0
     events: str = ""
@@ -66,7 +66,7 @@ class Member:
 
     @staticmethod
     def from_bytes(data: bytes) -> Member | None:
-        """Return the member, or None if a stranger wrote the value. Fields of newer releases are ignored."""
+        """Return the member, or None if the value has another format. Fields of newer releases are ignored."""
         try:
             message = pb.Member.FromString(data)
         except DecodeError:
@@ -100,11 +100,11 @@ def metrics_to_pb(samples: Iterable[Sample]) -> list[pb.MetricFamily]:
 
 
 def connect(url: str) -> redis.Redis:
-    """A client whose every call ends soon, so that a dead Redis delays nobody. Raises ConfigError."""
+    """Return a client whose calls time out soon, so that a dead Redis delays nobody. Raises ConfigError."""
     try:
         client: redis.Redis = redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
     except ValueError as error:
-        raise ConfigError(f"--redis {url} is no URL of a Redis: {error}") from error
+        raise ConfigError(f"--redis {url} is not a URL of Redis: {error}") from error
     return client
 
 
@@ -113,13 +113,13 @@ def _prefix(cluster: str) -> str:
 
 
 def _names_key(cluster: str) -> str:
-    """A set of names, so that nobody has to search all keys of a Redis for those of members."""
+    """Return the key of the set of all members' names, which makes a search through all keys unnecessary."""
     return f"paceline:{cluster}:members"
 
 
 async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
-    """All members that Redis knows now. Raises RedisError."""
-    # SORT would take one round trip, but users of a Redis who may not read all of its keys may not SORT.
+    """Return all members that Redis lists now, sorted by name. Raises RedisError."""
+    # SORT would need only one round trip, but Redis forbids it to users who may not read all keys.
     names = sorted(await cast(Awaitable[set[bytes]], client.smembers(_names_key(cluster))))
     if not names:
         return []
@@ -132,12 +132,12 @@ async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
 
 @functools.lru_cache(maxsize=256)
 def _parsed(value: bytes) -> Member | None:
-    """Members are looked at more often than they change."""
+    """Parse a member. Results are cached, because members are read more often than they change."""
     return Member.from_bytes(value)
 
 
 class Registrar:
-    """Keeps one member in Redis from `start` to `stop`."""
+    """A task that keeps one member in Redis from `start` to `stop`."""
 
     def __init__(self, url: str, cluster: str, describe: Callable[[], Member]) -> None:
         self._client = connect(url)
@@ -160,7 +160,7 @@ class Registrar:
         await self._client.aclose()
 
     def announce(self) -> None:
-        """Writes the member now rather than with the next heartbeat, for instance because it begins to drain."""
+        """Write the member now and not only with the next heartbeat, for example because it begins to drain."""
         self._wake.set()
 
     async def _beat(self) -> None:

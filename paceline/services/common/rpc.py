@@ -1,4 +1,4 @@
-"""gRPC as all services use it: one set of options, health checking, metadata, errors mapped at the boundary."""
+"""gRPC for all services: one set of options, health checks, and errors mapped at the boundary."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""A million token ids fit; more is an attack or a bug."""
+"""Size of the largest message. A million token ids fit; a larger message is an attack or a bug."""
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer whose machine vanished is noticed within seconds, not by TCP's hours.
+    # Detect within seconds that a peer's machine has vanished. TCP alone may take hours.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -56,18 +56,18 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
 )
 
 _PARAM = "paceline-param"
-"""Trailing metadata beside INVALID_ARGUMENT: the field at fault."""
+"""Key of the trailing metadata that names the invalid field of an INVALID_ARGUMENT."""
 
 
 def open_channel(address: str, secret: Secret) -> grpc.aio.Channel:
-    """A channel that reconnects within a second of the other side's return, and sends `secret` with every call."""
+    """Return a channel that sends `secret` with every call, and reconnects within a second when the peer is back."""
     backoff = (
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # Also the time that one attempt to connect has: the other side may be busy just then.
+        # This is also the deadline of one attempt to connect. It is long because the other side may be busy.
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     )
-    # Each address has a channel of its own: no connection shared behind our back, no proxy for a neighbour.
+    # Channels must not share a connection, and services of one cluster need no proxy.
     private = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
     channel = grpc.aio.insecure_channel(address, options=_OPTIONS + backoff + private)
     return ChannelWithSecret(channel, secret) if secret else channel
@@ -76,16 +76,16 @@ def open_channel(address: str, secret: Secret) -> grpc.aio.Channel:
 class RpcServer:
     """A gRPC server with the standard health service.
 
-    Its health is reported for everybody who asks, and under its own name. Where there is a secret, callers that do not
-    send it are refused, whatever they ask for.
+    Its health is reported under "" and under its own name. If there is a secret, all calls without it are refused,
+    health checks included.
 
-    Register servicers on `server`, then `start`, then `set_ready`. `close` refuses new calls and lets running
+    Register servicers on `server`, then call `start`, then `set_ready`. `close` refuses new calls and lets running
     ones end.
     """
 
     def __init__(self, host: str, port: int, secret: Secret, name: str = "") -> None:
         guards = (RequireSecret(secret),) if secret else ()
-        # so_reuseport off: a second start on a taken port must fail. Who connects and says nothing is left soon.
+        # Without so_reuseport a second start on a taken port fails. A connection without a handshake is closed in 10 s.
         own = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))
         self.server = grpc.aio.server(interceptors=guards, options=_OPTIONS + own)
         self._guarded = bool(guards)
@@ -97,11 +97,11 @@ class RpcServer:
         self._names = {"", name}
 
     def bind(self) -> int:
-        """Takes the port, and returns it; calls wait until `start`. Raises ConfigError."""
+        """Take the port and return it. Calls wait until `start`. Raises ConfigError if the port cannot be used."""
         if not self._guarded and not is_loopback(self._host):
             log.warning(
-                "whoever reaches %s:%d may use this service: name a file with a secret in --auth-token-file, here and "
-                "in all services of the cluster; `paceline token FILE` makes one",
+                "anybody who can connect to %s:%d can use this service: name a file with a secret in --auth-token-file "
+                "here and in all services of the cluster; `paceline token FILE` makes one",
                 self._host,
                 self._port,
             )
@@ -114,7 +114,7 @@ class RpcServer:
         return self._port
 
     async def start(self) -> int:
-        """Serves; returns the port. Raises ConfigError."""
+        """Serve, not ready yet, and return the port. Raises ConfigError if the port cannot be used."""
         if not self._bound:
             self.bind()
         await self.set_ready(False)
@@ -132,10 +132,10 @@ class RpcServer:
 
 
 async def heeding_cancellation(operation: Awaitable[T]) -> T:
-    """Awaits an operation of a gRPC call so that a cancellation of the task that awaits it is never lost.
+    """Await an operation of a gRPC call, so that a cancellation of the current task is never lost.
 
-    gRPC drops one that comes together with the call's status, and gives that status instead: a timeout around it would
-    never end, and a task that was cancelled would go on.
+    gRPC drops a cancellation that comes together with the call's status, and returns the status instead. Then a timeout
+    around the operation would never end, and a cancelled task would go on.
     """
     try:
         return await operation
@@ -145,16 +145,16 @@ async def heeding_cancellation(operation: Awaitable[T]) -> T:
 
 
 def is_cancelled() -> bool:
-    """Whether somebody wants the current task to end. A CancelledError alone does not say so: gRPC raises it also where
-    a call was cancelled."""
+    """Return whether the current task was cancelled. A CancelledError alone does not mean this, because gRPC raises one
+    when a call was cancelled, too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float = 1.0) -> bool:
-    """Asks the standard health service about the service of this name; a stranger at the same address is not it.
+    """Ask the standard health service whether the service with this name takes requests.
 
-    Raises RefusedError where it does not know us.
+    Returns False if another service is at the address. Raises RefusedError if the service does not accept our secret.
     """
     stub = health_pb2_grpc.HealthStub(channel)
     try:
@@ -168,7 +168,7 @@ async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float =
 
 @contextlib.asynccontextmanager
 async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:  # type: ignore[type-arg]
-    """Inside a servicer: our errors become status codes; unexpected ones are logged and become INTERNAL."""
+    """Map errors in a servicer: our errors become status codes; unexpected ones are logged and become INTERNAL."""
     try:
         yield
     except PacelineError as error:
@@ -193,12 +193,12 @@ async def _abort(
     try:
         await context.abort(code, message, metadata)
     except (grpc.aio.InternalError, grpc.aio.UsageError):
-        # The other side has cancelled the call: nobody is there to be told, and its streams ended for that reason.
+        # The other side has cancelled the call. Its streams ended for this reason, and nobody needs an answer.
         raise asyncio.CancelledError from None
 
 
 def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
-    """On the caller's side: a status code becomes one of our errors again. `who` names the other side."""
+    """Return our error for a status code that a caller got. `who` names the other side in the message."""
     details = error.details() or error.code().name
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         metadata = cast("Iterable[tuple[str, str | bytes]] | None", error.trailing_metadata())
@@ -216,7 +216,7 @@ def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Return whether only this machine can reach a server that listens on `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""The secret by which the services of a cluster know each other: one line of a file that only its owner may read."""
+"""The secret that the services of a cluster share: one line of a file that only its owner may read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.core.errors import ConfigError
 
 _SECRET = re.compile(r"[\x21-\x7e]{16,1024}")
 _MOST_BYTES = 4096
-"""Of a file that may hold a secret; what is larger was named by mistake."""
+"""Bytes that are read of the file. A larger file was named by mistake."""
 
 
 class Secret:
-    """What every call between services carries. It never shows in a repr, a log line or a message.
+    """The secret that every call between services sends. It never appears in a repr, a log line or an error message.
 
     Args:
-        text: empty where services trust whoever reaches them.
+        text: the secret; empty if services trust everybody who can connect.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -32,29 +32,32 @@ class Secret:
         return bool(self._text)
 
     def reveal(self) -> str:
-        """The secret itself, for the one place that sends it."""
+        """Return the secret itself, for the one place that sends it."""
         return self._text
 
     def matches(self, text: str) -> bool:
-        """Whether `text` is the secret. The time that it takes tells nothing: digests of equal length are compared."""
+        """Return whether `text` is the secret. Digests of equal length are compared, so the time reveals nothing."""
         return hmac.compare_digest(_digest(text), self._digest)
 
 
 def read_secret(file: str) -> Secret:
-    """The secret in `file`; none where `file` is empty. Raises ConfigError where it holds none, or others know."""
+    """Return the secret in `file`; an empty one if `file` is "".
+
+    Raises ConfigError if the file has no valid secret, or if other users may open the file.
+    """
     if not file:
         return Secret()
     try:
-        # Not to wait for the other end of a pipe that was named by mistake.
+        # O_NONBLOCK: a pipe that was named by mistake would make `open` wait for its other end.
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"cannot read --auth-token-file {file}: {error.strerror}; {_ADVICE}") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"--auth-token-file {file} is no file; {_ADVICE}")
+            raise ConfigError(f"--auth-token-file {file} is not a regular file; {_ADVICE}")
         if status.st_mode & 0o077:
-            raise ConfigError(f"others may read --auth-token-file {file}: chmod 600 it, and change the secret")
+            raise ConfigError(f"other users may open --auth-token-file {file}: chmod 600 it, and change the secret")
         text = os.read(descriptor, _MOST_BYTES).decode("latin-1").strip()
     finally:
         os.close(descriptor)
@@ -66,7 +69,7 @@ def read_secret(file: str) -> Secret:
 
 
 def make_secret(file: Path) -> None:
-    """Writes a random secret to `file`, for this user alone; one that is there already stays. Raises ConfigError."""
+    """Write a random secret to `file`, which only this user may read. An existing one is kept. Raises ConfigError."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

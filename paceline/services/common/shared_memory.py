@@ -1,4 +1,4 @@
-"""Files that several processes of a host map: the arena and the pools beside it.
+"""Mapping of files that processes of a host share: the arena and the pools beside it.
 
 Their memory is in pages of 2 MiB if Linux has them (6.1 or newer, MADV_COLLAPSE), because attention reads all over it,
 and with pages of 4 KiB it waits for page tables about as often as for keys. A huge page must also begin at a multiple
@@ -34,8 +34,8 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def map_shared(descriptor: int, size: int) -> memoryview:
     """Map the first `size` bytes of a file, shared and writable, until the last view of them is gone.
 
-    The file stays open for as long, and so do locks that its descriptor holds. A mapping alone would not do that on
-    overlayfs, where it keeps a file of the layer below open, and the lock is on the one above.
+    Until then the open file and its locks are kept by a copy of the descriptor. The mapping alone does not keep them on
+    overlayfs: there it keeps the file of the lower layer open, but the locks are on the file of the upper layer.
 
     Raises:
         OSError: there is no room in the address space, or the file cannot be mapped.
@@ -60,15 +60,15 @@ def _unmap(reserved: int, size: int, descriptor: int) -> None:
 
 
 def take_huge_pages(descriptor: int, size: int) -> bool:
-    """Gives a new and empty file its memory in huge pages, as far as there are any; the rest stays untaken.
+    """Give a new and empty file memory in huge pages, as many as the system has. The rest is allocated on first use.
 
-    Returns whether all whole pages are huge. Raises OSError where there is no memory.
+    Returns whether all whole pages of 2 MiB are huge. Raises OSError if there is no memory.
     """
     whole = size // _PAGE * _PAGE
     if whole == 0:
         return False
     view = map_shared(descriptor, whole)
-    # A page without any memory does not become a huge one, and one with much of it would be copied.
+    # A page becomes huge only if a part of it is allocated. One byte is enough, and leaves little to copy.
     for start in range(0, whole, _PAGE):
         os.pwrite(descriptor, b"\0", start)
     return bool(_libc.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), whole, _MADV_COLLAPSE) == 0)
@@ -82,14 +82,14 @@ def _mmap(at: int | None, size: int, protection: int, flags: int, descriptor: in
 
 
 def map_arena(path: Path, size: int) -> memoryview:
-    """Maps the arena that the kvtransfer service made, shared and writable: its blocks, and behind them the page of
+    """Map the arena that the kvtransfer service made, shared and writable: its blocks, then the page of
     `paceline.core.turns`.
 
-    Until the last view of it is released it stays readable, even after the service has gone, and nobody takes the file
-    for a stale one.
+    Until the last view of it is released, the arena stays readable even if the service has ended, and its file does not
+    count as stale.
 
     Args:
-        size: bytes for blocks that the service announced.
+        size: bytes of all blocks, as the service announced.
 
     Raises:
         ConfigError: there is no such file, it is not the private arena of this user, or it cannot be mapped.
@@ -107,10 +107,10 @@ def map_arena(path: Path, size: int) -> memoryview:
             raise ConfigError(f"{path} is not an arena that only this user can open; refusing to use it")
         whole = size + PAGE_BYTES
         if status.st_size != whole:
-            raise ConfigError(f"the arena {path} has {status.st_size} bytes where its service announced {whole}")
+            raise ConfigError(f"the arena {path} has {status.st_size} bytes, but its service announced {whole}")
         _lock(descriptor, fcntl.F_RDLCK)
         try:
-            return map_shared(descriptor, whole)  # which keeps the file open, and so the lock
+            return map_shared(descriptor, whole)  # keeps the file open, and so the lock
         except OSError as error:
             raise ConfigError(f"cannot map the arena {path} ({error.strerror})") from error
     finally:
@@ -118,7 +118,7 @@ def map_arena(path: Path, size: int) -> memoryview:
 
 
 def is_mapped(descriptor: int) -> bool:
-    """Whether a worker maps this arena."""
+    """Return whether a worker maps this arena."""
     try:
         _lock(descriptor, fcntl.F_WRLCK)
     except OSError:
@@ -128,9 +128,9 @@ def is_mapped(descriptor: int) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> None:
-    """A lock of the open file, as long as that is open; beside the service's own, which is of another kind.
+    """Set a lock that lasts until the open file is closed. The service's own lock is of another kind (flock).
 
     Raises:
-        OSError: somebody else has one that does not go with it.
+        OSError: another process has a conflicting lock.
     """
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, 0, 0, 0))

@@ -1,4 +1,4 @@
-"""Small parts of asyncio code: ending background tasks, noticing silence, waiting until nothing runs."""
+"""Small parts for asyncio: ending background tasks, noticing silence, waiting until nothing runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels tasks and waits until they have ended, however they end.
+    """Cancel tasks and wait until they have ended, with or without an error.
 
-    Once is not enough: up to Python 3.11, `asyncio.wait_for`, which the Redis client uses to send, loses a cancellation
-    that comes together with what it waits for.
+    To cancel once is not enough: up to Python 3.11, `asyncio.wait_for`, which the Redis client uses to send, loses a
+    cancellation that comes together with the result that it waits for.
     """
     pending = set(tasks)
     while pending:
@@ -32,11 +32,11 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
 class StallWatch:
     """A cheap timeout for waits that are frequent and rarely time out. Must be closed.
 
-    One timer serves many waits and looks now and then, because a timer for each wait would cost as much as the work
-    that is waited for.
+    One timer serves many waits and checks from time to time, because a timer for each wait would cost as much as the
+    work that is waited for.
 
     Args:
-        seconds: the longest wait.
+        seconds: the longest wait, in seconds.
         on_stall: called once when a wait takes longer.
     """
 
@@ -72,7 +72,7 @@ class StallWatch:
 
 
 class InUse:
-    """A count of what runs now, for those who wait until nothing does."""
+    """A count of operations that run now, with a way to wait until none runs."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,7 +1,7 @@
 """Messages between processes of a host, over Unix sockets beside the arena. Each message follows its length.
 
-gRPC has threads of its own in both processes. For small messages they take longer than all the rest of a handoff or of
-a token's way.
+They replace gRPC because it has threads of its own in both processes. For small messages these threads take longer than
+all the rest of a handoff or of a token's way.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LENGTH_BYTES = 4
 
 @contextlib.contextmanager
 def socket_address(path: Path) -> Iterator[str]:
-    """A name for a Unix socket that is short enough, wherever it lies: an address has room for 107 bytes.
+    """Yield a short name for a Unix socket, however long its path is. An address has room for 107 bytes.
 
     Raises:
-        OSError: there is no such folder.
+        OSError: the socket's folder does not exist.
     """
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -43,7 +43,7 @@ class Framed(asyncio.Protocol):
 
     Args:
         on_message: called with each message, in order.
-        on_lost: called once, when the connection has ended.
+        on_lost: called once when the connection has ended.
     """
 
     def __init__(self, on_message: Callable[[bytes], None], on_lost: Callable[[], None] = lambda: None) -> None:
@@ -52,10 +52,10 @@ class Framed(asyncio.Protocol):
         self._came = bytearray()
         self.transport: asyncio.Transport | None = None
         self.waits = False
-        """Whether messages that have come are left where they are, until `go_on`."""
+        """Whether messages that have come are kept here. Set it to False and call `go_on` to get them."""
 
     def send(self, message: Message) -> None:
-        """Does nothing where the connection has ended."""
+        """Send a message. Does nothing if the connection has ended."""
         if self.transport is not None and self.is_open:
             data = message.SerializeToString()
             self.transport.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
@@ -65,12 +65,12 @@ class Framed(asyncio.Protocol):
         return self.transport is not None and not self.transport.is_closing()
 
     def close(self) -> None:
-        """Ends the connection once what was sent is on its way."""
+        """End the connection after all messages that were sent before."""
         if self.transport is not None:
             self.transport.close()
 
     def abort(self) -> None:
-        """Ends the connection at once; what has not been sent is lost."""
+        """End the connection at once. Messages that are still in its buffer are lost."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -84,7 +84,7 @@ class Framed(asyncio.Protocol):
         self.go_on()
 
     def go_on(self) -> None:
-        """Takes the messages that are there."""
+        """Pass on the messages that have come, unless `waits` is set."""
         while self.is_open and not self.waits and len(self._came) >= _LENGTH_BYTES:
             end = _LENGTH_BYTES + int.from_bytes(self._came[:_LENGTH_BYTES], "big")
             if end > _LENGTH_BYTES + MAX_MESSAGE_BYTES:
@@ -101,11 +101,11 @@ class Framed(asyncio.Protocol):
 
 
 class UnixListener:
-    """Listens from `start` to `close`. Whoever connects runs as the same user, so a connection needs no secret.
+    """A listener, from `start` to `close`. Only processes of the same user can connect, so they need no secret.
 
     Args:
-        folder: that of the arena, which all workers of the host see.
-        make: makes our end of a new connection.
+        folder: the arena's folder, which all workers of the host see.
+        make: makes this side's end of a new connection.
     """
 
     def __init__(self, folder: Path, make: Callable[[], Framed]) -> None:
@@ -115,21 +115,21 @@ class UnixListener:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Raises ConfigError."""
+        """Listen. Raises ConfigError if the socket cannot be made."""
         remove_stale_sockets(self.path.parent)
         listener, hidden = socket.socket(socket.AF_UNIX), self.path.with_suffix(".new")
         try:
             with socket_address(hidden) as address:
                 listener.bind(address)
-            os.chmod(hidden, 0o600)  # nobody can connect before it listens
+            os.chmod(hidden, 0o600)  # before it listens, so that no other user connects
             self._server = await asyncio.get_running_loop().create_unix_server(self._connection, sock=listener)
-            hidden.rename(self.path)  # and nobody take it for a stale one
+            hidden.rename(self.path)  # not earlier, or a service that starts might remove it as stale
         except OSError as error:
             listener.close()
             raise ConfigError(f"cannot listen at {self.path} ({error}); choose another --arena-dir") from error
 
     async def close(self) -> None:
-        """Ends all connections and removes the socket."""
+        """End all connections and remove the socket."""
         if self._server is not None:
             self._server.close()
             for connection in list(self._connections):
@@ -143,7 +143,7 @@ class UnixListener:
 
 
 def remove_stale_sockets(folder: Path) -> None:
-    """Removes this user's sockets whose service was killed before it could."""
+    """Remove this user's sockets whose service was killed before it could remove them."""
     for path in folder.glob(f"{_prefix()}*.sock"):
         with socket.socket(socket.AF_UNIX) as probe, socket_address(path) as address:
             probe.setblocking(False)
@@ -153,7 +153,7 @@ def remove_stale_sockets(folder: Path) -> None:
                 if path.is_socket():
                     path.unlink(missing_ok=True)
             except OSError:
-                continue  # nobody's of ours, gone by now, or so busy that it lives
+                continue  # another user's, gone by now, or of a service that is busy and so alive
 
 
 def _prefix() -> str:

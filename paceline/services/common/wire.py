@@ -1,4 +1,4 @@
-"""Between the words of core and the messages of the wire."""
+"""Conversion between the types of core and protobuf messages."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ def constraint_to_pb(constraint: Constraint) -> pb.Constraint:
 
 
 def constraint_from_pb(message: pb.Constraint) -> Constraint:
-    """Raises ConstraintError for a kind that a newer gateway may know."""
+    """Return the constraint of a message. Raises ConstraintError if only a newer release knows its kind."""
     kind = next((ours for ours, theirs in _KINDS.items() if theirs == message.kind), None)
     if kind is None:
-        raise ConstraintError(f"a worker knows no constraint of kind {message.kind}; it is older than the gateway")
+        raise ConstraintError(f"a worker does not know constraint kind {message.kind}; it is older than the gateway")
     return Constraint(kind, message.text, frozenset(message.end_token_ids))
 
 

@@ -63,7 +63,7 @@ def test_what_is_no_secret_is_refused_without_showing_it(tmp_path: Path, content
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
-    for path, message in ((pipe, "is no file"), (tmp_path, "is no file"), (tmp_path / "gone", "No such file")):
+    for path, message in ((pipe, "not a regular"), (tmp_path, "not a regular"), (tmp_path / "gone", "No such file")):
         with pytest.raises(ConfigError, match=message):
             read_secret(str(path))
 

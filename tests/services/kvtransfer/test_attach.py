@@ -57,10 +57,10 @@ async def test_an_arena_may_hold_no_more_than_enough(
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        (layout(slot_bytes=2 * SLOT), "its slot_bytes is 8192, that of the arena is 4096"),
-        (layout(fingerprint="model-b"), "its fingerprint is model-b, that of the arena is model-a"),
-        (layout(groups=((32, 0),)), "block_tokens 32 and window 0, that of the arena is 'g0' with block_tokens 16"),
-        (layout(groups=((16, 64),)), "window 64, that of the arena is 'g0' with block_tokens 16 and window 0"),
+        (layout(slot_bytes=2 * SLOT), "its slot_bytes is 8192, the arena's is 4096"),
+        (layout(fingerprint="model-b"), "its fingerprint is model-b, the arena's is model-a"),
+        (layout(groups=((32, 0),)), "block_tokens 32 and window 0, the arena's is 'g0' with block_tokens 16"),
+        (layout(groups=((16, 64),)), "window 64, the arena's is 'g0' with block_tokens 16 and window 0"),
         (layout(groups=((16, 0), (16, 0))), "it has 2 groups of layers, the arena 1"),
     ],
 )
