@@ -1,4 +1,4 @@
-"""Messages between processes of a host, over Unix sockets beside the arena. Each message follows its length.
+"""Messages between processes of a host, over Unix sockets beside the arena. Each message is sent after its length.
 
 They replace gRPC because it has threads of its own in both processes. For small messages these threads take longer than
 all the rest of a handoff or of a token's way.

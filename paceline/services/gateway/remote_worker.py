@@ -57,7 +57,7 @@ class RemoteWorker:
         self._tokens_in_flight = 0
         """Prompt tokens of calls in flight that the worker has not computed yet."""
         self._begun = Begun(0, 0)
-        """Totals since this gateway knows the member."""
+        """Totals since this gateway first saw the member."""
         self._begun_by_look = (self._begun, self._begun)
         """The totals at the look at the member's figures before the last one, and at the last look."""
         self._in_flight_by_look = (0, 0)

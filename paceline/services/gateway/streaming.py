@@ -1,4 +1,4 @@
-"""Answers that end when the client disconnects: server-sent events, and the cancelling of other work."""
+"""Answers that end when the client disconnects: server-sent events, and other work, which is cancelled then."""
 
 from __future__ import annotations
 

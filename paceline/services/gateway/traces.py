@@ -173,7 +173,7 @@ class AttemptTrace:
 
 @dataclass(slots=True)
 class SequenceTrace:
-    """What happened to one sequence."""
+    """The record of one sequence: its attempts and its end."""
 
     index: int = 0
     """Index of the sequence among the request's choices."""

@@ -140,7 +140,7 @@ class Supervisor:
         say(welcome.first_request(self._config, model, port))
 
     async def _prepare(self) -> Path:
-        """Prepare the model and return its folder. A separate process does this, so that its memory is freed."""
+        """Prepare the model and return its folder. A separate process does this, so that its memory is free again."""
         config = self._config
         arguments = (config.model, f"--cache-dir={config.cache_dir}", f"--quantization={config.quantization}")
         command = self._command("prepare", *arguments)

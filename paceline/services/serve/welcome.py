@@ -17,7 +17,7 @@ SERVING_SECONDS = 30.0
 
 
 async def wait_until_serving(host: str, port: int) -> None:
-    """Wait until the gateway would place a request. Raises UnavailableError after SERVING_SECONDS."""
+    """Wait until the gateway reports that it can place requests. Raises UnavailableError after SERVING_SECONDS."""
     try:
         async with asyncio.timeout(SERVING_SECONDS):
             while True:
