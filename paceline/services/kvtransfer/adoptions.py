@@ -1,4 +1,4 @@
-"""Decode workers that wait for their prompts: each gets its lease with the operation that fills it."""
+"""Decode workers that wait for their prompts. Each adopts its lease as part of the operation that fills the lease."""
 
 from __future__ import annotations
 
@@ -13,42 +13,44 @@ from paceline.services.kvtransfer.ledger import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """A worker that waits for its lease."""
+    """A worker that waits until it can adopt a lease."""
 
     session: int
-    """Of the worker that reserved it."""
+    """Session of the worker, which reserved the lease."""
     key: Key
-    """Any of the lease's generations since then."""
+    """The lease's key, with any generation since the reservation."""
     tell: Callable[[Lease | PacelineError], None]
-    """Called once, with the adopted lease or the reason why there is none."""
+    """Called once, with the adopted lease or with the error that prevented the adoption."""
     is_heard: Callable[[], bool]
-    """Whether it still listens; where not, it gets nothing."""
+    """Returns whether the worker is still connected. If not, it adopts nothing."""
 
 
 class Adoptions:
-    """Gives leases to their new owners as soon as they are filled. No task stands in between, which a handoff would
-    wait for.
+    """Lets waiting workers adopt leases as soon as they are filled.
+
+    This happens inside the call that reports the filled lease, because a task of its own would delay the handoff.
 
     Args:
-        clock: that of the ledger, in seconds.
+        clock: the ledger's clock, in seconds.
     """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self._clock = clock
         self._waiting: dict[tuple[str, int], Waiter] = {}
-        """By request and attempt."""
+        """Waiting workers by request and attempt."""
 
     def wait(self, waiter: Waiter) -> None:
-        self.note(waiter.key)  # who waits already may be gone, or wait for what has ended
+        """Let a worker adopt its lease now or as soon as it is filled. Only one worker can wait for a lease."""
+        self.note(waiter.key)  # removes an earlier waiter that is gone or whose lease has ended
         if waiter.key[:2] in self._waiting:
-            waiter.tell(StaleError(f"lease {waiter.key} is being waited for already"))
+            waiter.tell(StaleError(f"lease {waiter.key} has a waiting worker already"))
         else:
             self._waiting[waiter.key[:2]] = waiter
             self.note(waiter.key)
 
     def note(self, key: Key) -> None:
-        """This lease may have been filled, or have ended."""
+        """Check whether a lease has been filled or has ended, and if so tell the worker that waits for it."""
         waiter = self._waiting.pop(key[:2], None)
         if waiter is None or not waiter.is_heard():
             return
@@ -56,7 +58,7 @@ class Adoptions:
         try:
             lease = self._own(waiter)
             if lease.state is not State.FILLED:
-                self._waiting[key[:2]] = waiter  # it waits on
+                self._waiting[key[:2]] = waiter  # go on waiting
                 return
             outcome = self._ledger.adopt(waiter.session, lease.key, self._clock())
         except PacelineError as error:

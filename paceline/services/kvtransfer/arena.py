@@ -1,5 +1,5 @@
-"""The arena: one file of shared memory that leases every KV block of a host, and the page on which its workers agree
-whose turn it is."""
+"""The arena: one file of shared memory with all KV blocks of a host, and after them one page through which the host's
+workers take turns on its cores (`core.turns`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class Arena:
-    """Owns the file from construction to `close`.
+    """The file of an arena, which exists from construction until `close`.
 
-    A lock on it lives as long as this process, so that whoever finds the file can tell whether it is still in use.
+    This process keeps a lock on the file until it ends, so that others can tell whether the file is still in use.
 
     Args:
-        folder: a tmpfs that all workers of the host see.
-        size: bytes for blocks. All of them are taken now, about a fifth of a second for each GiB.
-        owner: a name under which a successor of this service finds it again.
+        folder: a tmpfs that all workers of the host can access.
+        size: bytes for blocks. All of them are allocated now, which takes about 0.2 s per GiB.
+        owner: a name by which a successor of this service finds the file (`left_by`).
 
     Raises:
         ConfigError: the folder cannot be used, or there is too little memory.
@@ -40,8 +40,8 @@ class Arena:
         self.path, self._descriptor = _create_locked(folder, _prefix(owner))
         try:
             if not take_huge_pages(self._descriptor, size):
-                log.info("the arena has small pages, at least in part; attention is faster with huge ones")
-            # A page that is missing when a worker first writes to it would be SIGBUS, and a death without a word.
+                log.info("at least a part of the arena has small pages; attention is faster with huge pages")
+            # Allocate all pages now. If a page could not be allocated at a worker's first write, SIGBUS would kill it.
             os.posix_fallocate(self._descriptor, 0, size + PAGE_BYTES)
         except OSError as error:
             self.close()
@@ -51,7 +51,7 @@ class Arena:
 
     @classmethod
     def left_by(cls, folder: Path, owner: str) -> Arena | None:
-        """The arena of an owner that ended before it could remove it; where there are several, one of them."""
+        """Return an arena of an owner that ended without removing it, or None. If there are several, return any."""
         for path in folder.glob(f"{_prefix(owner)}*.arena"):
             if (descriptor := _lock_stale(path)) is not None:
                 arena = cls.__new__(cls)
@@ -59,11 +59,11 @@ class Arena:
                 arena.size = os.fstat(descriptor).st_size - PAGE_BYTES
                 if arena.size > 0:
                     return arena
-                arena.close()  # its owner ended before it had any memory
+                arena.close()  # its owner ended before it allocated any memory
         return None
 
     def close(self) -> None:
-        """Removes the file. Its memory is free once no worker maps it. Closing twice is no error."""
+        """Remove the file. Its memory is freed when no worker maps it any more. Closing twice is no error."""
         if self._descriptor >= 0:
             self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -71,8 +71,10 @@ class Arena:
 
 
 def remove_stale_arenas(folder: Path) -> int:
-    """Removes this user's arenas, and workers' pools beside them, that those left behind who were killed, unless others
-    map them. Returns how many."""
+    """Remove this user's arenas and worker pools whose processes were killed, unless others map them.
+
+    Returns the number of removed files.
+    """
     removed = 0
     for path in [*folder.glob(f"{_prefix()}*.arena"), *folder.glob(f"{_prefix()}*.pool")]:
         if (descriptor := _lock_stale(path)) is not None:
@@ -86,13 +88,13 @@ def remove_stale_arenas(folder: Path) -> int:
 
 
 def _prefix(owner: str = "") -> str:
-    """How the names of this user's arenas begin, or those of one owner."""
+    """Return the prefix of the names of this user's arena files, or of one owner's."""
     tag = f"{hashlib.blake2b(owner.encode(), digest_size=6).hexdigest()}-" if owner else ""
     return f"paceline-{os.getuid()}-{tag}"
 
 
 def _lock_stale(path: Path) -> int | None:
-    """A descriptor that leases the lock; None for somebody else's file, one that is locked, or gone by now."""
+    """Lock a file and return its descriptor. Return None if it is another user's, locked, or gone."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -107,8 +109,8 @@ def _lock_stale(path: Path) -> int | None:
 
 
 def _create_locked(folder: Path, prefix: str) -> tuple[Path, int]:
-    # Between creating and locking, a service that starts at the same time may take the file for a stale one and remove
-    # it; then there is another try.
+    # Before the new file is locked, another service that is starting may take it for a stale file and remove it. If so,
+    # try again.
     for _ in range(10):
         path = folder / f"{prefix}{secrets.token_hex(8)}.arena"
         try:
@@ -126,7 +128,7 @@ def _create_locked(folder: Path, prefix: str) -> tuple[Path, int]:
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Raises ConfigError where an arena of `size` bytes has no room now."""
+    """Raise ConfigError if the folder or the machine has no room for an arena of `size` bytes now."""
     try:
         space = os.statvfs(folder)
     except OSError as error:

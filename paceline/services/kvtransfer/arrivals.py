@@ -1,4 +1,4 @@
-"""Which blocks that another host names belong here, and which of them have come. Pure."""
+"""Checks of blocks from another host: whether each belongs to the context, and whether all have come. Pure."""
 
 from __future__ import annotations
 
@@ -11,41 +11,46 @@ from paceline.services.kvtransfer.lease import Lease
 
 
 def check_names(groups: Sequence[KVGroup], blocks: Sequence[pb.ExportedBlock], hashes: Sequence[bytes]) -> None:
-    """Raises TransferError where the source names blocks of another context.
+    """Raise TransferError if the source names blocks of another context.
 
     Args:
-        hashes: the chain of this one.
+        groups: the layout's groups.
+        blocks: the blocks that the source names.
+        hashes: chain of the context that is wanted, one hash for each BASE_TOKENS tokens.
     """
     strides = [group.block_tokens // BASE_TOKENS for group in groups]
     for block in blocks:
         end = (block.index + 1) * strides[block.group] if block.group < len(strides) else 0
         if not 0 < end <= len(hashes) or block.hash != hashes[end - 1]:
-            raise TransferError(f"block {block.index} of group {block.group} is of another context")
+            raise TransferError(f"block {block.index} of group {block.group} belongs to another context")
 
 
 class Arrivals:
-    """Which blocks of a lease have come: each that is needed has to, once."""
+    """A record of the blocks of a lease that have come. Each block may come once, and all needed blocks must come."""
 
     def __init__(self, groups: Sequence[KVGroup], lease: Lease) -> None:
         self._groups = groups
         self._lease = lease
         self._first = [lease.filled_tokens // group.block_tokens for group in groups]
-        """Of each group, the first block that is not here from the beginning."""
+        """For each group, the index of the first block that was not cached when the lease was reserved."""
         self._come: list[set[int]] = [set() for _ in groups]
 
     def places(self, blocks: Sequence[pb.ExportedBlock]) -> list[int]:
-        """The slot here for each block. Raises TransferError for what was not to come."""
+        """Return the slot on this host for each block, and record the blocks as come.
+
+        Raises TransferError if a block is not expected.
+        """
         return [self._place(block.group, block.index) for block in blocks]
 
     def _place(self, group: int, index: int) -> int:
         table = self._lease.tables[group] if group < len(self._groups) else []
         if index >= len(table) or table[index] == NO_SLOT or index < self._first[group] or index in self._come[group]:
-            raise TransferError(f"block {index} of group {group} came, and there is no place for it")
+            raise TransferError(f"block {index} of group {group} was not expected")
         self._come[group].add(index)
         return table[index]
 
     def check_all(self, filled_tokens: int) -> None:
-        """Raises TransferError where a block is missing without which the context cannot be read."""
+        """Raise TransferError if a block is missing that a query after the first `filled_tokens` tokens may read."""
         for number, group in enumerate(self._groups):
             first = max(self._first[number], group.first_needed_block(filled_tokens))
             missing = set(range(first, group.blocks_for(filled_tokens))) - self._come[number]

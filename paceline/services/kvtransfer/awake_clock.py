@@ -1,4 +1,4 @@
-"""A clock that stands still while its process does."""
+"""A clock that stops while its process is stopped."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ LONGEST_GAP_SECONDS = 1.0
 
 
 class AwakeClock:
-    """Seconds in which this process ran, as long as it is asked several times a second.
+    """A clock that counts the seconds in which this process ran, if it is called several times a second.
 
-    A process that was stopped, or a machine that slept, could not hear the renewals that came meanwhile. What is longer
-    than LONGEST_GAP_SECONDS between two calls is therefore left out, so that a standstill takes nobody's lease.
+    A process that is stopped, or whose machine sleeps, cannot receive renewals of leases. Such a pause must not make
+    leases expire. So at most LONGEST_GAP_SECONDS between two calls are counted.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

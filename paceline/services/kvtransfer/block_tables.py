@@ -1,4 +1,4 @@
-"""The block tables of leases, and what they can be made of. Pure."""
+"""The block tables of leases, and checks that the pool has enough blocks for them. Pure."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from paceline.services.kvtransfer.lease import Lease
 
 
 def table_of(lease: Lease, group: int) -> list[int]:
-    """Raises InvalidRequestError where there is no such group."""
+    """Return the block table of a group. Raises InvalidRequestError if there is no such group."""
     if not 0 <= group < len(lease.tables):
         raise InvalidRequestError(f"there is no group {group}; the layout has {len(lease.tables)}")
     return lease.tables[group]
 
 
 def names_of(pool: BlockPool, table: Sequence[int]) -> list[bytes]:
-    """The hashes of sealed blocks, empty for others."""
+    """Return the hash of each block of a table; an empty one if the block is not sealed."""
     found = [None if slot == NO_SLOT else pool.name(slot) for slot in table]
     return [b"" if name is None else name[1] for name in found]
 
 
 def missing_blocks(layout: KVLayout, tables: Sequence[Sequence[int]], token_count: int) -> list[int]:
-    """How many blocks each group's table lacks to cover `token_count` tokens."""
+    """Return, for each group, how many blocks its table lacks to cover `token_count` tokens."""
     return [max(0, group.blocks_for(token_count) - len(table)) for group, table in zip(layout.groups, tables)]
 
 
 def grow(pool: BlockPool, tables: Sequence[list[int]], missing: Sequence[int]) -> list[int]:
-    """Appends fresh blocks to each table, which must be available; returns all of them."""
+    """Append `missing` new blocks to each table and return all new slots. So many blocks must be available."""
     fresh = pool.take(sum(missing))
     start = 0
     for table, count in zip(tables, missing):
@@ -40,23 +40,23 @@ def grow(pool: BlockPool, tables: Sequence[list[int]], missing: Sequence[int]) -
 
 
 def check_hashes(hashes: Sequence[bytes]) -> None:
-    """Raises InvalidRequestError for what is no hash."""
+    """Raise InvalidRequestError if a hash does not have HASH_BYTES bytes."""
     if any(len(digest) != HASH_BYTES for digest in hashes):
         raise InvalidRequestError(f"a hash must have {HASH_BYTES} bytes")
 
 
 def check_available(pool: BlockPool, needed: int, reusing: Sequence[int] = ()) -> None:
-    """Raises BusyError where there are not so many blocks now, beside the cached ones in `reusing`."""
+    """Raise BusyError if fewer than `needed` blocks are available now without evicting the blocks in `reusing`."""
     available = pool.available(reusing)
     if needed > available:
-        raise BusyError(f"{needed} blocks are needed and {available} can be had; try again when requests have ended")
+        raise BusyError(f"{needed} blocks are needed and {available} are available; try again when requests have ended")
 
 
 def check_fits(pool: BlockPool, slots: int, token_count: int) -> None:
-    """Raises InvalidRequestError where the whole arena has too few blocks."""
+    """Raise InvalidRequestError if even the whole arena has fewer than `slots` blocks."""
     total = pool.counts().total
     if slots > total:
         raise InvalidRequestError(
             f"{token_count} tokens take {slots} blocks and the arena has {total}: "
-            "shorten the request or raise --kv-memory (--kv-tier-memory, where workers have pools)"
+            "shorten the request or raise --kv-memory (--kv-tier-memory, if workers have pools)"
         )

@@ -1,4 +1,4 @@
-"""Connections to services of other hosts."""
+"""gRPC channels to the kvtransfer services of other hosts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ class _Connection:
     channel: grpc.aio.Channel
     users: int = 0
     used_at: float = 0.0
-    """On time.monotonic()."""
+    """End of the last use, on time.monotonic()."""
 
 
 class Channels:
-    """Made when they are first wanted; `sweep` closes those that nobody has used for long, and all idle ones but the
-    newest.
+    """Channels by address. Each is opened at its first use, and kept for later uses until `sweep` or `close`.
 
     Args:
-        secret: that of the cluster.
+        secret: the cluster's secret.
     """
 
     def __init__(self, secret: Secret) -> None:
@@ -38,6 +37,7 @@ class Channels:
 
     @contextmanager
     def to(self, address: str) -> Iterator[grpc.aio.Channel]:
+        """Yield a channel to a service. It is not closed by `sweep` during the `with` statement."""
         connection = self._connections.get(address)
         if connection is None:
             connection = self._connections[address] = _Connection(open_channel(address, self._secret))
@@ -49,12 +49,13 @@ class Channels:
             connection.used_at = time.monotonic()
 
     async def sweep(self) -> None:
+        """Close channels that were idle for IDLE_SECONDS, and all idle ones except the MOST_IDLE last used."""
         idle = [(one.used_at, address) for address, one in self._connections.items() if not one.users]
         idle.sort(reverse=True)
         for place, (used_at, address) in enumerate(idle):
             if place >= MOST_IDLE or time.monotonic() - used_at > IDLE_SECONDS:
                 connection = self._connections[address]
-                if not connection.users:  # somebody may have come while another one was closed
+                if not connection.users:  # it may be in use again since another channel was closed
                     del self._connections[address]
                     await connection.channel.close(None)
 

@@ -1,4 +1,4 @@
-"""What workers say they hold, to a service that knows nothing of it because its predecessor ended."""
+"""Claims: the leases that workers report to a new service after the old one ended, and checks of their consistency."""
 
 from __future__ import annotations
 
@@ -17,35 +17,40 @@ from paceline.services.kvtransfer.places import place_of
 
 
 class ContradictionError(InvalidRequestError):
-    """Claims of which not all can be true. Nobody can tell then whose a block is."""
+    """Claims that contradict each other or the layout, so that nobody can tell which lease owns which block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One lease as the only worker knows it that may touch its blocks."""
+    """A lease as reported by its writer, which is the only worker that may touch its blocks."""
 
     session: int
     key: Key
     token_count: int
     filled_tokens: int
     tables: list[list[int]]
-    """One block table a group."""
+    """One block table for each group."""
     names: list[list[bytes]]
-    """As `tables`: the hashes of sealed blocks; empty for others."""
+    """The hash of each block in `tables`; empty if the block is not sealed."""
     active: bool
-    """False where it is over, and the worker only has not stopped touching the blocks yet."""
+    """False if the lease has ended but the worker has not stopped touching its blocks yet."""
 
 
 Slots = dict[int, tuple[int, tuple[int, bytes] | None]]
-"""By slot: how many claims name it, and (group, hash) where it is sealed."""
+"""For each slot, the number of claims that name it, and (group, hash) if its block is sealed."""
 
 
 def claimed_slots(layout: KVLayout, slots: int, claims: Iterable[Claim]) -> Slots:
-    """What all claims together refer to.
+    """Return all slots that the claims name.
+
+    Args:
+        layout: the layout that all workers have.
+        slots: number of slots in the arena.
+        claims: the claims of all workers.
 
     Raises:
-        ContradictionError: two workers claim a block that is not sealed, or as different things; or one claims what
-            cannot be.
+        ContradictionError: two claims share a block that is not sealed or that they name differently, or a claim does
+            not fit the layout or the arena.
     """
     found: Slots = {}
     keys: set[Key] = set()
@@ -66,7 +71,7 @@ def claimed_slots(layout: KVLayout, slots: int, claims: Iterable[Claim]) -> Slot
 
 
 def claimed_places(layout: KVLayout, claims: Sequence[Claim]) -> dict[int, Place]:
-    """Of sealed blocks, by slot."""
+    """Return the places of the sealed blocks, by slot."""
     return {
         slot: place_of(layout, group, block, names[block], names[block - 1] if block else b"")
         for claim in claims
@@ -77,7 +82,7 @@ def claimed_places(layout: KVLayout, claims: Sequence[Claim]) -> dict[int, Place
 
 
 def restored_lease(claim: Claim, now: float, lease_seconds: float) -> Lease:
-    """What is claimed, as a ledger keeps it."""
+    """Return the claimed lease in the ledger's form."""
     return Lease(
         key=claim.key,
         first_generation=claim.key.generation,
@@ -95,7 +100,7 @@ def restored_lease(claim: Claim, now: float, lease_seconds: float) -> Lease:
 def _add(found: Slots, slots: int, slot: int, name: tuple[int, bytes] | None, key: Key) -> None:
     count, known = found.get(slot, (0, name))
     if not 0 <= slot < slots or (count and (name is None or known != name)):
-        raise ContradictionError(f"{key} claims block {slot}, which is not there, or another's")
+        raise ContradictionError(f"{key} claims block {slot}, which does not exist or is claimed otherwise by another")
     found[slot] = (count + 1, name)
 
 
@@ -104,14 +109,14 @@ def _check_shape(layout: KVLayout, claim: Claim) -> None:
     if [len(table) for table in claim.tables] != wanted or [len(names) for names in claim.names] != wanted:
         raise ContradictionError(f"the tables of {claim.key} do not cover its {claim.token_count} tokens")
     if any(len(digest) not in (0, HASH_BYTES) for names in claim.names for digest in names):
-        raise ContradictionError(f"{claim.key} names a block with something that is no hash")
+        raise ContradictionError(f"{claim.key} has a hash of the wrong length")
 
 
 def _check_sharing(found: Slots) -> None:
-    """Only the first block of a name can be found by others."""
+    """Raise ContradictionError if two blocks with the same name are shared: the index has only one of them."""
     shared: dict[tuple[int, bytes], int] = defaultdict(int)
     for count, name in found.values():
         if count > 1 and name is not None:
             shared[name] += 1
     if any(count > 1 for count in shared.values()):
-        raise ContradictionError("two blocks of the same content are shared")
+        raise ContradictionError("two blocks with the same content are both shared")

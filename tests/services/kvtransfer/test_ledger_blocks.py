@@ -18,7 +18,7 @@ def test_a_reservation_is_all_or_nothing_over_groups() -> None:
     desk.reserve("a", tokens=16)
     before = desk.counts()
     assert before == (5, 2, 0, 0)
-    with pytest.raises(BusyError, match="7 blocks are needed and 5 can be had"):
+    with pytest.raises(BusyError, match="7 blocks are needed and 5 are available"):
         desk.reserve("b", tokens=65)
     assert desk.counts() == before
     desk.reserve("b", tokens=64, generation=2)
@@ -75,7 +75,7 @@ def test_what_a_reservation_reuses_is_no_room_for_it() -> None:
     desk = Desk(4)
     desk.cache("warm", "abc")
     desk.reserve("other", tokens=16)
-    with pytest.raises(BusyError, match="2 blocks are needed and 1 can be had"):
+    with pytest.raises(BusyError, match="2 blocks are needed and 1 are available"):
         desk.reserve("r", "abxy")
     assert desk.counts() == (0, 1, 0, 3)
     assert desk.reserve("r", "abx", generation=2).filled_tokens == 32
