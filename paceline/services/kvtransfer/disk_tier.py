@@ -1,7 +1,8 @@
-"""A tier below the arena: a file of block-sized slots, which outlives what the arena evicts, but not this service.
+"""A cache tier below the arena: a file of block-sized slots, which keeps blocks that the arena evicts. It ends with the
+process.
 
-What becomes reusable in the arena is written behind, one block after the other; what the disk cannot keep up with is
-not written. What is read is compared with its digest, so that a disk that lies costs a miss.
+Blocks that become reusable in the arena are written in the background, one after another. If the disk cannot keep up,
+the oldest waiting blocks are dropped. Each block is compared with its digest when read: a damaged one is a cache miss.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.transport import ArenaMemory
 
 _WAITING = 4096
-"""Blocks that may wait to be written; the oldest are left out."""
+"""Most blocks that may wait to be written. If more come, the oldest are dropped."""
 READERS = 8
-"""Blocks that are read at the same time."""
+"""Number of threads that read blocks at the same time."""
 _TOGETHER = 4 * READERS
-"""Blocks that are read before the next ones are begun, so that readers seldom wait for the last one."""
+"""Blocks of one batch. The next batch begins after its last block, so a batch is several times READERS."""
 PROMOTION_SECONDS = 2.0
-"""For all of a prefix; its request waits, and could have been computed instead."""
+"""Deadline for reading a whole prefix. The request waits for it, and could compute the prefix instead."""
 
 log = logging.getLogger(__name__)
 
@@ -50,24 +51,26 @@ Find = Callable[[int, bytes], int | None]
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
     folder: Path
-    """Where the file lies; a disk, not a tmpfs."""
+    """Folder of the file, on a disk and not a tmpfs."""
     size: int
-    """Bytes, taken at once."""
+    """Size of the file in bytes. All of them are allocated when it is made."""
 
     def check(self) -> None:
-        """Raises ConfigError where such a file cannot be made now."""
+        """Raise ConfigError if a file of this size cannot be made now."""
         os.close(_open(self.folder, self.size))
 
 
 class DiskTier:
-    """Blocks in a file without a name, until `close`. Made on a running event loop.
+    """Blocks in an unnamed file, which exists until `close`. Construct it on a running event loop.
 
     Args:
-        find: the slot of the arena with a block, by group and hash.
-        policy: makes what chooses the blocks to evict, for so many slots.
+        groups: number of KV groups.
+        memory: the arena's blocks.
+        find: returns the arena's slot with a block, given its group and hash, or None.
+        policy: makes the policy that chooses the blocks to evict, given the number of slots.
 
     Raises:
-        ConfigError: there is no such folder, or no room in it.
+        ConfigError: the folder does not exist or has no room, or the file would have no room for a block.
     """
 
     def __init__(
@@ -87,16 +90,16 @@ class DiskTier:
         self.written_blocks = self.read_blocks = self.damaged_blocks = 0
         self._pool = BlockPool(slots, groups, policy(slots))
         self._digests: dict[int, bytes] = {}
-        """By slot of the file."""
+        """Digest of each block, by slot of the file."""
         self._damaged: set[int] = set()
-        """Slots whose block could not be read back; they are not found until they are written again."""
+        """Slots whose block could not be read back. `find` ignores them until they are written again."""
         self._memory = memory
         self._find = find
         self._complained = False
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=_WAITING)
         self._wake = asyncio.Event()
         self._threads = ThreadPoolExecutor(1 + READERS, thread_name_prefix="disk")
-        self._buffer = mmap.mmap(-1, memory.slot_bytes)  # whole pages, as direct I/O asks for
+        self._buffer = mmap.mmap(-1, memory.slot_bytes)  # direct I/O needs memory of whole pages
         self._writer = asyncio.create_task(self._write_behind(), name="disk tier")
 
     async def close(self) -> None:
@@ -105,18 +108,18 @@ class DiskTier:
         os.close(self._file)
 
     def offer(self, events: Iterable[BlockEvent]) -> None:
-        """These blocks became reusable in the arena, or ceased to be."""
+        """Queue the blocks that became reusable in the arena for writing. Ignores other events."""
         self._waiting.extend((event.group, event.hash) for event in events if event.op == "stored")
         self._wake.set()
 
     def find(self, group: int, digest: bytes) -> int | None:
-        """The slot of the file with a block."""
+        """Return the file's slot with an undamaged block, or None."""
         slot = self._pool.find(group, digest)
         return None if slot in self._damaged else slot
 
     @property
     def blocks(self) -> int:
-        """How many are in the file."""
+        """Number of blocks in the file."""
         return self._pool.counts().cached
 
     def samples(self) -> Iterator[Sample]:
@@ -127,17 +130,17 @@ class DiskTier:
         yield Sample("disk_damaged_blocks", self.damaged_blocks)
 
     async def read(self, blocks: Sequence[tuple[int, bytes, int]]) -> list[bool]:
-        """Reads blocks into slots of the arena. When it returns or is cancelled nothing touches these any more.
+        """Read blocks into slots of the arena. Nothing touches these slots after it has returned or was cancelled.
 
         Args:
-            blocks: group, hash and slot of the arena of each.
+            blocks: (group, hash, slot of the arena) for each block.
 
         Returns:
-            Which have come, undamaged.
+            For each block, whether it was found and read undamaged.
         """
         found = [self._pool.find(group, digest) for group, digest, _ in blocks]
         here = [slot for slot in found if slot is not None]
-        self._pool.reuse(here)  # so that none is overwritten meanwhile
+        self._pool.reuse(here)  # so that no slot of the file is overwritten meanwhile
         readings = {
             index: self._in_thread(self._read, slot, blocks[index][2])
             for index, slot in enumerate(found)
@@ -160,7 +163,7 @@ class DiskTier:
         slot = self._find(group, digest)
         if slot is None or self._pool.find(group, digest) is not None or not self._pool.available():
             return
-        # At once: as long as nobody else runs, a reusable block is what its name says.
+        # Copy before anything is awaited: until then no other task runs that could evict the block from its slot.
         self._buffer[:] = self._memory.slot(slot)
         (place,) = self._pool.take(1)
         try:
@@ -170,7 +173,7 @@ class DiskTier:
             self.written_blocks += 1
             self._complained = False
         except OSError as error:
-            if not self._complained:  # once, not for every block of a disk that takes none
+            if not self._complained:  # log once, not for every block, if all writes fail
                 log.warning("blocks cannot be written to the disk tier: %s", error)
             self._complained = True
         finally:
@@ -178,7 +181,7 @@ class DiskTier:
 
     def _store(self, place: int) -> bytes:
         if os.pwrite(self._file, self._buffer, place * self._memory.slot_bytes) != len(self._buffer):
-            raise OSError("the disk took a part of it only")
+            raise OSError("the disk wrote only a part of a block")
         with memoryview(self._buffer) as view:
             return digest_of(view)
 
@@ -201,7 +204,7 @@ class DiskTier:
 
 
 async def _all_done(futures: Iterable[asyncio.Future[Any]]) -> None:
-    """Waits for threads. Where it is cancelled, however often, it is so only when they are done."""
+    """Wait for work of threads. If this is cancelled, even several times, it raises only after the work is done."""
     waiting = asyncio.gather(*futures, return_exceptions=True)
     cancelled = False
     while not waiting.done():
@@ -214,10 +217,10 @@ async def _all_done(futures: Iterable[asyncio.Future[Any]]) -> None:
 
 
 class Promotions:
-    """Brings blocks back into the arena before a request reserves them.
+    """Copies blocks from the disk tier back into the arena before a request reserves them.
 
     Args:
-        clock: that of the ledger, in seconds.
+        clock: the ledger's clock, in seconds.
     """
 
     def __init__(self, layout: KVLayout, ledger: Ledger, disk: DiskTier, clock: Callable[[], float]) -> None:
@@ -227,15 +230,17 @@ class Promotions:
         self._clock = clock
 
     async def run(self, key: Key, hashes: Sequence[bytes]) -> None:
-        """What the disk has of a context, behind what the arena has, is cached there then. It comes into a lease of
-        this service's own. What does not come in time is a miss.
+        """Copy the blocks of a context that the disk has and the arena lacks into the arena, and cache them there.
+
+        The blocks come into a lease of this service, which ends with this call. Blocks that are not read within
+        PROMOTION_SECONDS stay cache misses.
 
         Args:
-            key: of the request for which it is brought back.
-            hashes: chain of the context, no more of it than can be reused.
+            key: key of the request that waits for the blocks.
+            hashes: chain of the part of the context that may be reused, one hash for each BASE_TOKENS tokens.
 
         Raises:
-            BusyError: there are no blocks to bring it into.
+            BusyError: the arena has too few available blocks.
         """
         tokens = len(hashes) * BASE_TOKENS
         length, _ = match_prefix(self._layout, self._find, hashes, tokens)
@@ -264,7 +269,7 @@ class Promotions:
         strides = [group.block_tokens // BASE_TOKENS for group in self._layout.groups]
         names = [hashes[(index + 1) * strides[number] - 1] for number, index in places]
         wanted = [(number, index, name) for (number, index), name in zip(places, names)]
-        # Some at a time, from the beginning of the context on: what has come in time is not in vain.
+        # In batches, in the order of the context: if the deadline passes, the blocks before it still form a prefix.
         wanted.sort(key=lambda block: (block[1] + 1) * self._layout.groups[block[0]].block_tokens)
         for first in range(0, len(wanted), _TOGETHER):
             part = wanted[first : first + _TOGETHER]
@@ -277,14 +282,14 @@ class Promotions:
 
 
 def _open(folder: Path, size: int) -> int:
-    """A file of `size` bytes that nobody else can open, and that is gone with the process."""
+    """Make an unnamed file of `size` bytes, which ends with the process, and return its descriptor."""
     flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
     try:
         try:
-            file = os.open(folder, flags | os.O_DIRECT, 0o600)  # the arena is what keeps blocks in memory
+            file = os.open(folder, flags | os.O_DIRECT, 0o600)  # the page cache would only copy the arena
         except OSError:
             file = os.open(folder, flags, 0o600)
-            log.warning("%s takes no direct I/O: what is written there may stay in memory; is it a disk?", folder)
+            log.warning("%s does not support direct I/O: its blocks may take memory as well; is it on a disk?", folder)
     except OSError as error:
         raise ConfigError(f"cannot make a file in {folder} ({error.strerror}); choose another --kv-disk-dir") from error
     try:

@@ -1,8 +1,8 @@
-"""Tells Redis which blocks this host holds, so that gateways can route by cached prefix.
+"""Publishes to Redis which blocks this host has cached, so that gateways can route requests by cached prefix.
 
-The stream is bounded (Redis trims it to about the newest _STREAM_LENGTH entries as it is written), and so is what waits
-here for a Redis that does not answer. Events of a quarter of a second share an entry; a host where no block becomes or
-ceases to be reusable sends nothing. A gateway that missed something asks the service for all (`KVTransfer.Reusable`).
+Redis trims the stream to about the newest _STREAM_LENGTH entries. If Redis does not answer, a bounded number of events
+waits here. The events of _PERIOD_SECONDS share entries of up to _BATCH events; if there are no events, nothing is sent.
+A gateway that missed events asks the service for the names of all blocks (`KVTransfer.Reusable`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ log = logging.getLogger(__name__)
 
 
 class BlockEventPublisher:
-    """Moves block events to the cluster's stream, from `start` to `stop`.
+    """Writes block events to the cluster's stream, from `start` to `stop`.
 
-    While Redis does not answer, events wait in a bounded buffer that drops its oldest.
+    While Redis does not answer, events wait in a bounded buffer. If it is full, the oldest events are dropped.
 
     Args:
-        take_events: gives the events since it was last called; None where there are none.
-        buffered: events that may wait.
+        url: URL of Redis.
+        cluster: name of the cluster, which is in the name of the stream.
+        take_events: returns the events since it was last called; None if there are none.
+        buffered: most events that may wait.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class BlockEventPublisher:
         self._stream = blocks_stream(cluster)
         self._take_events = take_events
         self._waiting: deque[tuple[BlockBatch, int, BlockEvent]] = deque(maxlen=buffered)
-        """Each event with its number and the batch that it came with."""
+        """Waiting events: (the batch with which the event came, its number, the event)."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -70,16 +72,17 @@ class BlockEventPublisher:
             try:
                 await self._publish()
                 if failures:
-                    log.info("Redis takes block events again")
+                    log.info("Redis accepts block events again")
                 failures = 0
             except (RedisError, OSError, TimeoutError) as error:
                 if not failures:
-                    log.warning("Redis does not take block events (%s); going on without it", error)
+                    log.warning("cannot write block events to Redis (%s); going on without it", error)
                 failures = min(failures + 1, 10)
 
     async def _publish(self) -> None:
         while self._waiting:
-            # Copied, not popped: what fails is sent again, and a reader knows an event that comes twice.
+            # Events stay in the buffer until Redis has them: a failed write is repeated. A reader recognizes an event that
+            # comes twice by its number.
             batch = self._next_batch()
             async with asyncio.timeout(_DEADLINE_SECONDS):
                 entry = batch.to_entry()
@@ -88,7 +91,7 @@ class BlockEventPublisher:
                 self._waiting.popleft()
 
     def _next_batch(self) -> BlockBatch:
-        """The oldest events that wait and follow each other."""
+        """Return the oldest waiting events that are of one pool and have consecutive numbers, _BATCH at most."""
         taken, first, _ = self._waiting[0]
         run = itertools.takewhile(
             lambda entry: entry[1][0].pool == taken.pool and entry[1][1] == first + entry[0],

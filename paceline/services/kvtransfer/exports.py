@@ -1,8 +1,8 @@
-"""The source's side of a handoff to another host: which blocks of a lease are complete, as they become so.
+"""The source's side of a handoff to another host: it names the blocks of a lease to the reader as they become complete.
 
-To the ledger the reader is what a decode worker is on one host: it adopts the lease once it is filled, renews it, and
-releases it when all blocks have been read. Until then the lease is the prefill worker's, and only blocks that it has
-sealed are named: their content never changes again.
+In the ledger this service acts for the reader as a decode worker does for itself on one host. It adopts the lease when
+it is filled, renews it, and releases it when all blocks have been read. Until it is filled, a prefill worker writes the
+lease, and only blocks that this worker has sealed are named, because their content never changes again.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.transport import ArenaMemory
 
 ALIVE_SECONDS = 1.0
-"""Something is said at least this often, so that silence is a failure."""
+"""Longest time between two messages to the reader, which takes a longer silence for a failure."""
 _DIGESTED_BYTES = 32 << 20
-"""Of the blocks of one message: their digests are taken in one go, and nobody else is served meanwhile."""
+"""Most bytes of blocks in one message. The service waits while their digests are computed."""
 
 Write = Callable[[pb.ExportEvent], Awaitable[None]]
 
 
 def digest_of(block: memoryview) -> bytes:
-    """XXH3-128 of a slot's bytes. It finds damage and what was overwritten, not malice: hosts trust each other."""
+    """Return XXH3-128 of a slot's bytes, to detect damaged and overwritten blocks. Forgery need not be detected."""
     return xxhash.xxh3_128_digest(block)
 
 
 @dataclass(slots=True)
 class _Reading:
-    """One export."""
+    """An export in progress."""
 
     key: Key
     change: asyncio.Event = field(default_factory=asyncio.Event)
-    """An operation may have completed blocks, or ended the lease."""
+    """Set when an operation may have completed blocks or ended the lease."""
     adopted: Lease | None = None
 
 
 class Exports:
-    """Tells services of other hosts what they may read from this arena.
+    """Names the blocks that services of other hosts may read from this arena.
 
     Args:
-        clock: that of the ledger, in seconds.
-        offer: how the arena can be read, by name of transport.
+        clock: the ledger's clock, in seconds.
+        offer: for each transport, the data that a reader of the arena needs.
     """
 
     def __init__(
@@ -62,22 +62,24 @@ class Exports:
         self._clock = clock
         self._offer = offer
         self._readings: dict[tuple[str, int], _Reading] = {}
-        """By request and attempt."""
+        """Exports in progress, by request and attempt."""
         self._most_blocks = max(1, _DIGESTED_BYTES // layout.slot_bytes)
 
     def note(self, key: Key) -> None:
-        """Blocks of this lease may have become complete, or it may have ended."""
+        """Wake the export of a lease, because blocks of it may be complete or it may have ended."""
         if reading := self._readings.get(key[:2]):
             reading.change.set()
 
     async def run(self, key: Key, cached_tokens: int, write: Write) -> None:
-        """Names blocks until the reader ends the call, which cancels this.
+        """Name the blocks of a lease until the reader ends the call, which cancels this.
 
         Args:
-            cached_tokens: at the front, which the reader has.
+            key: key of the lease, in which a prefill worker computes.
+            cached_tokens: number of the context's first tokens whose blocks the reader has already.
+            write: sends an event to the reader.
 
         Raises:
-            InvalidRequestError: this cannot be exported, or is being exported.
+            InvalidRequestError: the lease cannot be exported, or is being exported already.
             StaleError: the lease has ended.
         """
         self._check_aligned(cached_tokens)
@@ -101,7 +103,7 @@ class Exports:
                 self._take_over(reading)
                 await write(pb.ExportEvent(exported=pb.Exported()))
         finally:
-            # Nothing is awaited here: a second cancellation would leave the rest undone.
+            # Await nothing here, because a second cancellation would skip the rest.
             keeper.cancel()
             del self._readings[key[:2]]
             if reading.adopted is not None:
@@ -109,16 +111,19 @@ class Exports:
                     self._ledger.release(TRANSFER, reading.adopted.key, self._clock())
 
     async def run_prefix(self, key: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write) -> None:
-        """Names the cached blocks of the longest known prefix of a context, which may be none, until the reader ends
-        the call, which cancels this. They are held meanwhile, so that none is evicted.
+        """Name the cached blocks of a context's longest cached prefix, if any. Keep them from being evicted by a lease.
+
+        This goes on until the reader ends the call, which cancels this.
 
         Args:
-            key: of the request for which it is brought over.
+            key: key of the request for which the reader wants the prefix.
+            hashes: chain of the context, one hash for each BASE_TOKENS tokens.
             cached_tokens: see `run`.
+            write: sends an event to the reader.
 
         Raises:
-            InvalidRequestError: this cannot be exported, or is being exported.
-            StaleError: it has been exported.
+            InvalidRequestError: the arguments are wrong, or a prefix is being exported for this request already.
+            StaleError: a prefix has been exported under this key before.
         """
         self._check_aligned(cached_tokens)
         lease = self._ledger.pin(TRANSFER, prefix_key(key), hashes, self._clock())
@@ -139,7 +144,7 @@ class Exports:
             raise InvalidRequestError(f"cached_tokens must be a multiple of {self._layout.alignment}")
 
     def _take_over(self, reading: _Reading) -> Lease | None:
-        """Adopt the lease once it is filled, and renew it from then on. Raises what `run` does."""
+        """Adopt the lease if it is filled, or renew the adopted one. Return it, or None. Raises the errors of `run`."""
         now = self._clock()
         if reading.adopted is not None:
             return self._ledger.renew(TRANSFER, reading.adopted.key, now)
@@ -151,18 +156,21 @@ class Exports:
         return reading.adopted
 
     async def _keep(self, reading: _Reading) -> None:
-        """Nobody else renews a filled lease, and a slow reader keeps `run` waiting for longer than a lease."""
-        with contextlib.suppress(PacelineError):  # which `run` meets, too
+        """Adopt and renew the lease in time, because nobody else does and `run` may wait long for a slow reader."""
+        with contextlib.suppress(PacelineError):  # `run` gets the same error
             while True:
                 await asyncio.sleep(ALIVE_SECONDS)
                 self._take_over(reading)
 
     async def _name(self, lease: Lease, blocks: Iterator[pb.ExportedBlock], write: Write, last: bool = False) -> None:
-        """Writes these blocks with their digests; without any too, to say that all is well."""
+        """Write blocks with their digests, in one or more messages, even if there is no block.
+
+        If `last`, the last message says that the export is complete.
+        """
         found = list(blocks)
         while True:
             part, found = found[: self._most_blocks], found[self._most_blocks :]
-            # In between others may have ended the lease, and its slots may be somebody else's.
+            # The lease may have ended during the last write, and its slots may belong to another lease.
             self._ledger.find(lease.key, self._clock())
             for block in part:
                 block.digest = digest_of(self._memory.slot(block.slot))
@@ -175,9 +183,9 @@ class Exports:
 
 
 class Cursor:
-    """How far each group's blocks have been named.
+    """The position up to which the blocks of each group have been named.
 
-    Blocks before `cached_tokens` and those that no query behind the context reads are left out.
+    Blocks of the first `cached_tokens` tokens, and blocks that no query after the context reads, are left out.
     """
 
     def __init__(self, groups: Sequence[KVGroup], cached_tokens: int) -> None:
@@ -185,11 +193,11 @@ class Cursor:
         self._next = [cached_tokens // group.block_tokens for group in groups]
 
     def sealed(self, lease: Lease, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:
-        """Blocks that have been sealed since; each group's in order."""
+        """Yield the blocks that have been sealed since the last call, each group's in order."""
         return self._take(lease, lease.token_count, hash_of, only_sealed=True)
 
     def rest(self, lease: Lease, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:
-        """All that is left of a filled lease."""
+        """Yield all blocks of a filled lease that were not named yet."""
         return self._take(lease, lease.filled_tokens, hash_of, only_sealed=False)
 
     def _take(

@@ -1,4 +1,4 @@
-"""The paths between hosts, tried when the service starts: which of them come before gRPC, the last one."""
+"""The choice of transports between hosts, by a test at the start. Those that work are preferred to gRPC."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ _SLOTS, _SLOT_BYTES = 16, 1 << 20
 
 
 async def fast_transports(wanted: str, only_here: bool) -> MakeTransports:
-    """Those that come before gRPC. Each path is tried on a memory of its own, for a second at most, and the log says
-    what it moves.
+    """Return a function that makes the transports that are preferred to gRPC.
+
+    Each transport is tested on a memory of its own, for a second at most, and its rate is logged.
 
     Args:
         wanted: see `KVTransferConfig.transport`.
-        only_here: whether no other host reaches this one.
+        only_here: whether the service listens on a loopback address, so that no other host can reach it.
 
     Raises:
-        ConfigError: what was asked for is not installed.
+        ConfigError: the wanted transport is not installed or does not start.
     """
     scratch = ArenaMemory(memoryview(bytearray(_SLOTS * _SLOT_BYTES)), _SLOT_BYTES, _SLOTS)
     if not only_here:

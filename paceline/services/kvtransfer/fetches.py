@@ -1,8 +1,8 @@
-"""The destination's side of a handoff between hosts: blocks of a prompt are pulled while it is being computed.
+"""The destination's side of a handoff between hosts: it reads a prompt's blocks while the prompt is being computed.
 
-To the ledger this service is what a prefill worker is on one host: it opens the reserved lease, writes its blocks,
-seals and fills it. The source names blocks as they become complete (`exports`), so that only the last ones are waited
-for.
+In the ledger this service acts as a prefill worker does on one host. It opens the reserved lease, writes and seals its
+blocks, and fills it. The source names blocks as they become complete (`exports`). So after the prompt is computed only
+its last blocks have to be read.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TRANSFERS = Family("kv_transfers", "Prompts whose KV blocks came from another ho
 TRANSFER_FAILURES = Family("kv_transfer_failures", "Transfers between hosts that failed", has_role=False)
 TRANSFER_BYTES = Family("kv_transfer_bytes", "Bytes of KV blocks that came from other hosts", has_role=False)
 TRANSFER_SECONDS = Family(
-    "kv_transfer_read_seconds", "Seconds in which blocks were read from other hosts", has_role=False
+    "kv_transfer_read_seconds", "Seconds spent on reading and verifying blocks of other hosts", has_role=False
 )
 
 SILENCE_SECONDS = 5.0
-"""The source says something every second."""
+"""Longest time between two messages of a source, which sends one every second."""
 
 Call = (
     grpc.aio.UnaryStreamCall[pb.ExportRequest, pb.ExportEvent]
@@ -51,15 +51,15 @@ Call = (
 
 @dataclass(slots=True)
 class Totals:
-    """What was brought over so far, for metrics."""
+    """Totals of the transfers from other hosts so far, for metrics."""
 
     transfers: Counter[str] = field(default_factory=Counter)
-    """By path; without one, those that had no block to move."""
+    """Number of transfers by transport; under "" those that had no block to move."""
     failures: int = 0
-    """Without those that were cancelled."""
+    """Failed transfers; cancelled ones do not count."""
     bytes: int = 0
     read_seconds: float = 0.0
-    """Spent on reading and verifying; most of it while the prompt was being computed."""
+    """Time spent on reading and verifying blocks, mostly while the prompt was still being computed."""
 
     def samples(self) -> Iterator[Sample]:
         """Yield the totals for metrics."""
@@ -72,11 +72,11 @@ class Totals:
 
 
 class Fetches:
-    """Brings prompts from other hosts into leases of this one.
+    """Reads the blocks of prompts from other hosts into leases of this host.
 
     Args:
-        clock: that of the ledger, in seconds.
-        on_change: is called with the key of a lease that was filled or has ended.
+        clock: the ledger's clock, in seconds.
+        on_change: called with the key of each lease that was filled or has ended.
     """
 
     def __init__(
@@ -99,15 +99,17 @@ class Fetches:
         self._on_change = on_change
 
     async def run(self, session: int, key: Key, source: str, source_key: Key) -> pb.FetchReply:
-        """Fills the lease, which ends where that fails.
+        """Fill a reserved lease with the blocks of a lease on another host. If this fails, the reserved lease ends.
 
         Args:
-            session: of the worker that reserved it.
+            session: session of the worker that reserved the lease.
+            key: key of the reserved lease.
             source: address of the service that exports `source_key`.
+            source_key: key of the lease on the other host.
 
         Raises:
-            StaleError: the lease is not, or not any more, this worker's.
-            TransferError: the blocks could not be brought over.
+            StaleError: the lease does not exist or belongs to another worker.
+            TransferError: the blocks could not be read.
         """
         self._ledger.renew(session, key, self._clock())
         lease = self._ledger.open(TRANSFER, key, self._clock())
@@ -125,7 +127,7 @@ class Fetches:
                 self._ledger.release(TRANSFER, lease.key, self._clock())
             if isinstance(error, PacelineError):
                 self.totals.failures += 1
-                raise TransferError(f"{key} could not be brought over from {source}: {error}") from error
+                raise TransferError(f"{key} could not be fetched from {source}: {error}") from error
             raise
         finally:
             self._on_change(key)
@@ -133,18 +135,18 @@ class Fetches:
         return reply
 
     async def run_prefix(self, key: Key, source: str, hashes: Sequence[bytes]) -> pb.FetchReply:
-        """Brings into this host's cache what another one has cached of a context, as far as it lacks here.
+        """Read the blocks of a context that another host has cached and this host lacks into this host's cache.
 
-        It comes into a lease of this service's own, which ends with this: what was sealed is cached then.
+        The blocks come into a lease of this service, which ends with this call. Its sealed blocks are cached then.
 
         Args:
-            key: of the request for which it is brought over.
-            source: address of the service that has it.
-            hashes: chain of the context, no more of it than can be reused.
+            key: key of the request that waits for the prefix.
+            source: address of the service that has the prefix.
+            hashes: chain of the part of the context that may be reused, one hash for each BASE_TOKENS tokens.
 
         Raises:
-            BusyError: there are no blocks to bring it into.
-            TransferError: the blocks could not be brought over.
+            BusyError: too few blocks are available here.
+            TransferError: the blocks could not be read.
         """
         tokens = len(hashes) * BASE_TOKENS
         lease = self._ledger.reserve(TRANSFER, prefix_key(key), hashes, tokens, tokens, self._clock())
@@ -157,7 +159,7 @@ class Fetches:
                 reply, _ = await self._bring(lease, call, source, hashes)
         except PacelineError as error:
             self.totals.failures += 1
-            raise TransferError(f"the prefix of {key} could not be brought over from {source}: {error}") from error
+            raise TransferError(f"the prefix of {key} could not be fetched from {source}: {error}") from error
         finally:
             with contextlib.suppress(PacelineError):
                 self._ledger.release(TRANSFER, lease.key, self._clock())
@@ -165,7 +167,7 @@ class Fetches:
         return reply
 
     def _trim(self, lease: Lease, filled_tokens: int) -> None:
-        """Gives back blocks that have not been brought because no query behind the prompt sees them."""
+        """Give back the blocks that were not read because no query after the prompt reads them."""
         for number, group in enumerate(self._layout.groups):
             if first_needed := group.first_needed_block(filled_tokens):
                 self._ledger.trim(TRANSFER, lease.key, number, first_needed, self._clock())
@@ -179,10 +181,10 @@ class Fetches:
     async def _bring(
         self, lease: Lease, call: Call, source: str, hashes: Sequence[bytes] | None = None
     ) -> tuple[pb.FetchReply, pb.Exported]:
-        """Pulls all blocks that the source names; returns its last word, too.
+        """Read all blocks that the source names. Return the totals and the source's last message.
 
         Args:
-            hashes: what the blocks have to be called, where that is known.
+            hashes: chain of the context, to check the blocks' names; None if it is not known.
         """
         arrivals = Arrivals(self._layout.groups, lease)
         reply = pb.FetchReply()
@@ -210,7 +212,7 @@ class Fetches:
             call.cancel()
 
     async def _read(self, offer: pb.Offer, source: str, blocks: Sequence[pb.ExportedBlock], arrivals: Arrivals) -> str:
-        """Pulls and verifies blocks; returns the name of the path."""
+        """Read and verify blocks. Return the name of the transport."""
         places = arrivals.places(blocks)
 
         def damaged() -> int:
@@ -220,9 +222,9 @@ class Fetches:
         return await self._paths.read(offer, source, slots, damaged)
 
     def _seal(self, key: Key, blocks: Sequence[pb.ExportedBlock]) -> None:
-        """Publishes those that have a name, one call for each run of neighbours."""
+        """Seal the blocks that have a hash, with one call for each run of consecutive blocks of a group."""
         named = [(place, block) for place, block in enumerate(blocks) if block.hash]
-        # Within a run of neighbours the index grows as fast as the place in the message.
+        # In a run of consecutive blocks, the index minus the place in the message is constant.
         for _, run in itertools.groupby(named, lambda entry: (entry[1].group, entry[1].index - entry[0])):
             first, *others = (block for _, block in run)
             hashes = [block.hash for block in (first, *others)]
@@ -230,12 +232,12 @@ class Fetches:
 
 
 async def _next(call: Call, expected: str) -> pb.ExportEvent:
-    """What the source says next. Raises UnavailableError where it is nothing, or not what is expected."""
+    """Return the next event of the source. Raises UnavailableError if none comes in time or it is not `expected`."""
     try:
         async with asyncio.timeout(SILENCE_SECONDS):
             event = await heeding_cancellation(call.read())
     except TimeoutError:
-        raise UnavailableError(f"it was silent for {SILENCE_SECONDS:g} seconds") from None
+        raise UnavailableError(f"the source was silent for {SILENCE_SECONDS:g} seconds") from None
     if not isinstance(event, pb.ExportEvent) or event.WhichOneof("event") != expected:
-        raise UnavailableError(f"it ended the call, or said something else, where {expected} was to come")
+        raise UnavailableError(f"the source ended the call or sent another event instead of {expected}")
     return event

@@ -1,4 +1,4 @@
-"""Who brings which prefix into a host's cache and who waits for whom, so that none comes twice at a time. Pure."""
+"""A register of the callers that bring prefixes into a host's cache, so that no two bring the same at a time. Pure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ Caller = TypeVar("Caller", bound=Hashable)
 
 
 class Flights(Generic[Caller]):
-    """Each caller lacks links of its context's chain, and flies, that is, brings them, or waits for one that does."""
+    """Callers that lack links of their contexts' chains. A caller brings its links or waits for another that does."""
 
     def __init__(self) -> None:
         self._flying: dict[Caller, frozenset[bytes]] = {}
-        """Links that each lacked when it began."""
+        """For each caller that brings links, the links that it lacked when it began."""
         self._waiting: dict[Caller, Caller] = {}
-        """For whom each waits."""
+        """For each waiting caller, the caller for which it waits."""
 
     def ask(self, caller: Caller, lacking: Sequence[bytes]) -> bool:
-        """Whether the caller flies now, until `end`. Otherwise it waits until somebody's `end` names it, and asks again
-        for what it lacks then.
+        """Return whether the caller may bring its links now, until it calls `end`.
+
+        If not, another caller is bringing the first of these links. Then the caller waits until the `end` of another
+        caller returns it, and asks again with the links that it lacks then.
 
         Args:
-            lacking: the links that are not here, in the order of the chain; who lacks nothing waits for nobody.
+            lacking: the links that are not cached here, in the order of the chain. Without any the answer is True.
         """
         ahead = next((other for other, links in self._flying.items() if lacking and lacking[0] in links), None)
         if ahead is None:
@@ -32,10 +34,10 @@ class Flights(Generic[Caller]):
         return False
 
     def end(self, caller: Caller) -> list[Caller]:
-        """The caller has brought what it could, has failed or does not want it any more, in the air or waiting.
+        """Remove a caller that has succeeded, has failed, or has given up bringing or waiting.
 
         Returns:
-            Those who waited for it.
+            The callers that waited for it. They have to ask again.
         """
         self._flying.pop(caller, None)
         self._waiting.pop(caller, None)
