@@ -1,4 +1,4 @@
-"""Finds a model by name or path, and converts it if it is not a Hugging Face folder. Imports no torch."""
+"""The search for a model by name or path, and its conversion to a Hugging Face folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ BUNDLED: Mapping[str, BundledModel] = {
         sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
     ),
 }
-"""Models that come out of Python packages, so that a first try needs no other download."""
+"""Models in Python packages, so that a first try needs no download from elsewhere."""
 
 _CONVERT_SECONDS = 1800.0
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
 
 def resolve_model(name_or_path: str, cache_dir: Path, report: Report, quantization: Quantization = "none") -> Path:
-    """The Hugging Face folder of a model: config.json, tokenizer.json and safetensors.
+    """Return the Hugging Face folder of a model: config.json, tokenizer.json and safetensors.
 
     Args:
-        name_or_path: such a folder, a .gguf file, or a name in BUNDLED; the last two are converted once.
-        cache_dir: where what was converted is kept.
-        report: told in sentences what takes long.
-        quantization: what was converted before there were files of blocks is converted again for "gguf".
+        name_or_path: a Hugging Face folder, a .gguf file, or a name in BUNDLED. The last two are converted once.
+        cache_dir: folder in which converted models are kept.
+        report: gets a sentence about each slow operation.
+        quantization: "gguf" converts a model again if an older version has converted it without BLOCKS_FILE.
 
     Raises:
-        ModelError: there is no such model, or it cannot be read, fetched, converted or kept.
+        ModelError: there is no such model, or it cannot be read, downloaded, converted or saved.
     """
     cache_dir = cache_dir.expanduser().absolute()
     if name_or_path in BUNDLED:
@@ -88,13 +88,13 @@ def write_sampling_defaults(folder: Path, sampling: Mapping[str, float]) -> None
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as changed:
             json.dump({**sampling, **found}, changed, indent=2)
         Path(changed.name).chmod(0o644)
-        Path(changed.name).replace(file)  # whole or not at all, because workers may read it meanwhile
+        Path(changed.name).replace(file)  # atomic, because workers may read the file meanwhile
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot write the sampling defaults to {file}: {error}") from error
 
 
 def _gguf_key(path: Path) -> str:
-    """Changes with the file, without reading all of it."""
+    """Return a cache key that changes with the file's name, size and time, so that the file need not be read."""
     stat = path.stat()
     described = repr((path.name, stat.st_size, stat.st_mtime_ns))
     return f"{path.stem}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
@@ -103,7 +103,7 @@ def _gguf_key(path: Path) -> str:
 def _converted(
     key: str, cache_dir: Path, report: Report, find_gguf: Callable[[Path], Path], quantization: Quantization
 ) -> Path:
-    """`cache_dir/key`, made now unless it is there. It appears whole or not at all."""
+    """Return `cache_dir/key`. Convert the model first if the folder does not exist; it appears whole or not at all."""
     target = cache_dir / key
     if _is_complete(target, quantization):
         return target
@@ -122,7 +122,7 @@ def _converted(
             (scratch / "model").rename(target)
     except OSError as error:
         raise ModelError(
-            f"cannot keep {key} in {cache_dir}: {error.strerror or error}; free some space there or choose another "
+            f"cannot save {key} in {cache_dir}: {error.strerror or error}; free some space there or choose another "
             f"cache folder with PACELINE_CACHE"
         ) from error
     report(f"saved {key} in {target}")
@@ -147,7 +147,7 @@ def _require_converter() -> None:
 
 @contextmanager
 def _scratch(cache_dir: Path, key: str) -> Iterator[Path]:
-    """An empty folder beside the target. What killed processes left is removed first; call it under the lock."""
+    """Make an empty folder beside the target. Call it under the lock: it first removes folders of killed processes."""
     for left in cache_dir.glob(f".{glob.escape(key)}.tmp-*"):
         shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f".{key}.tmp-", dir=cache_dir))
@@ -158,12 +158,12 @@ def _scratch(cache_dir: Path, key: str) -> Iterator[Path]:
 
 
 def _run_converter(gguf: Path, scratch: Path) -> None:
-    """Converts `gguf` to `scratch/model`.
+    """Convert `gguf` to `scratch/model` in a child process.
 
-    The child works in `scratch` and by relative paths: nothing in the user's folder is imported by mistake, and a
-    child whose parent was killed cannot write once the next start has removed its folder.
+    The child runs in `scratch` and uses relative paths. So it imports nothing from the user's folder by mistake. If its
+    parent was killed, it cannot write any more after the next start has removed `scratch`.
     """
-    # A link in a folder of its own, because transformers also reads what lies beside the file.
+    # The link is in a folder of its own, because transformers also reads other files of the folder.
     source = Path("source", gguf.name)
     (scratch / "source").mkdir()
     (scratch / source).symlink_to(gguf)
@@ -179,7 +179,7 @@ def _run_converter(gguf: Path, scratch: Path) -> None:
             timeout=_CONVERT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise ModelError(f"converting {gguf.name} took more than {_CONVERT_SECONDS:.0f} s and was ended") from None
+        raise ModelError(f"converting {gguf.name} took more than {_CONVERT_SECONDS:.0f} s and was stopped") from None
     if done.returncode == 0:
         return
     said = done.stdout.strip() or done.stderr.strip()

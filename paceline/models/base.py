@@ -35,7 +35,7 @@ class Model(Protocol):
     group_shapes: tuple[GroupShape, ...]
     """The KV groups; index into `AttentionBatch.groups`."""
     layer_groups: tuple[int, ...]
-    """Group of each layer."""
+    """The group of each layer, as an index into `group_shapes`."""
 
     def forward(
         self,
@@ -63,7 +63,7 @@ class Model(Protocol):
 
 
 class CompiledModel:
-    """A model whose forward pass is compiled by its kernels (recorded, or made CUDA graphs). See `Model`."""
+    """A model whose kernels compile its forward pass: they record it, or capture CUDA graphs. See `Model`."""
 
     def __init__(self, model: Model, kernels: Kernels) -> None:
         self.config = model.config
@@ -75,7 +75,7 @@ class CompiledModel:
 
 
 def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
-    """Return the KV groups of a model whose layers differ in their type alone, and the group of each layer."""
+    """Return the KV groups of a model whose layers differ only in their type, and the group index of each layer."""
     kinds = sorted({kind for kind in config.layer_types if kind != "mamba"}, reverse=True)
     shapes = tuple(
         GroupShape(

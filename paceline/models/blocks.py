@@ -1,4 +1,4 @@
-"""The blocks that model files are made of. Each takes its tensors from the checkpoint by the name of its place."""
+"""Building blocks of model files. Each takes its tensors from the checkpoint by a prefix of their names (`place`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.models.model_config import ModelConfig, Rope
 
 
 class Linear:
-    """x [tokens, in] -> [tokens, out]."""
+    """A linear layer: x [tokens, in] -> [tokens, out]."""
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, kernels: Kernels) -> None:
         self._weight = weight
@@ -43,7 +43,7 @@ class Linear:
     def take_parts(
         cls, weights: Weights, place: str, size_in: int, sizes_out: Sequence[int], bias: bool, kernels: Kernels
     ) -> list[Linear]:
-        """Those that the checkpoint keeps as one, one result behind the other."""
+        """Make several layers of one matrix [sum(sizes_out), size_in], as which the checkpoint keeps them."""
         parts = weights.take_packed_parts(f"{place}.weight", sizes_out, size_in)
         biases: Sequence[Tensor | None] = [None] * len(parts)
         if bias:
@@ -69,7 +69,7 @@ class RMSNorm:
         return self._kernels.rms_norm(x, self._weight, self._eps, self._unit_offset)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y, and its norm."""
+        """Return x + y, and the norm of this sum."""
         return self._kernels.add_rms_norm(x, y, self._weight, self._eps, self._unit_offset)
 
 
@@ -82,7 +82,7 @@ class Rotation:
 
 
 class Rotary:
-    """Angles of the rotary embedding, computed from the positions: no table, so no position is too large."""
+    """A rotary embedding. Its angles are computed from the positions without a table, so no position is too large."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device, kernels: Kernels) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
@@ -93,9 +93,9 @@ class Rotary:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians that each pair of dimensions turns per position: fp32 [head_dim / 2].
+    """Return the radians that each pair of dimensions turns per position: fp32 [head_dim / 2].
 
-    "llama3" leaves fast dimensions alone, slows slow ones by `factor`, and interpolates between (Llama 3.1).
+    "llama3" keeps fast dimensions, slows slow ones down by `factor`, and interpolates between them (Llama 3.1).
     """
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.kind == "default":
@@ -111,10 +111,10 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What attention, or what stands in its place, needs to know of a step, for the layers of one group."""
+    """The inputs of a step that attention or a Mamba mixer needs, for the layers of one group."""
 
     rotation: Rotation | None
-    """None where queries and keys have no positions."""
+    """None if queries and keys are not rotated by their positions."""
     batch: AttentionBatch
     group: GroupTables
 
@@ -158,7 +158,7 @@ class Attention:
 
 
 class MambaMixer:
-    """Mamba-2: a convolution over the last few tokens, then a recurrence over all, in place of attention."""
+    """A Mamba-2 mixer, in place of attention: a convolution over the last few tokens, then a recurrence over all."""
 
     def __init__(self, config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> None:
         mamba, hidden = config.mamba, config.hidden_size
@@ -170,7 +170,7 @@ class MambaMixer:
         self._conv = weights.take(f"{place}.conv1d.weight", channels, 1, taps)[:, 0].T.contiguous()
         self._conv_bias = weights.take(f"{place}.conv1d.bias", channels) if mamba.conv_bias else None
         decay, bias, skip = (weights.take(f"{place}.{name}", heads).float() for name in ("A_log", "dt_bias", "D"))
-        if not (decay.is_meta or bias.is_meta or skip.is_meta):  # one that is missing; the loader will say so
+        if not (decay.is_meta or bias.is_meta or skip.is_meta):  # a missing tensor, which the loader reports
             self._rates = torch.stack((-decay.exp(), bias, skip))
         self._norm = RMSNorm(weights, f"{place}.norm", inner, config.norm_eps, kernels)
         self._out = Linear.take(weights, f"{place}.out_proj", inner, hidden, mamba.bias, kernels)
@@ -212,7 +212,7 @@ class GatedMLP:
 
 
 class Embedding:
-    """Token embedding and the projection back, which may share one matrix."""
+    """The token embedding and the projection of hidden states to logits, which may share one matrix."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         shape = (config.vocab_size, config.hidden_size)
@@ -228,11 +228,11 @@ class Embedding:
         return self._embedding.data.device
 
     def embed(self, token_ids: Tensor, scale: float = 1.0) -> Tensor:
-        """int64 [tokens] -> [tokens, hidden]."""
+        """Return the embeddings of int64 [tokens], times `scale`: [tokens, hidden]."""
         return self._kernels.embed(token_ids, self._embedding, scale)
 
     def logits(self, hidden: Tensor) -> Logits:
-        """Of [n, hidden]."""
+        """Return the logits of the token after each of hidden [n, hidden]."""
         logits = self._kernels.logits(hidden, self._head)
         if self._divisor != 1.0:
             logits = Logits(logits.values / self._divisor)
@@ -267,9 +267,9 @@ def run_layers(
     steps: Sequence[AttentionStep],
     taps: Taps | None,
 ) -> Tensor:
-    """Run layers one after another; return [tokens, hidden] after `last_norm`.
+    """Run layers one after another and return [tokens, hidden] after `last_norm`.
 
-    What a layer adds to the residual stream is normed for the next reader in the same pass over memory.
+    One pass over memory adds the output of a layer to the residual stream and applies the next layer's norm.
 
     Args:
         x: [tokens, hidden], the embedded tokens.

@@ -1,6 +1,6 @@
-"""Reads Hugging Face's config.json: the only file that knows what an architecture's fields mean. Imports no torch.
+"""The reader of Hugging Face's config.json. No other module knows the fields of an architecture. Imports no torch.
 
-What concerns text alone (special tokens, ends of generation, chat templates) the gateway reads from the same folder.
+The gateway reads text settings (special tokens, end-of-generation tokens, chat templates) from the folder itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Json = Mapping[str, Any]
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Reads the configuration of a Hugging Face model folder.
+    """Return the configuration of a Hugging Face model folder.
 
     Raises:
-        ModelError: the files cannot be read, or ask for something that no model file of ours computes.
+        ModelError: config.json cannot be read, or describes a model that none of our model files computes.
     """
     raw = _read_json(folder / "config.json")
     architectures = raw.get("architectures") or ["none"]
@@ -44,7 +44,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """config.json with what all readers take from it in the same way."""
+    """The fields of config.json, with checked accessors for the readers of architectures."""
 
     raw: Json
     architecture: str
@@ -62,7 +62,7 @@ class _Fields:
         return value
 
     def common(self) -> dict[str, Any]:
-        """The arguments of ModelConfig that no architecture treats in its own way."""
+        """Return the arguments of ModelConfig that all architectures read in the same way."""
         dtype = str(self.get("dtype", self.get("torch_dtype", "float32")))
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ModelError(f"dtype {dtype} is not supported; supported are: bfloat16, float16, float32")
@@ -142,7 +142,7 @@ def _gemma3(fields: _Fields) -> ModelConfig:
 
 def _granite_hybrid(fields: _Fields) -> ModelConfig:
     if int(fields.get("num_local_experts", 8)) > 0:
-        raise ModelError("experts (num_local_experts) are not supported; take a model whose MLP is dense")
+        raise ModelError("experts (num_local_experts) are not supported; choose a model with a dense MLP")
     known: dict[str, LayerType] = {
         "full_attention": "full",
         "attention": "full",
@@ -217,7 +217,7 @@ def _gemma3_layer_types(fields: _Fields) -> tuple[LayerType, ...]:
     layers = fields.size("num_hidden_layers")
     names = fields.raw.get("layer_types")
     if names is None:
-        # Before transformers 5: every so many layers one sees all.
+        # Before transformers 5, this is the distance between layers with full attention.
         pattern = fields.size("sliding_window_pattern", fields.size("_sliding_window_pattern", 6))
         return tuple("sliding" if (layer + 1) % pattern else "full" for layer in range(layers))
     return _layer_types(names, {"full_attention": "full", "sliding_attention": "sliding"}, layers)
@@ -233,7 +233,7 @@ def _layer_types(names: Sequence[str], known: Mapping[str, LayerType], layers: i
 
 
 def _rope(parameters: Json, default_theta: float, max_position: int) -> Rope:
-    """Reads `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of 4 put together."""
+    """Read `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of transformers 4 in one dict."""
     theta = float(parameters.get("rope_theta") or default_theta)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
@@ -261,7 +261,7 @@ def _factor(parameters: Json, name: str) -> float:
 
 def _refuse_unsupported(raw: Json) -> None:
     if raw.get("quantization_config"):
-        raise ModelError("quantised checkpoints are not supported; use the bf16 one")
+        raise ModelError("quantized checkpoints are not supported; use the bf16 one")
     if raw.get("use_bidirectional_attention"):
         raise ModelError("bidirectional attention is not supported")
     if raw.get("rope_interleaved"):

@@ -1,7 +1,7 @@
-"""Turns a GGUF file into a Hugging Face folder: `python -m paceline.models.convert SOURCE TARGET`.
+"""The converter of a GGUF file to a Hugging Face folder: `python -m paceline.models.convert SOURCE TARGET`.
 
-A process of its own, so that what transformers loads is gone when it ends, and a foreign parser that dies on a damaged
-file takes nobody along. It exits with 1 and says why on standard output.
+It is a process of its own. So the memory of transformers is free when it ends, and a parser that crashes on a damaged
+file ends no other process. If it fails, it exits with 1 and prints the reason to standard output.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 # Architectures that transformers converts and we compute.
 _ARCHITECTURES = ("llama", "gemma3")
 
-# How a byte-level vocabulary splits text before merging. transformers restores these; any other it would silently
-# split as GPT-2 does, and the model would see token ids that it was not trained on.
+# Rules by which a byte-level vocabulary splits text before merging (`tokenizer.ggml.pre`). transformers restores these.
+# For any other rule it would silently split as GPT-2 does: the model would see token ids that it was not trained on.
 _SPLITS_RESTORED = ("gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
 _SPLITS_DIGITS = ("smollm",)
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Writes config, generation config, tokenizer, chat template, bf16 safetensors and the file's blocks to `target`.
+    """Write config, generation config, tokenizer, chat template, bf16 safetensors and the file's blocks to `target`.
 
     Raises:
-        ModelError: the file is no GGUF, or something that it asks for would be lost.
+        ModelError: the file is not a GGUF file, or the conversion would lose something that the model needs.
     """
     reader = _open(source)
     metadata = _read_metadata(source, reader)
     _refuse_lossy(source, metadata)
-    # Slow to import, and not needed to refuse a file.
+    # These imports are slow, and not needed to refuse a file.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -51,7 +51,7 @@ def convert_gguf(source: Path, target: Path) -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(gguf_file=source.name, dequantize=True),
     )
-    # The weights are not quantised any more, whatever the file was.
+    # The weights are not quantized any more, whatever the file's type was.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     stops = _stop_token_ids(metadata)
@@ -61,7 +61,7 @@ def convert_gguf(source: Path, target: Path) -> None:
     write_blocks(reader, metadata["general.architecture"], model, target)
     tokenizer.save_pretrained(target)
     for file in target.iterdir():
-        file.chmod(0o644)  # safetensors come out private, but a cache may be shared
+        file.chmod(0o644)  # safetensors writes private files, but users may share a cache
     read_config(target)
 
 
@@ -73,7 +73,7 @@ def _open(source: Path) -> GGUFReader:
 
 
 def _read_metadata(source: Path, reader: GGUFReader) -> dict[str, Any]:
-    """The scalars of a GGUF file, and under "tensors" the names of its tensors."""
+    """Return the scalars of a GGUF file, and the names of its tensors under "tensors"."""
     with _named(source):
         metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
         return {**metadata, "tensors": {tensor.name for tensor in reader.tensors}}
@@ -81,11 +81,11 @@ def _read_metadata(source: Path, reader: GGUFReader) -> dict[str, Any]:
 
 @contextmanager
 def _named(source: Path) -> Iterator[None]:
-    """Tells what a file that the reader stumbles over is."""
+    """Turn the exceptions of GGUF's reader into a ModelError that names the file."""
     try:
         yield
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        raise ModelError(f"{source.name} is damaged or no GGUF file: {error}") from error
+        raise ModelError(f"{source.name} is damaged or not a GGUF file: {error}") from error
 
 
 def _refuse_lossy(source: Path, metadata: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def _refuse_lossy(source: Path, metadata: dict[str, Any]) -> None:
 
 
 def _split_digits(tokenizer: Any) -> None:
-    """Every digit by itself, cut off before the rest is split: "\\n\\n1" is "\\n\\n" and "1"."""
+    """Make the tokenizer cut off each digit before it splits the rest of a text: "\\n\\n1" is "\\n\\n" and "1"."""
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -132,7 +132,7 @@ def main() -> int:
         print(error)
         return 1
     except Exception as error:
-        # transformers raises whatever its parts raise; the first line is what a user can use.
+        # transformers lets exceptions of any type of its libraries pass. Only the first line helps a user.
         reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
         print(f"{source.name} cannot be converted: {reason}")
         return 1

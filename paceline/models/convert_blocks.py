@@ -1,4 +1,4 @@
-"""Keeps a GGUF file's own blocks beside what was converted from them."""
+"""The writer of a GGUF file's quantized blocks, which are kept beside the converted weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _WHOLE_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path) -> None:
-    """Writes the blocks of all quantized matrices to `target`, under the names that safetensors have.
+    """Write the blocks of all quantized matrices to BLOCKS_FILE in `target`, under their names in safetensors.
 
-    A tensor is uint8 [out, bytes]; the file's metadata name each one's type, also of those that we cannot compute with.
-    Left out is what does not dequantize to the model's own matrix: it was changed on the way, and is used as it became.
+    A tensor is uint8 [out, bytes]. The file's metadata name the type of each quantized matrix. Matrices of a type that
+    we cannot compute with are named, but have no tensor. A matrix whose blocks do not dequantize to the model's own
+    matrix is left out: the conversion has changed it, so the converted one must be used.
 
     Args:
-        reader: of the GGUF file.
-        model: what transformers made of it, in bfloat16.
+        reader: the reader of the GGUF file.
+        model: the model that transformers has made of it, in bfloat16.
     """
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
@@ -47,7 +48,7 @@ def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path
 
 
 def _row_order(name: str, weight: Tensor, architecture: str, config: Any) -> Tensor:
-    """Which rows of the file are a matrix's: llama.cpp interleaves the two halves of Llama's rotary embedding."""
+    """Return the file's row for each row of a matrix. llama.cpp interleaves the halves of Llama's rotary embedding."""
     rows = torch.arange(weight.shape[0])
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if architecture != "llama" or heads is None:

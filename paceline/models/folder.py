@@ -1,4 +1,4 @@
-"""What a Hugging Face model folder must hold. Imports no torch."""
+"""The files of a Hugging Face model folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from paceline.core.errors import ModelError
 
 BLOCKS_FILE = "gguf_blocks.safetensors"
-"""Beside the weights of a converted GGUF file: its own blocks."""
+"""File with the quantized blocks of a GGUF file, beside the weights that were converted from it."""
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
 def check_folder(folder: Path) -> Path:
-    """Returns `folder` if it holds all that serving needs.
+    """Return `folder` if it has all files that serving needs.
 
     Raises:
-        ModelError: naming what is missing.
+        ModelError: names the missing files.
     """
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if missing:
@@ -27,10 +27,10 @@ def check_folder(folder: Path) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or all that its index names.
+    """Return the safetensors files of a folder: the only one, or all that its index names.
 
     Raises:
-        ModelError: none there, one of them missing, or only weights of another format.
+        ModelError: there is no such file, one is missing, or the index is invalid.
     """
     if (folder / _INDEX).is_file():
         files = _indexed_files(folder)
@@ -54,7 +54,7 @@ def _indexed_files(folder: Path) -> list[Path]:
         names = sorted({str(name) for name in weight_map.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{folder / _INDEX} cannot be read: {error}") from error
-    # A foreign index must not make us open files elsewhere.
+    # The index comes from others, and must not make us open files of other folders.
     outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
     if outside or not names:
         raise ModelError(f"{folder / _INDEX} must name safetensors files of its own folder, not {outside or 'none'}")

@@ -14,7 +14,10 @@ from paceline.models.model_config import ModelConfig
 
 
 class Gemma3:
-    """Norms before and behind attention and MLP; most layers see a window, and rotate faster. See `Model`."""
+    """A Gemma 3 model: norms before and after attention and MLP. Most layers attend to a window only and rotate faster.
+
+    See `Model`.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""The blocks of GGUF's quantized types as whole numbers with scales.
+"""The decoding of GGUF's quantized blocks into whole numbers with scales.
 
 Layouts: https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h
 """
@@ -14,26 +14,26 @@ from torch import Tensor
 from paceline.kernels.quantized import QuantizedMatrix
 
 Numbers = tuple[Tensor, Tensor, Tensor | None, int]
-"""Values int8 [rows, blocks, block's elements], scales and offsets [rows, blocks, scales of a block], bits."""
+"""Values int8 [rows, blocks, elements of a block], scales and offsets [rows, blocks, scales of a block], bits."""
 
 
 def _halves(raw: Tensor, first: int, count: int = 1) -> Tensor:
-    """fp16 numbers of each block [rows, blocks, count]."""
+    """Return `count` fp16 numbers from byte `first` of each block: [rows, blocks, count]."""
     return raw[..., first : first + 2 * count].contiguous().view(torch.float16)
 
 
 def _split(raw: Tensor, *sizes: int) -> Tensor:
-    """Cuts the last dimension into several."""
+    """Cut the last dimension into several of these sizes."""
     return raw.reshape(*raw.shape[:-1], *sizes)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[..., n] bytes -> [..., 2 * n]: first all lower halves, then all upper ones."""
+    """Unpack bytes [..., n] to [..., 2 * n]: first all lower nibbles, then all upper ones."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
 def _fifth_bits(raw: Tensor) -> Tensor:
-    """The 32 bits of four bytes, each worth 16 -> [rows, blocks, 32]."""
+    """Return the 32 bits of four bytes, each as 0 or 16: [rows, blocks, 32]."""
     return (raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
 
 
@@ -59,7 +59,7 @@ def _q8_0(raw: Tensor) -> Numbers:
 
 
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 scales and offsets of eight blocks of 32, from two fp16 and twelve bytes of 6-bit numbers."""
+    """Return fp32 scales and offsets for eight parts of 32 values, from two fp16 and twelve bytes of 6-bit numbers."""
     own, low, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
     scales = torch.cat((own & 63, high & 15 | own >> 6 << 4), dim=-1)
     offsets = torch.cat((low & 63, high >> 4 | low >> 6 << 4), dim=-1)
@@ -87,13 +87,13 @@ def _q6_k(raw: Tensor) -> Numbers:
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """One of GGUF's types."""
+    """A quantized type of GGUF."""
 
     elements: int
-    """Weights of a block."""
+    """Weights in one block."""
     bytes: int
     decode: Callable[[Tensor], Numbers]
-    """From uint8 [rows, blocks, bytes]."""
+    """Turns uint8 [rows, blocks, bytes] into `Numbers`."""
 
 
 BLOCK_TYPES: Mapping[str, BlockType] = {
@@ -109,12 +109,12 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
 
 
 def decode_blocks(type_name: str, raw: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
-    """The matrix [out, in] that blocks stand for, without loss.
+    """Return the matrix [out, in] that blocks represent, without loss.
 
     Args:
         type_name: one of BLOCK_TYPES.
         raw: uint8 [out, bytes], whole blocks.
-        dtype: that the matrix is computed in.
+        dtype: the dtype in which kernels compute with the matrix.
     """
     block = BLOCK_TYPES[type_name]
     values, scales, offsets, bits = block.decode(raw.view(raw.shape[0], -1, block.bytes))

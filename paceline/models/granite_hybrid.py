@@ -1,4 +1,4 @@
-"""GraniteMoeHybridForCausalLM without experts: the dense hybrids of Granite 4."""
+"""GraniteMoeHybridForCausalLM without experts: the dense hybrid models of Granite 4."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from paceline.models.model_config import LayerType, ModelConfig
 
 
 class GraniteHybrid:
-    """Most layers have a Mamba-2 mixer, a few see the whole context, as a rule without positions. See `Model`."""
+    """A Granite hybrid: most layers have a Mamba-2 mixer; a few attend to the whole context, usually without positions.
+
+    See `Model`.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Which model this is: what must agree before two workers may share cached blocks."""
+"""The identity of a model, which must be equal before two workers may share cached blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SAMPLE_BYTES = 4096
 
 
 def model_identity(folder: Path, dtype: str, quantization: Quantization = "none") -> str:
-    """A digest of a model folder's config and weights, and of what they run in.
+    """Return a digest of a model folder's config and weights, and of the dtype and quantization that they run in.
 
-    "none" and "gguf" are one model: they compute the same bits, and may hand each other their blocks.
+    "none" and "gguf" give the same digest: they compute the same bits, so their workers may exchange blocks.
 
-    Weights are sampled at even distances, headers included, rather than read whole: start-up must not wait for
-    gigabytes, and two models with equal shapes differ nearly everywhere.
+    Weights are sampled at even distances, headers included, and not read whole. Start-up must not wait until gigabytes
+    are read, and two models with equal shapes differ nearly everywhere.
     """
     digest = hashlib.sha256(dtype.encode())
     if quantization == "int8":

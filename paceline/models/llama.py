@@ -1,4 +1,4 @@
-"""LlamaForCausalLM: Llama 2 and 3, SmolLM2 and others of its shape."""
+"""LlamaForCausalLM: Llama 2 and 3, SmolLM2 and others with this architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.models.model_config import ModelConfig
 
 
 class Llama:
-    """Norm before attention and MLP, every layer sees the whole context. See `Model`."""
+    """A Llama model: norms before attention and MLP; every layer attends to the whole context. See `Model`."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         self.config = config

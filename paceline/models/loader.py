@@ -1,4 +1,4 @@
-"""Reads a checkpoint into a model, tensor by tensor."""
+"""The loader of a model, which reads a checkpoint one tensor at a time."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def load_model(
     packed_dir: Path | None = None,
     quantization: Quantization = "none",
 ) -> Model:
-    """Loads a Hugging Face folder with safetensors.
+    """Load the model of a Hugging Face folder with safetensors.
 
     Args:
-        packed_dir: where processes share what the kernels pack; None packs into memory of this process.
+        packed_dir: folder in which processes share packed weights; None packs into memory of this process.
 
     Raises:
-        ConfigError: this folder, or these kernels, do not go with `quantization`.
+        ConfigError: this folder or these kernels do not support `quantization`.
         ModelError: the folder cannot be read, or its tensors do not fit its config.json.
     """
     config = read_config(path)
@@ -74,7 +74,7 @@ class Checkpoint:
                 handle: Any = safe_open(file, framework="pt", device="cpu")
                 self._file_of.update(dict.fromkeys(handle.keys(), (file, handle)))
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{file} is damaged or no safetensors file: {error}") from error
+                raise ModelError(f"{file} is damaged or not a safetensors file: {error}") from error
         self._missing: list[str] = []
         self._misshaped: list[str] = []
 
@@ -92,7 +92,7 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is damaged: {error}") from error
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantised checkpoints are not supported")
+            raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantized checkpoints are not supported")
         # A vector is copied, because a view of it would keep its whole file in memory.
         return tensor.to(self._device, self.dtype, copy=tensor.dim() == 1)
 
@@ -104,17 +104,17 @@ class Checkpoint:
         return [self._pack(f"{name}[{index}]", part) for index, part in enumerate(parts)]
 
     def leave(self, name: str) -> None:
-        """Takes a tensor that is read from elsewhere."""
+        """Count a tensor as taken without reading it, because the caller reads it from another file."""
         if self._file_of.pop(name, None) is None:
             self._missing.append(name)
 
     def finish(self, may_remain: tuple[str, ...] = ()) -> None:
-        """Closes the files.
+        """Close the files.
 
         Raises:
-            ModelError: naming the tensors that are missing, have another shape, or that nobody took.
+            ModelError: names the tensors that are missing, have another shape, or were not taken.
         """
-        # Old checkpoints carry the rotary frequencies, which follow from the config.
+        # Old checkpoints hold rotary frequencies, which are computed from the config here.
         surplus = [
             name for name in self._file_of if name not in may_remain and not name.endswith("rotary_emb.inv_freq")
         ]

@@ -1,4 +1,4 @@
-"""All that a model file and the engine know of a checkpoint. Imports no torch."""
+"""The configuration of a model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding of one kind of layer. What is behind `factor` concerns kind "llama3" alone."""
+    """Rotary embedding of one type of layer. The fields after `factor` apply to kind "llama3" only."""
 
     theta: float
     kind: Literal["default", "linear", "llama3"] = "default"
@@ -23,16 +23,16 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Mamba:
-    """Sizes of Mamba-2 layers, whose heads share B and C."""
+    """Sizes of Mamba-2 layers. All heads share B and C."""
 
     heads: int
     head_dim: int
     state_size: int
     conv_taps: int
-    """Inputs that one output of the convolution sees, its own included."""
+    """Inputs that one output of the convolution reads, its own included."""
     conv_bias: bool
     bias: bool
-    """Of the projections."""
+    """Whether the projections have a bias."""
 
     @property
     def inner_size(self) -> int:
@@ -45,7 +45,7 @@ class Mamba:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """All that a model file and the engine know of a checkpoint."""
+    """The configuration of a model: all that its model file and the engine know of the checkpoint."""
 
     architecture: str
     """Class name in Hugging Face's `architectures`."""
@@ -58,31 +58,31 @@ class ModelConfig:
     norm_eps: float
     activation: Activation
     layer_types: tuple[LayerType, ...]
-    """One a layer."""
+    """The type of each layer."""
     sliding_window: int
-    """Tokens that a query of a sliding layer sees, itself included; 0 where no layer slides."""
+    """Tokens that a query of a sliding layer attends to, itself included; 0 without sliding layers."""
     rope: Rope
-    """Of full layers."""
+    """Rotary embedding of full layers."""
     sliding_rope: Rope
-    """Of sliding layers."""
+    """Rotary embedding of sliding layers."""
     attention_scale: float
     attention_softcap: float
-    """0 is off, as for `logit_softcap`."""
+    """Bound of attention scores, as `logit_softcap` bounds logits; 0 is off."""
     logit_softcap: float
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
     max_position: int
-    """Tokens of the longest context."""
+    """Longest context, in tokens."""
     dtype: str
-    """Of the checkpoint, as torch spells it: "bfloat16", "float16" or "float32"."""
+    """dtype of the checkpoint, as torch spells it: "bfloat16", "float16" or "float32"."""
     mamba: Mamba | None = None
-    """Where there are layers of this type."""
+    """Sizes of the Mamba layers; None if there are none."""
     rotates: bool = True
-    """Whether positions are in queries and keys at all."""
+    """Whether queries and keys are rotated by their positions."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """Of what each block adds to the residual stream."""
+    """Factor on what attention, mixer or MLP adds to the residual stream."""
     logits_divisor: float = 1.0
 
     @property

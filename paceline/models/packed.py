@@ -1,7 +1,7 @@
-"""Packed weights in a file: packed once, and mapped by all workers of a host, which then share the memory.
+"""Packed weights in a file. They are packed once, and all workers of a host map the file and share its memory.
 
-The file holds the matrices, each at a multiple of a cache line, then their index in JSON, then the index's length in
-eight bytes. It appears whole or not at all.
+The file holds the matrices, each aligned to a cache line, then their index in JSON, then the index's length in eight
+bytes. It appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.models.file_lock import file_lock
 
 Pack = Callable[[str, Tensor], PackedWeight]
-"""Packs the tensor of this name."""
+"""A function that packs the tensor of a given name."""
 
 _Place = tuple[int, int, int | None]
-"""Where a matrix begins and ends, and its format."""
+"""Begin and end of a matrix in the file, in bytes, and its `PackedWeight.format`."""
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _MOST_FORMS = 2
-"""Whose files are kept for a model: enough to go back to the last release, or to run two of them in turns."""
+"""Files kept for one model, each in another packing: enough to go back a release, or to run two releases in turns."""
 
 log = logging.getLogger(__name__)
 
 
 def packed_weights(folder: Path, model: str, kernels: Kernels, visit: Callable[[Pack], object]) -> Pack:
-    """What gives a model its matrices out of `folder`; they are packed into a file there unless it exists.
+    """Return a `Pack` that takes a model's matrices from a file in `folder`. Write the file first if it does not exist.
 
-    Where the file cannot be kept, it packs into memory of this process, and says so in the log.
+    If the file cannot be kept, log a warning and return a `Pack` that packs into memory of this process.
 
     Args:
-        model: names the model's content and its dtype.
+        model: a name for the model's content and dtype, used as a prefix of the file's name.
         visit: calls a `Pack` with every matrix of the model.
 
     Raises:
-        ModelError: the file is damaged, or what `visit` raises.
+        ModelError: the file is damaged, or `visit` raises it.
     """
     file = folder / f"{model}-{kernels.packing}.packed"
     try:
@@ -58,15 +58,15 @@ def packed_weights(folder: Path, model: str, kernels: Kernels, visit: Callable[[
                 if not file.is_file():
                     _remove_unused(folder, model)
                     _write(file, kernels, visit)
-        os.utime(file)  # it is in use; one that was just removed must not come back empty
+        os.utime(file)  # marks it as used; unlike Path.touch(), this makes no empty file if it was just removed
     except OSError as error:
-        log.warning("this worker keeps packed weights of its own, because %s cannot be kept: %s", file, error)
+        log.warning("this worker packs weights into its own memory, because %s cannot be kept: %s", file, error)
         return lambda name, weight: kernels.pack(weight)
     return _PackedFile(file, kernels).pack
 
 
 def _remove_unused(folder: Path, model: str) -> None:
-    """Makes room for one more file. A worker that still maps one that is removed goes on."""
+    """Remove the least recently used files, to make room for one more. Workers that map a removed file go on."""
     files = sorted(folder.glob(f"{glob.escape(model)}-*.packed"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files[_MOST_FORMS - 1 :]:
         file.unlink(missing_ok=True)
@@ -78,13 +78,13 @@ def _write(file: Path, kernels: Kernels, visit: Callable[[Pack], object]) -> Non
 
         def pack(name: str, weight: Tensor) -> PackedWeight:
             packed = kernels.pack(weight)
-            if packed.data.is_meta:  # one that is missing; whoever visits will say so
+            if packed.data.is_meta:  # a missing tensor, which the loader reports
                 return packed
             output.write(bytes(-output.tell() % _ALIGNMENT))
             start = output.tell()
             output.write(packed.data.view(torch.uint8).numpy().tobytes())
             index[name] = start, output.tell(), packed.format
-            # No more than one matrix at a time is held in memory.
+            # Drop the data, so that no more than one packed matrix at a time is in memory.
             return replace(packed, data=packed.data.to("meta"))
 
         visit(pack)
@@ -94,7 +94,7 @@ def _write(file: Path, kernels: Kernels, visit: Callable[[Pack], object]) -> Non
 
 @contextlib.contextmanager
 def _replacing(file: Path) -> Iterator[IO[bytes]]:
-    """A new file, which takes its name when it is complete and on the disk."""
+    """Open a new file, which takes its name when it is complete and on the disk."""
     scratch = file.with_suffix(".tmp")
     try:
         with scratch.open("wb") as output:
@@ -102,7 +102,7 @@ def _replacing(file: Path) -> Iterator[IO[bytes]]:
             output.flush()
             os.fsync(output.fileno())
             if hasattr(os, "posix_fadvise"):
-                # What was written lies in small pages of memory. Whoever reads it again gets the large ones asked for.
+                # The written data is cached in small pages. Dropped from the cache, it is read again into large ones.
                 os.posix_fadvise(output.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         scratch.rename(file)
     finally:
@@ -110,17 +110,17 @@ def _replacing(file: Path) -> Iterator[IO[bytes]]:
 
 
 def _map(file: Path) -> Tensor:
-    """uint8 [size]. Nothing of a private map is ever written, so its pages are those of the file."""
+    """Map a file as uint8 [size]. The map is private but never written, so processes share the file's pages."""
     with file.open("rb") as source:
         mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_COPY)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a system without large pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 class _PackedFile:
-    """Matrices in a file that was written before."""
+    """The matrices of a file that exists."""
 
     def __init__(self, file: Path, kernels: Kernels) -> None:
         self._file = file
@@ -149,9 +149,9 @@ class _PackedFile:
         end = len(self._bytes) - _LENGTH_BYTES
         length = int.from_bytes(self._bytes[max(end, 0) :].numpy().tobytes(), "little")
         if not 0 < length <= end:
-            raise ValueError("the index lies outside of the file")
+            raise ValueError("the index is outside of the file")
         index: dict[str, _Place] = json.loads(self._bytes[end - length : end].numpy().tobytes())
         return index
 
     def _damaged(self) -> ModelError:
-        return ModelError(f"{self._file} is damaged; remove it, and it is made anew")
+        return ModelError(f"{self._file} is damaged; remove it, and the next start writes it again")

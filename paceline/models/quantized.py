@@ -1,4 +1,4 @@
-"""`Weights` whose matrices stay, or become, blocks of small whole numbers."""
+"""`Weights` with quantized matrices: rounded to int8, or kept as the blocks of a GGUF file."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def quantized(checkpoint: Checkpoint, folder: Path, quantization: Quantization, kernels: Kernels) -> Weights:
-    """The checkpoint's weights in the way that was asked for.
+    """Return the checkpoint's weights, quantized as `quantization` says.
 
     Raises:
-        ConfigError: there is no such way, or not for this folder.
+        ConfigError: the quantization is unknown, or not possible for this folder.
         ModelError: the folder's blocks cannot be read.
     """
     if quantization == "none":
@@ -39,7 +39,7 @@ def quantized(checkpoint: Checkpoint, folder: Path, quantization: Quantization, 
 
 
 class Int8Weights:
-    """Any checkpoint, its matrices rounded to signed bytes when they are read."""
+    """Weights of any checkpoint, whose matrices are rounded to signed bytes when they are read."""
 
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
         self._checkpoint = checkpoint
@@ -58,19 +58,19 @@ class Int8Weights:
 
 
 class GgufWeights:
-    """A converted GGUF file, its quantized matrices as its own blocks. They are the checkpoint's, bit for bit."""
+    """Weights of a converted GGUF file, as its own blocks. They dequantize to the checkpoint's matrices bit for bit."""
 
     def __init__(self, checkpoint: Checkpoint, file: Path, kernels: Kernels) -> None:
         if not file.is_file():
             raise ConfigError(
-                f"--quantization gguf: {file.parent} was not made of a GGUF file, or by an older version; give serve "
-                "or prepare the .gguf file or a bundled model's name, or choose --quantization int8"
+                f"--quantization gguf: {file.parent} was not converted from a GGUF file, or an older version converted "
+                "it; give serve or prepare the .gguf file or a bundled model's name, or choose --quantization int8"
             )
         self._checkpoint = checkpoint
         self._file = file
         self._kernels = kernels
         self.take = checkpoint.take
-        self.take_packed_parts = checkpoint.take_packed_parts  # no GGUF file that is converted has such matrices
+        self.take_packed_parts = checkpoint.take_packed_parts  # no architecture that we convert has such matrices
         try:
             self._blocks: Any = safe_open(file, framework="pt", device="cpu")
             self._types = _types(self._blocks)
@@ -83,7 +83,7 @@ class GgufWeights:
             return self._checkpoint.take_packed(name, *shape)
         if type_name not in BLOCK_TYPES:
             raise ConfigError(
-                f"--quantization gguf: {name} is of GGUF's type {type_name}; supported are {', '.join(BLOCK_TYPES)}; "
+                f"--quantization gguf: {name} has GGUF's type {type_name}; supported are {', '.join(BLOCK_TYPES)}; "
                 "choose --quantization int8"
             )
         self._checkpoint.leave(name)
@@ -100,5 +100,5 @@ class GgufWeights:
 
 
 def _types(blocks: Any) -> dict[str, str]:
-    """GGUF's type of each matrix that is quantized."""
+    """Return the GGUF type of each quantized matrix, by the matrix's name."""
     return blocks.metadata() or {}

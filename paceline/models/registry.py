@@ -1,4 +1,4 @@
-"""Which class computes an architecture. One line each, beside its reader in config.py."""
+"""The class that computes each architecture. A new one is one line here and one in `_READERS` of config.py."""
 
 from __future__ import annotations
 

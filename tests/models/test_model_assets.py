@@ -136,7 +136,7 @@ class TestConversion:
     def test_a_damaged_file_is_named(self, tmp_path: Path, content: bytes) -> None:
         source = tmp_path / "broken.gguf"
         source.write_bytes(content)
-        with pytest.raises(ModelError, match=r"^broken\.gguf is damaged or no GGUF file"):
+        with pytest.raises(ModelError, match=r"^broken\.gguf is damaged or not a GGUF file"):
             resolve_model(str(source), tmp_path / "cache", silent)
 
     @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ class TestConversion:
     def test_a_cache_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
         source = write_gguf(tmp_path / "tiny.gguf")
         (tmp_path / "cache").write_text("a file")
-        with pytest.raises(ModelError, match=r"cannot keep tiny-\w+ in .*cache: .*PACELINE_CACHE"):
+        with pytest.raises(ModelError, match=r"cannot save tiny-\w+ in .*cache: .*PACELINE_CACHE"):
             resolve_model(str(source), tmp_path / "cache", silent)
 
     def test_missing_packages_are_named_with_their_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, mo
     [
         (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported are"),
         (LLAMA, {"architectures": None}, "architecture none is not supported"),
-        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
+        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints"),
         (LLAMA, {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type yarn is not supported"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope's factor must be given"),

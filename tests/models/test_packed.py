@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_written_leaves_each_its_own(
     kernels = Counting()
     load_model(tmp_path, torch.float32, kernels, CPU, tmp_path / "file" / "packed")
     assert kernels.packed > 0
-    assert "packed weights of its own" in caplog.text
+    assert "packs weights into its own memory" in caplog.text
 
 
 def test_a_damaged_file_is_named(tmp_path: Path, save_llama: Any, dtype: torch.dtype) -> None:

@@ -95,7 +95,7 @@ def test_only_bits_that_differ_make_another_model(save_converted: Callable[..., 
 
 def test_a_folder_without_blocks_is_told_apart(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
-    with pytest.raises(ConfigError, match=r"was not made of a GGUF file.*--quantization int8"):
+    with pytest.raises(ConfigError, match=r"was not converted from a GGUF file.*--quantization int8"):
         load(tmp_path, "gguf")
 
 
@@ -122,7 +122,7 @@ def test_blocks_that_do_not_fit_are_named(save_converted: Callable[..., Path]) -
     with pytest.raises(ModelError, match=r"does not fit config\.json: model\.layers\.1\.mlp\.up_proj\.weight"):
         load(folder, "gguf")
     change_blocks(folder, name, None, "IQ4_XS")
-    with pytest.raises(ConfigError, match=r"up_proj\.weight is of GGUF's type IQ4_XS; supported are Q4_0, "):
+    with pytest.raises(ConfigError, match=r"up_proj\.weight has GGUF's type IQ4_XS; supported are Q4_0, "):
         load(folder, "gguf")
     (folder / BLOCKS_FILE).write_bytes(b"damaged")
     with pytest.raises(ModelError, match=rf"{BLOCKS_FILE} is damaged"):

@@ -90,7 +90,7 @@ def test_a_draft_model_that_cannot_be_loaded_is_refused_whatever_the_model(draft
 def test_a_draft_model_of_another_vocabulary_is_refused(model_folder: Path, draft_folder: Path) -> None:
     change(draft_folder, vocab_size=65)
     check_config(drafting(draft_folder))
-    with pytest.raises(ConfigError, match="draft model knows 65 tokens and the model 64; take one with the same"):
+    with pytest.raises(ConfigError, match="draft model has 65 tokens and the model's 64; choose one with the same"):
         check_model(drafting(draft_folder), model_folder)
 
 
@@ -105,7 +105,7 @@ def test_drafts_are_refused_where_states_could_not_go_back(tmp_path: Path, model
     for config in ('{"method": "ngram"}', '{"method": "early_layers", "num_layers": 1}'):
         with pytest.raises(ConfigError, match=r"this model has Mamba layers.*serve it without the option"):
             check_model(ServeConfig(speculative_config=config), hybrid)
-    with pytest.raises(ConfigError, match=r"draft model has Mamba layers.*take one that has attention alone"):
+    with pytest.raises(ConfigError, match=r"draft model has Mamba layers.*choose one that has attention layers only"):
         check_model(drafting(hybrid), model_folder)
 
 
