@@ -81,8 +81,8 @@ class BlockEventPublisher:
 
     async def _publish(self) -> None:
         while self._waiting:
-            # Events stay in the buffer until Redis has them, so a failed write is repeated. A reader recognizes repeated
-            # events by their numbers.
+            # Events stay in the buffer until Redis has them, so a failed write is repeated. A reader recognizes
+            # repeated events by their numbers.
             batch = self._next_batch()
             async with asyncio.timeout(_DEADLINE_SECONDS):
                 entry = batch.to_entry()
