@@ -1,4 +1,4 @@
-"""Blocks over gRPC: no set-up, works wherever the services reach each other."""
+"""The transport over gRPC: it needs no set-up and works wherever the services reach each other."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Call = grpc.aio.UnaryStreamCall[pb.ReadRequest, pb.ReadReply]
 
 
 class GrpcTransport:
-    """A `Transport` through the method `Read` of the other service, which that one serves with `send`.
+    """A `Transport` that reads by calling `KVTransfer.Read` of the other service, which answers with `send`.
 
     Args:
-        silence_seconds: a source from which nothing comes for so long counts as gone.
+        silence_seconds: a read fails if nothing comes from the source for so long.
     """
 
     name = "grpc"
@@ -64,7 +64,7 @@ class GrpcTransport:
             raise UnavailableError(f"cannot read from {source.host_id} by gRPC: {error}") from error
 
     def _request(self, offer: bytes, slots: Sequence[int]) -> pb.ReadRequest:
-        """Raises UnavailableError where that arena cannot be read into this one."""
+        """Return the request for slots of a source. Raises UnavailableError if its arena cannot be read here."""
         if self._closed:
             raise UnavailableError("this transport was closed")
         if len(offer) != _OFFER.size:
@@ -73,7 +73,7 @@ class GrpcTransport:
         if slot_bytes != self._memory.slot_bytes:
             raise UnavailableError(f"its slots have {slot_bytes} bytes, ours {self._memory.slot_bytes}")
         if any(not 0 <= slot < 1 << 32 for slot in slots):
-            raise UnavailableError("no arena has all the slots that were asked for")
+            raise UnavailableError("a slot number is out of range")
         return pb.ReadRequest(token=token, slots=slots)
 
     async def _read(self, call: Call, slots: Sequence[int]) -> None:
@@ -102,10 +102,11 @@ class GrpcTransport:
             yield reply.data
 
     async def send(self, request: pb.ReadRequest, write: Callable[[pb.ReadReply], Awaitable[None]]) -> None:
-        """The source's side: writes the bytes of these slots, whatever they hold.
+        """Write the bytes of the requested slots, whatever they contain. This is the source's side.
 
         Raises:
-            InvalidRequestError: the caller was not offered this arena, or it has no such slots.
+            InvalidRequestError: the token is not that of this arena's offer, or there is no such slot.
+            UnavailableError: the transport was closed.
         """
         if not hmac.compare_digest(request.token, self._token):
             raise InvalidRequestError("this is not the token of this arena's offer")
@@ -129,7 +130,7 @@ async def _fill(block: memoryview, pieces: AsyncIterator[bytes]) -> None:
     while done < len(block):
         piece = await anext(pieces, b"")
         if not 0 < len(piece) <= len(block) - done:
-            raise UnavailableError(f"{len(piece)} bytes came where {len(block) - done} of a block were left")
+            raise UnavailableError(f"{len(piece)} bytes came when {len(block) - done} bytes of a block were left")
         block[done : done + len(piece)] = piece
         done += len(piece)
 
@@ -138,15 +139,15 @@ async def _fill(block: memoryview, pieces: AsyncIterator[bytes]) -> None:
 async def serving_alone(
     memory: ArenaMemory, silence_seconds: float = SILENCE_SECONDS
 ) -> AsyncIterator[tuple[GrpcTransport, str]]:
-    """A transport on a server of its own on this machine, and its address: to be tested without the service.
+    """Yield a transport with a gRPC server of its own on this machine, and the server's address.
 
-    The offer's token alone guards this memory.
+    It allows to test the transport without the service. Only the offer's token guards the memory.
     """
     secret = Secret()
     channels = Channels(secret)
     transport = GrpcTransport(memory, channels, silence_seconds)
     server = RpcServer("127.0.0.1", 0, secret)
-    reads = _Reads(transport)  # type: ignore[abstract]  # nothing else is asked of it
+    reads = _Reads(transport)  # type: ignore[abstract]  # no other method is called
     pb_grpc.add_KVTransferServicer_to_server(reads, server.server)
     address = f"127.0.0.1:{await server.start()}"
     try:
@@ -158,7 +159,7 @@ async def serving_alone(
 
 
 class _Reads(pb_grpc.KVTransferServicer):
-    """As much of the service as the transport needs."""
+    """The part of the kvtransfer service that the transport needs."""
 
     def __init__(self, transport: GrpcTransport) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""The KV memory of a host: the arena, its ledger, and the ways in and out of it."""
+"""The KV memory of a host: the arena, its ledger, and the services that move blocks in and out of it."""
 
 from __future__ import annotations
 
@@ -27,49 +27,50 @@ from paceline.services.kvtransfer.prefixes import Prefixes
 from paceline.services.kvtransfer.transport import ArenaMemory, Transport
 
 MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]
-"""The ways to read blocks of other hosts into this memory that come before gRPC, best first."""
+"""Makes the transports for a memory that are preferred to gRPC, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """What is settled before the first worker comes."""
+    """The options that are known before the first worker attaches."""
 
     host_id: str
-    """Unique name of the host; workers with the same one share blocks."""
+    """Unique name of the host. Workers of one host share blocks."""
     kv_memory_bytes: int
-    """Size of the arena."""
+    """Largest size of the arena in bytes."""
     arena_dir: Path
-    """A tmpfs that all workers of the host see."""
+    """A tmpfs that all workers of the host can access."""
     lease_seconds: float
-    """A lease that is not renewed for this long ends."""
+    """Time in seconds after which a lease ends if it is not renewed."""
     secret: Secret
-    """By which services of other hosts know this one."""
+    """The cluster's secret, which services of other hosts check."""
     enough_tokens: int = 0
-    """Of these, or of one of the longest contexts, the arena need not hold more; 0 makes it as large as it may be."""
+    """Tokens for which the arena has blocks, or one longest context if this is more; 0 uses all of kv_memory_bytes."""
     disk: DiskOptions | None = None
-    """A tier below the arena."""
+    """Options of the disk tier below the arena; None if there is none."""
     make_transports: MakeTransports = lambda memory: ()
     cache_policy: Callable[[int], CachePolicy] = LRU
-    """Makes what chooses the blocks to evict, in the arena and on disk, for so many slots."""
+    """Makes the policy that chooses the blocks to evict, given the number of slots. For the arena and the disk tier."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
-    """Monotonic seconds of the ledger, by default those in which this process ran."""
+    """The ledger's clock in monotonic seconds. By default it counts the seconds in which this process ran."""
 
 
 class HostMemory:
-    """Exists from the first worker on, whose layout it has, until `close`.
+    """The KV memory, made for the layout of the first worker and in use until `close`.
 
     Args:
-        arena: its own from now on.
+        layout: the workers' layout.
+        arena: the arena, which `close` removes.
     """
 
     def __init__(self, options: HostOptions, layout: KVLayout, arena: Arena) -> None:
         self.layout = layout
         self.arena = arena
         self.pool_id = secrets.token_hex(8)
-        """Names this memory among all that this host ever has."""
+        """Random id of this memory. A later memory of the host has another one."""
         slots = arena.size // layout.slot_bytes
         self.ledger = Ledger(layout, slots, options.lease_seconds, options.cache_policy(slots))
-        # Stays mapped after `close`, for what still moves some of them.
+        # Stays mapped after `close`, because transports may still be moving blocks.
         memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
         self._channels = Channels(options.secret)
@@ -89,11 +90,14 @@ class HostMemory:
         self.prefixes = Prefixes(layout, self.ledger, self.fetches, promotions)
 
     async def sweep(self) -> None:
-        """Lets go of hosts that have not been heard of for long."""
+        """Close connections to other hosts that were idle for long."""
         await self._channels.sweep()
 
     def close(self) -> Coroutine[None, None, None]:
-        """Removes the arena now; its memory is free once no worker maps it. What is returned lets go of other hosts."""
+        """Remove the arena now. Its memory is freed when no worker maps it any more.
+
+        Returns a coroutine that ends the disk tier, the transports and the connections to other hosts.
+        """
         self.arena.close()
         return self._let_go()
 

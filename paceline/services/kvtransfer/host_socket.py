@@ -1,4 +1,4 @@
-"""The Unix socket of a host, on which its workers ask for blocks."""
+"""The Unix socket of a host, through which its workers send batches of operations on leases."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class HostSocket(UnixListener):
-    """Where requests come. Each names a session, which only its worker knows.
+    """The socket for the requests of workers. Each request names a session, whose number only its worker knows.
 
     Args:
-        folder: that of the arena, which all workers of the host see.
-        serve: takes a request, in the order of a connection, and replies at once or later. Raises PacelineError for one
-            that cannot be taken, which ends the connection.
+        folder: folder of the arena, which all workers of the host can access.
+        serve: called with each request, in the order of its connection, and with the reply to call now or later. If it
+            raises PacelineError, because the request is invalid, the connection is closed.
     """
 
     def __init__(self, folder: Path, serve: Callable[[pb.BatchRequest, Reply], None]) -> None:
@@ -32,13 +32,13 @@ class HostSocket(UnixListener):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """To one request: call it with the message."""
+    """The reply to one request. Call it with the message."""
 
     connection: Framed
     request_id: int
 
     def __call__(self, reply: pb.BatchReply) -> None:
-        """Does nothing where nobody hears it."""
+        """Send the reply. Do nothing if the connection has ended."""
         reply.id = self.request_id
         self.connection.send(reply)
 
@@ -47,7 +47,7 @@ class Reply:
 
 
 class _Connection(Framed):
-    """One worker's."""
+    """The connection of one worker."""
 
     def __init__(self, serve: Callable[[pb.BatchRequest, Reply], None]) -> None:
         super().__init__(self._take)
@@ -60,15 +60,15 @@ class _Connection(Framed):
             request = pb.BatchRequest.FromString(message)
             self._serve(request, Reply(self, request.id))
         except (PacelineError, DecodeError) as error:
-            log.warning("a worker's connection is ended: %s", error)
+            log.warning("the connection of a worker is closed: %s", error)
             self.abort()
         except Exception:
             log.exception("unexpected error in a request")
             self.abort()
-        self.waits = True  # other connections have their turn before this one's next request
+        self.waits = True  # serve other connections before this one's next request
         self._loop.call_soon(self._go_on)
 
-    # Who does not take replies cannot ask for more of them.
+    # Read no more requests while the worker does not read its replies.
 
     def pause_writing(self) -> None:
         self._is_full = True

@@ -1,4 +1,4 @@
-"""What a service does for its ledger when nobody asks: leases end, and the ledger is proved."""
+"""The periodic work on a ledger: end the leases whose time is over, and check the ledger's consistency."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from paceline.services.kvtransfer.sessions import Sessions
 
 _TICK_SECONDS = 0.5
 _CHECK_SECONDS = 5.0
-"""The ledger is proved when nothing changed for a tick, and at least this often."""
+"""A changed ledger is checked after a tick without changes, or this long after the last check, in seconds."""
 
 log = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Keeps the ledger of a host from `start` to `stop`.
+    """A task that expires leases and checks the ledger of a host, from `start` to `stop`.
 
     Args:
-        clock: that of the ledger, in seconds.
+        clock: the ledger's clock, in seconds.
     """
 
     def __init__(self, sessions: Sessions, clock: Callable[[], float]) -> None:
         self.healthy = True
-        """False once the ledger did not prove; only a restart helps then."""
+        """False after the ledger was found inconsistent. Then only a restart helps."""
         self._sessions = sessions
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._changed = False
-        """Since the last tick."""
+        """Whether the ledger has changed since the last tick."""
         self._unproved = False
         self._proved_at = clock()
 
@@ -44,10 +44,11 @@ class Keeper:
                 await self._task
 
     def note_change(self) -> None:
-        """The ledger is to be proved again, when there is time."""
+        """Note that the ledger has changed, so that it is checked again soon."""
         self._changed = True
 
     def prove(self) -> bool:
+        """Check the ledger now and return whether it is consistent. If it is not, log the faults."""
         self._unproved = False
         self._proved_at = self._clock()
         memory = self._sessions.memory
@@ -65,7 +66,7 @@ class Keeper:
                 if (memory := self._sessions.memory) is not None:
                     await memory.sweep()
             except Exception:
-                log.exception("the ledger cannot be kept")
+                log.exception("unexpected error while keeping the ledger")
                 self.healthy = False
 
     def _tick(self) -> None:
@@ -78,7 +79,7 @@ class Keeper:
         overdue = memory.ledger.take_overdue()
         for key in overdue:
             log.warning(
-                "lease %s ended: its time is over, or its worker is gone", key, extra={"request_id": key.request_id}
+                "lease %s ended: it was not renewed, or its worker is gone", key, extra={"request_id": key.request_id}
             )
             memory.adoptions.note(key)
         busy, self._changed = self._changed, False

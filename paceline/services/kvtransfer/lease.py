@@ -1,4 +1,4 @@
-"""A lease: the right of one attempt at one request to a set of blocks."""
+"""A lease: the right of one attempt of a request to use a set of blocks."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 
 NOBODY = 0
-"""Stands for a session where no worker is meant."""
+"""The session number that means no worker."""
 
 TRANSFER = 2
-"""The session of this service itself, in which it moves blocks between hosts. Those of workers are odd."""
+"""The session of this service itself, for moving blocks. Sessions of workers have odd numbers."""
 
 
 def prefix_key(key: Key, origin: str = "") -> Key:
-    """Of the service's own lease in which a prefix for this request is moved, at either end."""
+    """Return the key of a lease of this service for moving a request's prefix. `origin` tells such leases apart."""
     return key._replace(request_id=f"{origin}prefix of {key.request_id}")
 
 
 class UnknownLeaseError(StaleError):
-    """No such lease: never made, released, or expired."""
+    """There is no such lease: it was never made, was released, or has expired."""
 
 
 class State(enum.Enum):
-    """Where a lease is in its life. The value is what an operator reads."""
+    """The state of a lease. Its value is shown to operators."""
 
     RESERVED = "reserved"
-    """Its owner may write, or wait for a prefill worker to open it."""
+    """Reserved. Its owner may write, or wait until a prefill worker opens it."""
     FILLING = "filling"
-    """A prefill worker writes."""
+    """Opened. A prefill worker writes."""
     FILLED = "filled"
-    """Complete; waits to be adopted. Nobody writes."""
+    """Complete and waiting to be adopted. Nobody writes."""
     ACTIVE = "active"
-    """Adopted; its owner writes."""
+    """Adopted. Its owner writes."""
     DRAINING = "draining"
-    """Over for everybody, but a worker may still touch the blocks."""
+    """Ended, but a worker may still touch the blocks."""
 
 
 _IN_FLIGHT = frozenset((State.FILLING, State.FILLED, State.DRAINING))
@@ -46,27 +46,27 @@ _IN_FLIGHT = frozenset((State.FILLING, State.FILLED, State.DRAINING))
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """Changed by the ledger alone. All instants are seconds of the ledger's clock."""
+    """A lease, which only the ledger changes. All times are in seconds of the ledger's clock."""
 
     key: Key
-    """With the newest generation."""
+    """The key with the newest generation."""
     first_generation: int
     state: State
     owner: int
-    """Session that reserved or adopted it."""
+    """Session that reserved or adopted the lease."""
     writer: int
     """The only session that may touch the blocks now, or NOBODY."""
     token_count: int
     filled_tokens: int
-    """Tokens at the front whose KV is already in the blocks."""
+    """Number of the context's first tokens whose KV is already in the blocks."""
     tables: list[list[int]]
-    """One block table a group; NO_SLOT where a block was given back or never needed."""
+    """One block table for each group, with NO_SLOT for each block that was given back or never needed."""
     created: float
     deadline: float
     priority: int = 0
-    """Of the request; a lower one is more urgent."""
+    """Priority of the request; lower is more urgent."""
     context_hash: bytes = b""
-    """Names the tokens whose KV is in it: as the cache did, or as the writer does that has filled it."""
+    """Hash of the tokens whose KV is in the blocks: of the cached prefix, or the one that came with `fill`."""
 
     @property
     def in_flight(self) -> bool:
