@@ -1,4 +1,4 @@
-"""Every hot operation, once for each kind of machine. `select_kernels` is the only dispatch."""
+"""Backends of all hot operations, one for each kind of device. `select_kernels` is the only place that chooses one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def _native(device: torch.device) -> Kernels:
     if device.type != "cpu":
         raise ConfigError(f"the native kernels run on cpu, not on {device}; choose --kernels auto")
-    # As many threads as torch was told to use.
+    # The same number of threads as torch uses.
     return NativeKernels(torch.get_num_threads())
 
 
@@ -27,11 +27,11 @@ def _triton(device: torch.device, batch_invariant: bool) -> Kernels:
     try:
         from paceline.kernels.triton_kernels.kernels import TritonKernels
     except ImportError as error:
-        raise ConfigError(f"the triton kernels need what `pip install 'paceline[gpu]'` installs: {error}") from error
+        raise ConfigError(f"the triton kernels need the packages of `pip install 'paceline[gpu]'`: {error}") from error
     return TritonKernels(device, batch_invariant)
 
 
-# A backend is one line here. Its maker gets the device and raises ConfigError where it cannot run there.
+# A backend is one line here. Its factory gets the device, and raises ConfigError if the backend cannot run on it.
 _BACKENDS: Mapping[str, Callable[[torch.device], Kernels]] = {
     "reference": lambda device: ReferenceKernels(),
     "native": _native,
@@ -39,15 +39,15 @@ _BACKENDS: Mapping[str, Callable[[torch.device], Kernels]] = {
     "triton-invariant": partial(_triton, batch_invariant=True),
 }
 
-# What "auto" means on a device type; all others get the reference.
+# The backend that "auto" chooses for a device type. Other device types get the reference.
 _PREFERRED: Mapping[str, str] = {"cpu": "native", "cuda": "triton"}
 
 
 def select_kernels(device: torch.device, backend: str = "auto") -> Kernels:
-    """Makes the kernels that run on `device`.
+    """Return kernels that run on `device`.
 
     Args:
-        backend: a known name, or "auto" for the fastest one that fits the device and is installed.
+        backend: the name of a backend, or "auto" for the fastest that is installed and runs on the device.
 
     Raises:
         ConfigError: no backend has this name, or it cannot run on this device.

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache on their way between the device's pool and the host's arena."""
+"""Copies of KV blocks between the device's pool and the host's arena."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from paceline.kernels.native.library import can_copy, copy_blocks
 from paceline.kernels.transfer import to_device
 
 _KERNEL_BYTES = 28 << 10
-"""Below this size of a block one kernel moves many sooner than the copy engine does one after the other."""
+"""Below this block size, in bytes, one kernel moves many blocks faster than the copy engine moves them one by one."""
 
 
 class Copy:
-    """A batch of copies under way. On a CPU it has ended already."""
+    """A batch of copies that has begun. On a CPU it has ended already."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
 
     def done(self) -> bool:
-        """Whether the blocks may be read, and those that were read be reused. Never waits."""
+        """Return whether the copies have ended, so that targets may be read and sources overwritten. Never waits."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Returns when it is done."""
+        """Wait until the copies have ended."""
         if self._event is not None:
             self._event.synchronize()
 
     def precede(self) -> None:
-        """What the calling thread launches on its stream from now on comes behind the copies; the host goes on."""
+        """Make later work on the calling thread's current stream wait for the copies. The host does not wait."""
         if self._event is not None:
             self._event.wait()
 
 
 class BlockCopies:
-    """Copies blocks between a pool on the device and the arena of the host, beside what the device computes.
+    """Copies blocks between a pool on the device and the arena of the host while the device computes.
 
-    Each direction has a stream of its own. Copies begin when what the calling thread has launched before has ended, so
-    that they see what it writes and take nothing away from it.
+    Each direction has a stream of its own. Copies begin after the work that the calling thread launched before. So they
+    read what this work has written, and overwrite nothing that it still reads.
 
     Args:
         pool: [slots, slot_elements] on the device.
-        arena: [slots, slot_elements] of the host, of the same dtype; pinned where the device is a GPU.
-        kernel_bytes: blocks of fewer bytes are moved by a kernel, larger ones by the copy engine; by default what is
-            best for the device, which is no kernel on a CPU.
+        arena: [slots, slot_elements] of the host, of the same dtype; pinned if the device is a GPU.
+        kernel_bytes: a kernel moves blocks of fewer bytes than this, the copy engine moves larger ones. The default
+            is best for the device; on a CPU it is 0, for no kernel.
 
     Raises:
         ValueError: pool and arena do not fit together, or the arena is not pinned.
@@ -69,15 +69,15 @@ class BlockCopies:
         self._out, self._in = (_stream(pool.device) if on_gpu else None for _ in range(2))
 
     def store(self, pool_slots: Sequence[int], arena_slots: Sequence[int]) -> Copy:
-        """arena[arena_slots[i]] = pool[pool_slots[i]]; arena slots are different from each other."""
+        """Copy arena[arena_slots[i]] = pool[pool_slots[i]]. All arena slots must be different."""
         return self._copy(self._out, self._arena, arena_slots, self._pool, pool_slots)
 
     def load(self, arena_slots: Sequence[int], pool_slots: Sequence[int]) -> Copy:
-        """pool[pool_slots[i]] = arena[arena_slots[i]]; pool slots are different from each other."""
+        """Copy pool[pool_slots[i]] = arena[arena_slots[i]]. All pool slots must be different."""
         return self._copy(self._in, self._pool, pool_slots, self._arena, arena_slots)
 
     def load_from(self, pool: Tensor, slots: Sequence[int], pool_slots: Sequence[int]) -> Copy:
-        """As `load`, from another pool on the same device."""
+        """Copy as `load` does, but from another pool on the same device."""
         return self._copy(self._in, self._pool, pool_slots, pool, slots)
 
     def _copy(
@@ -92,11 +92,11 @@ class BlockCopies:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with _on(stream):
-            # Within a GPU's own memory the copy engine is no match for a kernel.
+            # Within a GPU's own memory a kernel is always faster than the copy engine.
             if target_slots and (self._by_kernel or (target.is_cuda and source.is_cuda)):
                 both = torch.tensor([target_slots, source_slots], dtype=torch.int64, device="cpu")
                 slots = to_device(both, self._pool.device)
-                # Here, because a CPU has no use for Triton.
+                # Imported here, because a CPU does not need Triton.
                 from paceline.kernels.triton_kernels.blocks import move_blocks
 
                 move_blocks(target, source, slots[0], slots[1])
@@ -109,7 +109,7 @@ class BlockCopies:
 
 
 def runs(target_slots: Sequence[int], source_slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """What lies side by side on both sides, in order: first slot of the target, of the source, how many."""
+    """Yield runs of consecutive slots on both sides, in order: first target slot, first source slot, block count."""
     first = 0
     for end in range(1, len(target_slots) + 1):
         count = end - first
@@ -122,12 +122,12 @@ def runs(target_slots: Sequence[int], source_slots: Sequence[int]) -> Iterator[t
 
 
 def _check(target: Tensor, target_slots: Sequence[int], source: Tensor, source_slots: Sequence[int]) -> None:
-    """A slot that does not exist would be somebody else's memory."""
+    """Check that all slots exist. Any other slot would be in somebody else's memory."""
     if len(target_slots) != len(source_slots):
         raise ValueError(f"{len(source_slots)} blocks cannot go to {len(target_slots)} slots")
     for tensor, slots in ((target, target_slots), (source, source_slots)):
         if slots and not (min(slots) >= 0 and max(slots) < len(tensor)):
-            raise IndexError(f"there are slots 0 to {len(tensor) - 1}, asked for are {min(slots)} to {max(slots)}")
+            raise IndexError(f"slots {min(slots)} to {max(slots)} are needed; there are slots 0 to {len(tensor) - 1}")
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

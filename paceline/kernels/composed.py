@@ -1,5 +1,5 @@
-"""What a backend of `Kernels` may leave out: fused operations, which are sequences of others, choosing tokens, and a
-form of packed matrices."""
+"""Defaults for the optional parts of a `Kernels` backend: fused operations as sequences of others, no chooser of
+tokens, and no check of packed matrices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.kernels.interface import GroupTables, HeadNorms, Kernels, LayerCac
 
 
 class Composed:
-    """Gives a backend the fused operations; one that has kernels for them computes the same bits in fewer passes."""
+    """Base class with the fused operations. A backend with kernels for them computes the same bits in fewer passes."""
 
     compiles_states = False
 

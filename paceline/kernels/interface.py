@@ -1,7 +1,7 @@
-"""The seam between models and the code that computes. Every hot operation is named here once.
+"""The interface between models and the code that computes. It names every hot operation once.
 
-A backend is one class with these methods: `ReferenceKernels` in plain torch; native CPU and Triton backends take its
-place. Models receive a backend from their maker and call nothing else on their hot path.
+A backend is one class with the methods of `Kernels`: `ReferenceKernels` in plain torch, `NativeKernels` for CPUs, and
+`TritonKernels` for GPUs. A model gets its backend from its caller and calls nothing else on its hot path.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from paceline.kernels.quantized import QuantizedMatrix
 
 @dataclass(frozen=True, slots=True)
 class GroupTables:
-    """Where one KV group keeps the contexts of a step."""
+    """Block tables and write positions of a step in one KV group."""
 
     block_tokens: int
     window: int
-    """0 sees all."""
+    """Tokens that a query attends to, itself included; 0 for all."""
     tables: Tensor
-    """int32 [requests, blocks]: slot of each block; what lies outside [first needed, context_len) is arbitrary."""
+    """int32 [requests, blocks]: slot of each block. Entries outside [first needed, context_len) are arbitrary."""
     write_slots: Tensor
-    """int64 [tokens]: slot that takes each token of the step."""
+    """int64 [tokens]: slot to which each token of the step is written."""
     write_offsets: Tensor
-    """int64 [tokens]: its place inside the block."""
+    """int64 [tokens]: the token's position inside the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The ragged batch of one step: `requests` contexts, of each the last few tokens are queries.
+    """The ragged batch of one step: `requests` contexts, whose last few tokens are the queries.
 
-    Tokens of a request are consecutive, in order of position. The KV of a query is stored before it is attended to.
+    Tokens of a request are consecutive, in order of position. The KV of the queries is stored before attention runs.
     """
 
     query_start: tuple[int, ...]
@@ -47,7 +47,7 @@ class AttentionBatch:
     groups: tuple[GroupTables, ...]
 
     def from_group(self, first: int) -> AttentionBatch:
-        """The same batch for a model whose groups begin with this one."""
+        """Return the same batch for a model whose groups begin with group `first`."""
         return self if first == 0 else replace(self, groups=self.groups[first:])
 
 
@@ -60,20 +60,20 @@ class LayerCache:
 
     @property
     def first(self) -> Tensor:
-        """What tells caches of different places or shapes apart."""
+        """The tensor whose address and shape tell caches apart."""
         return self.keys
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """What one recurrent layer keeps of contexts, in place of keys and values: fp32 views into the pool.
+    """The states of one recurrent layer, in place of keys and values: fp32 views into the pool.
 
-    A block holds the state behind the last of its tokens that was computed. A token reads the state behind the token
-    before it, and leaves its own in the block that it belongs to itself: a block that is full never changes again.
+    A block holds the state after the last of its tokens that was computed. A token reads the state after the token
+    before it, and writes its own state to the block that it belongs to. So a full block never changes again.
     """
 
     parts: tuple[Tensor, ...]
-    """[slots, ...] each, dense behind the first dimension."""
+    """[slots, ...] each; all dimensions but the first are dense."""
 
     @property
     def first(self) -> Tensor:
@@ -85,31 +85,31 @@ AnyCache = LayerCache | LayerState
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix [size_out, size_in] in the form that its backend reads fastest; what made it can be dropped."""
+    """A matrix [size_out, size_in] in the layout that its backend reads fastest. Its source can be dropped."""
 
     data: Tensor
     """In the backend's own layout."""
     size_out: int
     size_in: int
     dtype: torch.dtype
-    """That it is computed in."""
+    """The dtype in which kernels compute with it."""
     format: int | None = None
-    """The backend's name for the layout of a matrix that is quantized or compressed."""
+    """The backend's number for the layout of a quantized or compressed matrix; None for other matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """How likely each token is behind some others."""
+    """Logits of the next token for some rows."""
 
     values: Tensor
     """fp32 [rows, vocab]"""
     best: Tensor | None = None
-    """int64 [rows]: the first of the largest of each row, where it was found on the way."""
+    """int64 [rows]: the first token with the largest logit of each row; None if the kernel has not found it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The norms of queries and keys over each head, as `Kernels.rms_norm` takes them; weights [head_dim]."""
+    """Weights [head_dim] and options of the norms of queries and keys over each head; see `Kernels.rms_norm`."""
 
     queries: Tensor
     keys: Tensor
@@ -119,40 +119,40 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a token is chosen from one row of logits that nothing else has a say in; see `SamplingParams`."""
+    """The parameters that choose a token from one row of logits if no others apply; see `SamplingParams`."""
 
     temperature: float
-    """0 takes the best."""
+    """0 chooses the token with the largest logit."""
     top_k: int
     min_p: float
     top_p: float
     seed: int
     position: int
-    """Of the token to choose; with the seed it is what the random number follows from."""
+    """Position of the token to choose. The random number depends on the seed and this position only."""
 
 
 class TokenChooser(Protocol):
-    """Chooses tokens where the logits are, of many rows in one call. The tokens are those of the host's sampler."""
+    """Chooses tokens on the device of the logits, for many rows in one call, exactly as the host's sampler would."""
 
     def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> Tensor:
-        """One token of each of these rows of fp32 [n, vocab] -> int64 [rows]."""
+        """Choose a token for each of these rows of logits, fp32 [n, vocab]. Return int64 [rows]."""
 
     def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> Tensor:
-        """Strict verification: a draft is accepted as long as each so far is what was chosen.
+        """Verify drafts strictly: accept a draft if it and all drafts before it equal the chosen tokens.
 
         Args:
-            tokens: int64 [rows]: what each row chose.
-            drafts: int64 [rows]: the token that each row stood behind; of a request's rows the first is no draft.
-            first_rows: [requests + 1]: rows [first_rows[r], first_rows[r + 1]) are those of request r.
+            tokens: int64 [rows]: the token chosen for each row.
+            drafts: int64 [rows]: the input token of each row. The first row of a request is not a draft.
+            first_rows: [requests + 1]: rows [first_rows[r], first_rows[r + 1]) belong to request r.
 
         Returns:
-            int64 [requests, most rows]: the accepted drafts and the token behind them, then -1.
+            int64 [requests, width]: the accepted drafts, the token chosen after them, then -1.
         """
 
 
 @dataclass(slots=True)
 class Taps:
-    """Hidden states that a forward pass shows, for drafters that were trained on them."""
+    """Hidden states that a forward pass keeps, for drafters that were trained on them."""
 
     depths: tuple[int, ...] = ()
     """Numbers of layers after which states are taken; 0 is the embedding."""
@@ -184,72 +184,74 @@ class Kernels(Protocol):
 
     name: str
     packing: str
-    """What the form of packed matrices follows from, as part of a file's name; empty where they stay as they are."""
+    """Identifies the layout of packed matrices, as part of a file's name; empty if matrices stay as they are."""
 
     @property
     def chooser(self) -> TokenChooser | None:
-        """None where the host chooses tokens."""
+        """The chooser of tokens; None if the host chooses them."""
 
     compiles_states: bool
-    """Whether `compile` takes passes with `causal_conv` and `selective_scan`."""
+    """Whether `compile` accepts forward passes with `causal_conv` and `selective_scan`."""
 
     def take_turns(self, turns: Turns) -> None:
-        """From now on each operation waits for its turn, where these kernels can; others compute whole steps in one."""
+        """Let each later operation wait for its turn, if these kernels can. With others, a whole step is one turn."""
 
     def compile(self, forward: Forward) -> Forward:
-        """The same pass, perhaps without the cost of calling its operations one by one.
+        """Return the same forward pass, perhaps without the cost of calling its operations one by one.
 
-        `forward` must compute with these kernels alone (views are free), and the same way for any number of tokens.
+        `forward` must compute with these kernels only (views are allowed), and the same way for any number of tokens.
         """
 
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
-        """Takes in a matrix [out, in], once, when a model is loaded. On the meta device it stays as it is.
+        """Pack a matrix [out, in], once, when a model is loaded. A matrix on the meta device stays there.
 
-        Results are the same for a quantized matrix and for what it dequantizes to. Raises ConfigError where the
-        backend has no such kernels.
+        A quantized matrix and its dequantized form give the same results. Raises ConfigError if the backend has no
+        kernels for the matrix.
         """
 
     def fits(self, weight: PackedWeight) -> bool:
-        """Whether data from a file is a packed matrix of this size, so that it is safe to compute with it."""
+        """Return whether data from a file is a packed matrix of this size, so that it is safe to compute with it."""
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """x [tokens, in] @ weight [out, in].T + bias -> [tokens, out]."""
+        """Return x [tokens, in] @ weight [out, in].T + bias: [tokens, out]."""
 
     def logits(self, x: Tensor, weight: PackedWeight) -> Logits:
-        """`linear`, then fp32."""
+        """Return the result of `linear` as fp32."""
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
-        """Rows of weight [vocab, hidden] -> [tokens, hidden], times the scale rounded to their dtype.
+        """Return rows of weight [vocab, hidden], times `scale` rounded to their dtype: [tokens, hidden].
 
         token_ids: int64 [tokens].
         """
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x + y of one shape: the residual stream."""
+        """Return x + y, both of one shape, for the residual stream."""
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """x * factor, rounded to x's dtype."""
+        """Return x * factor, rounded to x's dtype."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension; with unit_offset * (1 + weight), all in fp32
-        (Gemma), without it the product is taken in x's dtype (Llama)."""
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+        With unit_offset the factor is 1 + weight, all in fp32 (Gemma). Without, the product is in x's dtype (Llama).
+        """
 
     def add_rms_norm(
         self, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """x + y, and its norm: `add`, then `rms_norm`, with their bits."""
+        """Return x + y and the norm of this sum, with the bits of `add` and then `rms_norm`."""
 
     def rotation(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles that `rotate` takes, fp32 [tokens, head_dim] each.
+        """Return cos and sin of the angles for `rotate`, fp32 [tokens, head_dim] each.
 
-        positions: int64 [tokens]; frequencies: fp32 [head_dim / 2], radians a position.
+        positions: int64 [tokens]; frequencies: fp32 [head_dim / 2], in radians per position.
         """
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding (half-split form): x [tokens, heads, head_dim]; cos, sin fp32 [tokens, head_dim]."""
+        """Rotate x [tokens, heads, head_dim] by the half-split rotary embedding; cos, sin fp32 [tokens, head_dim]."""
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
-        """Writes keys and values [tokens, kv_heads, head_dim] to their slots."""
+        """Write keys and values [tokens, kv_heads, head_dim] to the slots of their tokens."""
 
     def rotate_and_store(
         self,
@@ -262,9 +264,9 @@ class Kernels(Protocol):
         group: GroupTables,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """`rms_norm` of queries and keys by `norms`, where there are any; `rotate` of both; `store_kv` -> queries.
+        """Apply `rms_norm` to queries and keys if `norms` are given; `rotate` both; `store_kv`. Return the queries.
 
-        With the bits of these operations one by one.
+        The results have the bits of these operations one by one.
         """
 
     def attention(
@@ -276,16 +278,16 @@ class Kernels(Protocol):
         scale: float,
         softcap: float,
     ) -> Tensor:
-        """Causal attention of queries [tokens, heads, head_dim] over their paged contexts -> same shape.
+        """Return causal attention of queries [tokens, heads, head_dim] over their paged contexts, in the same shape.
 
         softcap 0 is off; otherwise scores become softcap * tanh(scores / softcap).
         """
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, elementwise."""
+        """Return silu(gate) * up, elementwise."""
 
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate), tanh form, * up, elementwise."""
+        """Return gelu(gate) * up, elementwise, with gelu in its tanh form."""
 
     def causal_conv(
         self,
@@ -296,30 +298,31 @@ class Kernels(Protocol):
         batch: AttentionBatch,
         group: GroupTables,
     ) -> Tensor:
-        """silu of each channel's convolution with its own last inputs, that before the context's first token being 0:
-        x [tokens, channels] -> same shape. Each token's result depends on its own context alone.
+        """Return silu of each channel's convolution over its own last inputs: x [tokens, channels] -> same shape.
+
+        Inputs before the context's first token are 0. A token's result depends on its own context only.
 
         Args:
             weight: [taps, channels]; the last tap is the token's own.
             bias: [channels].
-            state: fp32 [slots, taps - 1, channels], a part of `LayerState`: the last inputs.
+            state: fp32 [slots, taps - 1, channels], the last inputs; a part of `LayerState`.
         """
 
     def selective_scan(
         self, x: Tensor, time_steps: Tensor, rates: Tensor, state: Tensor, batch: AttentionBatch, group: GroupTables
     ) -> Tensor:
-        """The recurrence of Mamba-2 -> [tokens, heads * head_dim], token by token in fp32:
+        """Return the outputs of Mamba-2's recurrence, [tokens, heads * head_dim], computed token by token in fp32:
 
             step  = softplus(time_steps + bias)
             state = exp(step * decay) * state + step * input (outer) B
             out   = state @ C + skip * input
 
-        Each token's result depends on its own context alone. (Dao and Gu 2024, https://arxiv.org/abs/2405.21060.)
+        A token's result depends on its own context only. (Dao and Gu 2024, https://arxiv.org/abs/2405.21060.)
 
         Args:
             x: [tokens, heads * head_dim + 2 * state_size]: the inputs of all heads, then B and C, which they share.
             time_steps: [tokens, heads].
-            rates: fp32 [3, heads]: decay, which is negative, bias and skip.
+            rates: fp32 [3, heads]: decay (negative), bias and skip.
             state: fp32 [slots, heads, head_dim, state_size], a part of `LayerState`.
         """
 
@@ -327,10 +330,10 @@ class Kernels(Protocol):
 def view_pool(
     arena: Tensor, slot_elements: int, layers: int, kv_heads: int, block_tokens: int, head_dim: int
 ) -> list[LayerCache]:
-    """The caches of one group's layers as views into the pool.
+    """Return the caches of one group's layers as views into the pool.
 
     Args:
-        arena: [slots * slot_elements], flat, of the cache's dtype.
+        arena: the pool, flat, [slots * slot_elements] in the cache's dtype.
     """
     slots = arena.numel() // slot_elements
     plane = kv_heads * block_tokens * head_dim
@@ -344,7 +347,7 @@ def view_pool(
 
 
 def view_states(arena: Tensor, slot_bytes: int, layers: int, parts: Sequence[Sequence[int]]) -> list[LayerState]:
-    """The states of one group's layers as views into the pool.
+    """Return the states of one group's layers as views into the pool.
 
     Args:
         arena: the pool, flat, of any dtype.

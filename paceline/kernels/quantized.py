@@ -1,4 +1,4 @@
-"""Weights in blocks of small whole numbers, and what they stand for."""
+"""Quantized matrices: blocks of small whole numbers with scales."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 32
-"""Values along `in` of one block."""
+"""Values of one block, along `in`."""
 _ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix [out, in] whose weight is bfloat16(value * scale + offset), with one rounding to fp32 before.
+    """A matrix [out, in] whose weights are bfloat16(value * scale + offset), with one rounding to fp32 before.
 
-    bfloat16 whatever it is computed in, so that it is the same matrix as the checkpoint in bfloat16 that a GGUF file
-    is converted to.
+    The weights are bfloat16 for any `dtype`, so that they equal those of the bfloat16 checkpoint that a GGUF file is
+    converted to.
     """
 
     values: Tensor
-    """int8 [out, in]: with 4 bits 0 to 15 where there are offsets, else -8 to 7."""
+    """int8 [out, in]. With 4 bits they are 0 to 15 if there are offsets, else -8 to 7."""
     scales: Tensor
-    """fp16, or fp32 of at most 18 significant bits, so that value * scale is exact; [out, ceil(in / 32)], or twice as
-    many: one for 16 values each."""
+    """[out, ceil(in / 32)], or twice as many: one for each 16 values. fp16, or fp32 of at most 18 significant bits, so
+    that value * scale is exact."""
     offsets: Tensor | None
-    """Of the scales' shape and dtype, one scale a block."""
+    """Same shape and dtype as the scales, of which a block then has one; or None."""
     bits: int
     """4 or 8."""
     dtype: torch.dtype
-    """That it is computed in."""
+    """The dtype in which kernels compute with the matrix."""
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
     def rows(self, first: int, end: int) -> QuantizedMatrix:
-        """The matrix of these outputs alone."""
+        """Return the matrix of outputs [first, end)."""
         offsets = None if self.offsets is None else self.offsets[first:end]
         return replace(self, values=self.values[first:end], scales=self.scales[first:end], offsets=offsets)
 
     def dequantize(self) -> Tensor:
-        """[out, in] in `dtype`."""
+        """Return the matrix [out, in] in `dtype`."""
         size_out, size_in = self.values.shape
         blocks = -(-size_in // BLOCK)
         per_scale = blocks * BLOCK // self.scales.shape[1]
@@ -55,8 +55,8 @@ class QuantizedMatrix:
 
 
 def quantize_int8(weight: Tensor) -> QuantizedMatrix:
-    """Rounds a matrix [out, in] to signed bytes with an fp16 scale for 32 values along `in` (GGUF's Q8_0)."""
-    # In parts: between, they are in fp32.
+    """Round a matrix [out, in] to signed bytes, with one fp16 scale for each 32 values along `in` (GGUF's Q8_0)."""
+    # In parts, because the intermediate values are fp32.
     values, scales = zip(*(_quantize_rows(rows) for rows in torch.split(weight, _ROWS)))
     return QuantizedMatrix(torch.cat(values), torch.cat(scales), None, 8, weight.dtype)
 
@@ -64,7 +64,7 @@ def quantize_int8(weight: Tensor) -> QuantizedMatrix:
 def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     size_out, size_in = weight.shape
     blocks = F.pad(weight.float(), (0, -size_in % BLOCK)).view(size_out, -1, BLOCK)
-    # As far as fp16 reaches; a block that is all but zero becomes zero.
+    # Clamped to the range of fp16. A block whose values are too small for an fp16 scale becomes zero.
     scales = (blocks.abs().amax(2) / 127).clamp(max=torch.finfo(torch.float16).max).half()
     exact = scales.float().unsqueeze(2)
     values = torch.where(exact > 0, blocks / exact, 0.0).round().clamp(-127, 127).to(torch.int8)

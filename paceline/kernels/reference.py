@@ -1,4 +1,4 @@
-"""Plain torch, on any device: what the other backends are measured against, and what runs where none of them fits."""
+"""`Kernels` in plain torch, for any device. Tests compare other backends with it; it runs if no other backend can."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from paceline.kernels.quantized import QuantizedMatrix
 
 
 class ReferenceKernels(Composed):
-    """`Kernels` in plain torch. Row-wise operations and attention do not depend on batch-mates; `linear` is as exact
-    as the vendor's matrix product, whose summation order may change with the number of rows."""
+    """`Kernels` in plain torch.
+
+    Row-wise operations and attention of a row do not depend on other rows of the batch. `linear` is as exact as the
+    vendor's matrix product, whose order of summation may change with the number of rows.
+    """
 
     name = "reference"
     packing = ""
@@ -76,7 +79,7 @@ class ReferenceKernels(Composed):
         softcap: float,
     ) -> Tensor:
         out = torch.empty_like(queries)
-        # One request at a time, so that its result cannot depend on the others of the batch.
+        # One request at a time, so that its result cannot depend on the batch.
         for request, context_len in enumerate(batch.context_len):
             start, end = batch.query_start[request], batch.query_start[request + 1]
             if start == end:
@@ -112,7 +115,7 @@ class ReferenceKernels(Composed):
             total = torch.zeros_like(seen[:count]) if bias is None else bias.float().expand(count, -1).contiguous()
             for tap, factors in enumerate(taps):
                 total = total + factors * seen[tap : tap + count]
-            # Row by row: torch computes the last lanes of a tensor in another way than those before.
+            # Row by row, because torch computes the last few elements of a tensor in another way than all others.
             out[span.begin : span.end] = torch.stack([F.silu(row) for row in total]).to(x.dtype)
             for computed, slot in span.write_slots.items():
                 state[slot] = seen[computed : computed + len(before)]
@@ -141,41 +144,41 @@ class ReferenceKernels(Composed):
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The tokens of one request in a step, for layers that keep a state."""
+    """The tokens [begin, end) of one request in a step, for layers that keep a state."""
 
     begin: int
     end: int
     read_slot: int | None
-    """Of the state before the first of them; None at the beginning of the context."""
+    """Slot of the state before the first token; None at the beginning of the context."""
     write_slots: dict[int, int]
-    """Takes the state behind so many of them."""
+    """Number of computed tokens -> slot that takes the state after them."""
 
 
 def _spans(batch: AttentionBatch, group: GroupTables) -> Iterator[_Span]:
-    """All requests that have tokens in the step."""
+    """Yield the span of each request that has tokens in the step."""
     tables = group.tables.tolist()
     for table, context_len, (begin, end) in zip(tables, batch.context_len, pairwise(batch.query_start)):
         if begin == end:
             continue
         start = context_len - (end - begin)
         read_slot = table[(start - 1) // group.block_tokens] if start else None
-        # Behind the last token of every block, and behind the last of all.
+        # States are written after the last token of each block, and after the last token of all.
         full = range(group.block_tokens * (start // group.block_tokens + 1), context_len, group.block_tokens)
         writes = {stop - start: table[(stop - 1) // group.block_tokens] for stop in (*full, context_len)}
         yield _Span(begin, end, read_slot, writes)
 
 
 def _first_visible_key(position: int, window: int) -> int:
-    """Position of the first key that a query at `position` sees."""
+    """Return the position of the first key that a query at `position` attends to."""
     return max(0, position - window + 1) if window else 0
 
 
 def _gather_context(
     cache: LayerCache, group: GroupTables, request: int, first_key: int, context_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of positions [first_key, context_len) -> [kv_heads, keys, head_dim] each.
+    """Return keys and values of positions [first_key, context_len), [kv_heads, keys, head_dim] each.
 
-    Nothing outside that range is handed on: there a slot may hold anything, NaN included.
+    Nothing outside this range is returned, because a slot may hold anything there, NaN included.
     """
     first_block = first_key // group.block_tokens
     end_block = -(-context_len // group.block_tokens)
@@ -183,7 +186,7 @@ def _gather_context(
     base = first_block * group.block_tokens
 
     def gather(plane: Tensor) -> Tensor:
-        # Not index_select: of a strided source, which a layer's plane is, that copies the whole pool first.
+        # Not index_select: a layer's plane is strided, and index_select would first copy the whole pool.
         blocks = plane[slots].transpose(0, 1)
         return blocks.flatten(1, 2)[:, first_key - base : context_len - base]
 
@@ -191,11 +194,11 @@ def _gather_context(
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, window: int, scale: float, softcap: float) -> Tensor:
-    """Attention of the last `count` tokens of one context.
+    """Return attention of the last `count` tokens of one context.
 
     Args:
         queries: [count, heads, head_dim].
-        keys, values: [kv_heads, visible, head_dim]; the last `count` are the queries' own.
+        keys, values: [kv_heads, visible, head_dim]; the last `count` belong to the queries' tokens.
 
     Returns:
         [count, heads, head_dim].
@@ -203,19 +206,19 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, window: int, scale: f
     count, heads, head_dim = queries.shape
     kv_heads, visible, _ = keys.shape
     per_kv_head = heads // kv_heads
-    # The query heads that share a KV head become rows over the same keys: no key is copied for its sake.
+    # The query heads that share a KV head become rows over the same keys, so that no key is copied.
     rows = queries.view(count, kv_heads, per_kv_head, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
     mask = None if count == 1 else _causal_mask(count, visible, window, queries.device).repeat(per_kv_head, 1)
     if softcap:
         attended = _softcapped_attention(rows, keys, values, mask, scale, softcap)
     else:
-        # The leading 1 is what torch's fused kernels ask for.
+        # torch's fused kernels need the leading dimension of 1.
         attended = F.scaled_dot_product_attention(rows[None], keys[None], values[None], mask, scale=scale)[0]
     return attended.view(kv_heads, per_kv_head, count, head_dim).permute(2, 0, 1, 3).reshape(count, heads, head_dim)
 
 
 def _causal_mask(count: int, visible: int, window: int, device: torch.device) -> Tensor:
-    """bool [count, visible]: which keys the last `count` positions see."""
+    """Return bool [count, visible]: the keys that each of the last `count` positions attends to."""
     offset = visible - count
     mask = torch.ones(count, visible, dtype=torch.bool, device=device).tril_(offset)
     return mask.triu_(offset - window + 1) if window else mask

@@ -1,4 +1,4 @@
-"""Bringing small tensors to the device."""
+"""Copies of small tensors to the device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`. The host does not wait for what a GPU still computes; the tensor must not change."""
-    # Only from pinned memory is the copy one for the device alone. torch keeps that memory until it was made.
+    """Return a CPU tensor on `device` without waiting for the GPU's earlier work. The tensor must not change later."""
+    # Only from pinned memory can the device copy without the host. torch keeps this memory until the copy has ended.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -53,7 +53,7 @@ def test_triton_refuses_a_cpu_and_says_what_it_needs() -> None:
 
 def test_without_the_package_triton_says_what_to_install() -> None:
     output = run("import sys; sys.modules['triton'] = None\nselect_kernels(torch.device('cuda'), 'triton')")
-    assert "ConfigError: the triton kernels need what `pip install 'paceline[gpu]'` installs" in output
+    assert "ConfigError: the triton kernels need the packages of `pip install 'paceline[gpu]'`" in output
 
 
 def test_auto_is_native_on_cpu_where_it_is_compiled() -> None:
