@@ -1,14 +1,14 @@
-"""How much of what was asked for is found in a cache of a given size, by policy.
+"""Measure the share of requested blocks that a cache of a given size has, for each cache policy.
 
     python -m bench.cache_policy conversation_trace.jsonl --blocks 1000 5000 20000
     python -m bench.cache_policy conversations documents agents
     python -m bench.cache_policy --take 100000
 
-Recorded traces are files in Mooncake's format; those that are no files are synthetic. They go through the pool
-and the policies that kvtransfer runs, one request after the other: it finds the longest prefix that is cached, takes
-blocks for the rest, has them all in use, and gives them back. The figure is the share of all blocks that were found.
-`belady` knows the future: it evicts what is needed last. `returning` is `forecast`, told which blocks are asked for
-again, but not when. `--take` measures how long making room takes.
+A trace is a file in Mooncake's format or the name of a synthetic trace. Traces are replayed against the pool and the
+policies of kvtransfer, one request after the other. Each request finds its longest cached prefix, takes blocks for the
+rest, uses all of them, and gives them back. The figure is the share of all blocks that were found in the cache.
+`belady` knows the future: it evicts the block that is needed last. `returning` is `forecast` that also knows which
+blocks are requested again, but not when. `--take` measures the time to make room for new blocks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from paceline.core.cache_policy.registry import POLICIES, find_policy
 from paceline.core.errors import ConfigError
 
 BLOCK_TOKENS = 512
-"""Of Mooncake's traces."""
+"""Tokens of a block in Mooncake's traces."""
 
 
 class Future:
-    """When blocks are asked for.
+    """The requests that need each block, in order.
 
     Args:
-        trace: what `replay` asks for, and nothing else.
+        trace: the trace that `replay` gets.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -54,12 +54,12 @@ class Future:
         self._needed[name].popleft()
 
     def next_use(self, name: Name) -> int:
-        """The request that asks for it next; `sys.maxsize` where none does."""
+        """Return the index of the next request that needs the block, or `sys.maxsize` if none does."""
         return self._needed[name][0] if self._needed[name] else sys.maxsize
 
 
 class Belady(CachePolicy):
-    """The optimum: what is needed last, or never, goes first."""
+    """The optimal policy. It evicts the block that is needed last or never."""
 
     def __init__(self, slots: int, trace: Trace) -> None:
         super().__init__(slots)
@@ -73,7 +73,7 @@ class Belady(CachePolicy):
         self._future.pass_use(block.name)
 
     def offer(self, block: Block) -> None:
-        # Among equals the end of a context goes first; what never comes is all equal.
+        # Among equals, such as all blocks that are never needed again, evict the end of a context first.
         self._queue.add(block.name, (-self._future.next_use(block.name), -block.end_tokens))
 
     def withdraw(self, block: Block) -> None:
@@ -84,8 +84,10 @@ class Belady(CachePolicy):
 
 
 class Returning(Forecast):
-    """Knows which blocks are asked for again, but not when: others go first. What lies between it and the optimum is
-    what the times are worth."""
+    """A policy that knows which blocks are needed again, but not when. It evicts all other blocks first.
+
+    The gap to Belady shows what knowing the times is worth.
+    """
 
     def __init__(self, slots: int, trace: Trace) -> None:
         super().__init__(slots)
@@ -116,12 +118,12 @@ class Returning(Forecast):
 
 class Replayed(NamedTuple):
     asked: int
-    """Blocks of all requests."""
+    """Blocks of all requests together."""
     found: int
-    """Those in the longest cached prefix of their request."""
+    """Number of these blocks in the longest cached prefix of their request."""
     evicted: int
     seconds: float
-    """Of processor time, for all that pool and policy do."""
+    """CPU seconds of all work of the pool and the policy."""
 
     @property
     def ratio(self) -> float:
@@ -133,7 +135,7 @@ def name_of(block: int) -> Name:
 
 
 def replay(trace: Trace, slots: int, policy: CachePolicy) -> Replayed:
-    """Requests that need more blocks than there are use those at their front."""
+    """Replay a trace against a pool of `slots` blocks. A request with more blocks uses only its first `slots`."""
     pool = BlockPool(slots, 1, policy)
     asked = found = 0
     start = time.process_time()
@@ -158,7 +160,10 @@ def replay(trace: Trace, slots: int, policy: CachePolicy) -> Replayed:
 
 
 def take_times(slots: int, policy: CachePolicy, rounds: int = 300) -> list[float]:
-    """Seconds, sorted, to take 100 blocks from a pool full of cached ones: contexts of 100, some found again."""
+    """Return the sorted seconds to take 100 blocks from a pool that is full of cached blocks.
+
+    The cached contexts have 100 blocks each, and every third context has been found again once.
+    """
     pool = BlockPool(slots, 1, policy)
     names = itertools.count()
 
@@ -185,10 +190,10 @@ def take_times(slots: int, policy: CachePolicy, rounds: int = 300) -> list[float
 
 
 def measure(trace: Trace, sizes: list[int], names: list[str]) -> dict[str, dict[int, Replayed]]:
-    """By policy and size.
+    """Replay a trace for all policies and sizes. Return the results by policy and size.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: there is no policy with this name.
     """
     makers: dict[str, Callable[[int], CachePolicy]] = {name: find_policy(name) for name in names}
     makers["returning"] = lambda slots: Returning(slots, trace)
@@ -197,7 +202,8 @@ def measure(trace: Trace, sizes: list[int], names: list[str]) -> dict[str, dict[
 
 
 def rows(found: dict[str, dict[int, Replayed]]) -> list[list[str]]:
-    """policy, then for each size: the ratio, beside LRU's and Belady's where these were measured."""
+    """Make one row per policy: its name, for each size the hit ratio and its relation to LRU's and Belady's, CPU
+    microseconds per block, and the number of evicted blocks."""
     lines = []
     for name, by_size in found.items():
         line = [name]
@@ -217,15 +223,17 @@ def rows(found: dict[str, dict[int, Replayed]]) -> list[list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.cache_policy", description=__doc__.splitlines()[0])
-    parser.add_argument("traces", nargs="*", metavar="TRACE", help=f"a file, or one of {', '.join(SYNTHETIC)}")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 5000, 20_000], help="sizes of the cache")
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help=f"a file or one of {', '.join(SYNTHETIC)}")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 5000, 20_000], help="cache sizes in blocks")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="NAME", help="[%(default)s]")
-    parser.add_argument("--take", type=int, metavar="SLOTS", help="size of a pool from which 100 blocks are taken")
-    parser.add_argument("--seed", type=int, default=0, help="of synthetic traces [%(default)s]")
+    parser.add_argument(
+        "--take", type=int, metavar="SLOTS", help="time the taking of 100 blocks from a pool of this size"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of synthetic traces [%(default)s]")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     if min(options.blocks) < 1 or not (options.traces or options.take):
-        parser.error("name a trace, or --take, and sizes of at least one block")
+        parser.error("name a trace or --take; cache sizes must be at least one block")
     figures = {}
     try:
         for name in options.traces:

@@ -1,4 +1,4 @@
-"""Who asks for which blocks: recorded traces in the format of Mooncake's, and synthetic ones of other characters."""
+"""Traces of requested blocks: recorded ones in Mooncake's format, and synthetic ones of several kinds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 Trace = Sequence[Sequence[int]]
-"""Requests in the order in which they came; each is the blocks of its context, named by all that is before them."""
+"""Requests in order of arrival. Each is the list of its context's blocks. Equal names mean equal contexts so far."""
 
 
 def read_trace(path: Path) -> Trace:
-    """JSON lines with `hash_ids`.
+    """Read a trace: a file of JSON lines with `hash_ids`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is not in this format, or a request has a block twice.
     """
     try:
         requests = [json.loads(line)["hash_ids"] for line in path.read_text().splitlines() if line.strip()]
@@ -29,7 +29,7 @@ def read_trace(path: Path) -> Trace:
 
 
 class _Source:
-    """Draws, and new names of blocks."""
+    """A seeded random source that also gives new names to blocks."""
 
     def __init__(self, name: str, seed: int) -> None:
         self.draw = random.Random(f"{name}/{seed}")
@@ -39,14 +39,14 @@ class _Source:
         return [next(self._names) for _ in range(self.draw.randint(least, most))]
 
     def popular(self, count: int, exponent: float) -> Callable[[], int]:
-        """Draws numbers below `count`, by Zipf's law in an order of chance."""
+        """Return a function that draws numbers below `count` by Zipf's law, with the ranks in random order."""
         order = self.draw.sample(range(count), count)
         weights = list(itertools.accumulate(1 / (rank + 1) ** exponent for rank in range(count)))
         return lambda: self.draw.choices(order, cum_weights=weights)[0]
 
 
 Timed = Iterator[tuple[float, list[int]]]
-"""When, in seconds, and for what."""
+"""Requests with their times in seconds."""
 
 
 def _merged(parts: Iterator[Timed], requests: int) -> Trace:
@@ -54,7 +54,8 @@ def _merged(parts: Iterator[Timed], requests: int) -> Trace:
 
 
 def _talk(source: _Source, start: float, system: list[int], again: float, think: float) -> Timed:
-    """A conversation goes on with probability `again`, after about `think` seconds."""
+    """Yield the requests of a conversation. After each, another one follows with probability `again`, after about
+    `think` seconds."""
     context, at = list(system), start
     while True:
         context += source.blocks(1, 6)
@@ -66,7 +67,7 @@ def _talk(source: _Source, start: float, system: list[int], again: float, think:
 
 
 def conversations(source: _Source) -> Trace:
-    """Chats of some turns with times to think, behind one of 20 system prompts."""
+    """Make chats of several turns with pauses between them. Each begins with one of 20 system prompts."""
     systems = [source.blocks(1, 8) for _ in range(20)]
     pick = source.popular(20, 1.0)
     starts = (index * 0.6 for index in range(2000))
@@ -74,14 +75,14 @@ def conversations(source: _Source) -> Trace:
 
 
 def system_prompts(source: _Source) -> Trace:
-    """Single questions behind one of 400 long system prompts, of which some are popular."""
+    """Make single questions, each after one of 400 long system prompts, some of which are popular."""
     systems = [source.blocks(4, 30) for _ in range(400)]
     pick = source.popular(400, 0.9)
     return [systems[pick()] + source.blocks(1, 4) for _ in range(5000)]
 
 
 def agents(source: _Source) -> Trace:
-    """Agents that call tools every few seconds, amid long documents that are read once."""
+    """Make agents that call tools every few seconds, mixed with long documents that are read only once."""
     system = source.blocks(12, 12)
 
     def loops() -> Iterator[Timed]:
@@ -96,7 +97,7 @@ def agents(source: _Source) -> Trace:
 
 
 def documents(source: _Source) -> Trace:
-    """Questions about documents: one is asked about some times in a row, and some are for ever popular."""
+    """Make questions about documents, several in a row about the same one. Some documents always stay popular."""
     library = [source.blocks(10, 60) for _ in range(400)]
     pick = source.popular(400, 0.8)
 
@@ -113,7 +114,7 @@ def documents(source: _Source) -> Trace:
 
 
 def evaluation(source: _Source) -> Trace:
-    """A batch goes round the same 300 long prompts, while chats go on."""
+    """Make a batch job that goes through the same 300 long prompts again and again, beside ordinary chats."""
     prompts = [source.blocks(15, 25) for _ in range(300)]
 
     def rounds() -> Timed:
@@ -125,7 +126,7 @@ def evaluation(source: _Source) -> Trace:
 
 
 def changing(source: _Source) -> Trace:
-    """Others of these in turns, as over a day."""
+    """Make a load whose kind changes, as over a day: four of the other traces one after the other."""
     parts = [make(source) for make in (conversations, system_prompts, documents, agents)]
     return [blocks for part in parts for blocks in part[:1200]]
 
@@ -141,5 +142,5 @@ SYNTHETIC: dict[str, Callable[[_Source], Trace]] = {
 
 
 def make_trace(name: str, seed: int) -> Trace:
-    """The synthetic trace `name`. Equal seeds make equal traces."""
+    """Return the synthetic trace `name`. Equal seeds make equal traces."""
     return SYNTHETIC[name](_Source(name, seed))

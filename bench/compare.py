@@ -1,9 +1,9 @@
-"""Two servers side by side, by the client of bench.load: the same prompts, in turns; a table, a JSON and a picture.
+"""Compare two servers with the client of bench.load: same prompts, in turns. Makes a table, JSON and a picture.
 
     python -m bench.compare ours=http://127.0.0.1:8061 theirs=http://127.0.0.1:8062 --rounds 3 \
         --start ours='paceline serve --port 8061' --start theirs='...' --out compare.json --picture compare.svg
 
-Without --start both are up all the time; with it each is up in its own turns only. See bench/turns.py.
+With --start each server runs only during its own turns. Without it both must be up all the time. See bench/turns.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The decode loop alone, on a real model: what running ahead and drafting give, and whether tokens stay the same.
+"""Measure the decode loop alone on a real model: the gain of running ahead and of drafts, and equality of tokens.
 
     python -m bench.decode_loop ~/.cache/paceline/smollm2-135m-instruct --batch 1 --batch 8 --rounds 3
 
-Each round runs every way of working in turn, on the same requests; the table holds medians. The bubble is the time that
-the compute thread stood still although there was work, of the whole, as the loop itself has measured it. With --profile
-a profiler (py-spy) looks on from outside: "idle" is its share of looks at which the compute thread computed nothing.
-Tokens are compared with those of the first way.
+Each round runs every way in turn on the same requests; the table has medians. "bubble" is the share of the time in
+which the compute thread was idle although there was work, measured by the loop itself. With --profile the profiler
+py-spy samples the process from outside, and "idle" is the share of samples in which the compute thread computed
+nothing. Tokens are compared with those of the first way.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--profile", action="store_true", help="let py-spy look on, which must be installed")
+    parser.add_argument("--profile", action="store_true", help="sample the process with py-spy (must be installed)")
     options = parser.parse_args()
     device, dtype = torch.device("cpu"), getattr(torch, options.dtype)
     sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)

@@ -1,10 +1,10 @@
-"""Whether tokens depend on how the stack runs: the same requests to one stack after another, each cut differently.
+"""Check that tokens do not depend on how the stack runs: send the same requests to differently configured stacks.
 
     python -m bench.equality smollm2-135m-instruct --dtype float32 --requests 200
 
-Ways: synchronous and asynchronous scheduling, without drafts and with each drafter. Each stack is asked one request at
-a time, and then eight; all outcomes must be those of the first. The draft model is the model's own first third of
-layers, as a checkpoint of its own.
+The ways are synchronous and asynchronous scheduling, each without drafts and with each drafter. Each stack serves the
+requests one at a time, and then eight at a time. All outcomes must equal those of the first run. The draft model is a
+checkpoint made of the first third of the model's layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.models.assets import resolve_model
 
 
 def ways(draft_folder: Path, layers: int) -> dict[str, tuple[str, ...]]:
-    """Names and options of stacks; the first is what the others are compared with."""
+    """Return the options of each stack by its name. The others are compared with the first one."""
     drafters = {
         "no drafts": {},
         "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "adaptive": False},
@@ -49,7 +49,7 @@ def ways(draft_folder: Path, layers: int) -> dict[str, tuple[str, ...]]:
 
 
 def shorten(folder: Path, layers: int, target: Path) -> None:
-    """Writes a checkpoint with the first layers of another."""
+    """Write a checkpoint with the first `layers` layers of another one."""
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     config["num_hidden_layers"] = layers
@@ -64,7 +64,7 @@ def shorten(folder: Path, layers: int, target: Path) -> None:
 
 
 def _layer(name: str) -> int:
-    """The layer that a tensor belongs to; -1 where it is none of them."""
+    """Return the layer that a tensor belongs to, or -1 if it belongs to none."""
     parts = name.split(".")
     return int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
 
@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--concurrency", type=int, action="append", help="default: 1 and 8")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--way", action="append", help="compare only this one with the first; may be repeated")
+    parser.add_argument("--way", action="append", help="compare only this way with the first one; may be repeated")
     args = parser.parse_args()
     ending_on_sigterm()
     folder = resolve_model(args.model, default_cache_dir(), lambda text: print(text, file=sys.stderr))

@@ -1,11 +1,11 @@
-"""A forward pass on CPU: replayed by one call, called operation by operation, and with plain torch.
+"""Time of a forward pass on CPU: replayed in one call, called operation by operation, and with plain torch.
 
     python -m bench.forward ~/.cache/paceline/smollm2-135m-instruct [--threads 1] [--rounds 20] [--quantization gguf]
 
-The ways take turns; figures are medians in milliseconds: of CPU time with one thread, which other work on the machine
-hardly touches, else of wall time. The floor is what `torch.sum` takes to read as many bytes as the layers have in bf16.
-Where weights are compressed, "whole" has them as they are. With --quantization passes with quantized weights take their
-turns too.
+The ways take turns, and figures are medians in milliseconds. With one thread they are CPU time, which other work on the
+machine hardly changes; with more threads they are wall time. The floor is the time of `torch.sum` over as many bytes as
+the layers' weights have in bf16. If weights are compressed, "whole" is the way without compression. --quantization adds
+ways with quantized weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PASSES = {
     "a prompt of 512": (1, 512, 512),
     "a prompt of 2048": (1, 2048, 2048),
 }
-"""requests, tokens of each, their context"""
+"""For each pass: number of requests, new tokens of each request, tokens of each context."""
 
 
 class CalledOneByOne(NativeKernels):
@@ -60,7 +60,7 @@ def make_batch(layout: KVLayout, requests: int, count: int, context: int) -> Att
 
 
 def layer_bytes(folder: Path) -> int:
-    """Of the weights that every token is multiplied by in the layers."""
+    """Return the bytes in bf16 of the layers' weight matrices, which every token is multiplied by."""
     elements = 0
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as handle:
@@ -70,10 +70,10 @@ def layer_bytes(folder: Path) -> int:
 
 
 def arena_memory(size: int) -> torch.Tensor:
-    """So many bytes as workers see them: shared, and in huge pages where there are any."""
+    """Return memory as workers have it: shared, and in huge pages if there are any. `size` is in bytes."""
     arena = Arena(Path("/dev/shm"), size)
     memory = map_arena(arena.path, size)
-    arena.close()  # it stays as long as it is mapped
+    arena.close()  # the memory stays as long as it is mapped
     return torch.frombuffer(memory[:size], dtype=DTYPE)
 
 

@@ -1,10 +1,10 @@
-"""The gateway alone, behind it a worker that computes nothing: tokens that it streams for a second of its CPU time.
+"""Measure the gateway alone, with a worker that computes nothing: tokens streamed per second of its CPU time.
 
     python -m bench.gateway ~/.cache/paceline/smollm2-135m-instruct --streams 8 --streams 64 --json /tmp/gateway.json
 
-The worker speaks the decode workers' protocol and sends a token of every stream a step, in one message. With
---step-seconds 0 the next step follows at once. The client reads every stream to its end; a stream with too few tokens
-fails. Only the gateway's own process counts.
+The worker speaks the protocol of decode workers. In each step it sends one token of every stream, all in one message.
+With --step-seconds 0 the next step follows at once. The client reads every stream to its end, and a stream with too few
+tokens is an error. Only CPU time of the gateway's own process counts.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from paceline.services.decode.outbox import Outboxes
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 
 FIRST_ID, IDS = 1000, 20_000
-"""Tokens that are sent, in turn: common words."""
+"""First id and number of the token ids that are sent in turn: common words."""
 START_SECONDS = 30.0
 
 Context = grpc.aio.ServicerContext[worker_pb2.DecodeCommand, worker_pb2.DecodeEvent]
 
 
 class Reciter(worker_pb2_grpc.DecodeServicer):
-    """A decode worker that says numbers in order."""
+    """A decode worker that computes nothing and sends token ids in order."""
 
     def __init__(self, step_seconds: float) -> None:
         self._step_seconds = step_seconds
@@ -53,7 +53,7 @@ class Reciter(worker_pb2_grpc.DecodeServicer):
         self.outboxes = Outboxes()
 
     async def steps(self) -> None:
-        """Begins a step for all streams, again and again."""
+        """Begin a step for all streams every `step_seconds`, until cancelled."""
         while True:
             await asyncio.sleep(self._step_seconds)
             step, self._step = self._step, asyncio.Event()
@@ -76,7 +76,7 @@ class Reciter(worker_pb2_grpc.DecodeServicer):
 
 @contextlib.asynccontextmanager
 async def stack(model: Path, step_seconds: float) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """The URL of a gateway with a reciter behind it, and the gateway's process."""
+    """Run a gateway with a Reciter as its worker. Yield the gateway's URL and process."""
     async with contextlib.AsyncExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
         redis = f"unix://{folder / 'redis.sock'}"
@@ -105,7 +105,7 @@ async def stack(model: Path, step_seconds: float) -> AsyncIterator[tuple[str, ps
         os.close(readable)
         if not address:
             raise RuntimeError("the gateway did not start")
-        await asyncio.sleep(1.0)  # for the worker to be seen
+        await asyncio.sleep(1.0)  # until the gateway has seen the worker
         yield f"http://{address}", psutil.Process(gateway.pid)
 
 
@@ -122,7 +122,7 @@ async def _start(undo: contextlib.AsyncExitStack, *command: str, keep: int = -1)
 
 
 async def measure(url: str, gateway: psutil.Process, streams: int, tokens: int) -> dict[str, float]:
-    """One round: that many streams at the same time, each of so many tokens."""
+    """Run one round of `streams` simultaneous streams of `tokens` tokens each, and return its figures."""
     requests = tuple(Request((FIRST_ID, FIRST_ID + 1), tokens) for _ in range(streams))
     async with Server(url) as server:
         await server.run(Workload("warm-up", requests[:1], 1))
@@ -161,9 +161,9 @@ async def run(options: argparse.Namespace) -> dict[int, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gateway", description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="Hugging Face folder; only its tokenizer is read")
-    parser.add_argument("--streams", type=int, action="append", help="at the same time; may be repeated")
-    parser.add_argument("--tokens", type=int, default=512, help="of a stream [%(default)s]")
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="between two tokens of a stream [%(default)s]")
+    parser.add_argument("--streams", type=int, action="append", help="simultaneous streams; may be repeated")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a stream [%(default)s]")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="pause between two tokens [%(default)s]")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""The handoff on one host: how long a prompt's blocks take to change hands, and how many of their bytes are copied.
+"""Measure the handoff of a prompt's blocks on one host: how long it takes, and how many bytes it copies.
 
     python -m bench.handoff --prompt-tokens 2000 --requests 20 -- --threads 1
 
-What stands behind -- goes to `paceline serve`. Prompts are random and sent one after the other. Time is counted from
-when the prefill worker has the last step's results, and is about to give the blocks away, to when the decode worker has
-its answer that they are its own. Both workers say these instants in their logs, by one clock, and write them when they
-are past. What is copied is what the decode worker reports.
+Arguments after -- go to `paceline serve`. Prompts are random and sent one after the other. Time is counted from when
+the prefill worker has the last step's results and is about to give the blocks away, until the decode worker has the
+answer that it has adopted them. Both workers log these times by the same clock, and write the log lines after the
+handoff. The number of copied bytes is reported by the decode worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.systems import ending_on_sigterm
 
 
 def handoffs(lines: Iterable[str]) -> dict[str, float]:
-    """Seconds between the two instants, by request id, from the log of a stack in JSON."""
+    """Return the seconds of each handoff by request id, from the lines of a stack's JSON log."""
     sealed: dict[str, float] = {}
     adopted: dict[str, float] = {}
     for line in lines:
@@ -43,7 +43,7 @@ def handoffs(lines: Iterable[str]) -> dict[str, float]:
 
 
 def measure(model: str, flags: list[str], prompt_tokens: int, requests: int) -> dict[str, Any]:
-    """Runs a stack. Raises RuntimeError where it does not start, or a handoff is missing in its log."""
+    """Run a stack and measure its handoffs. Raises RuntimeError if it does not start, or its log lacks a handoff."""
     copied, blocks, names = 0, 0, []
     options = ["--log-level=info", "--log-format=json", *flags]
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +51,7 @@ def measure(model: str, flags: list[str], prompt_tokens: int, requests: int) -> 
             serving(log := Path(folder, "log"), model, *options) as (_, url),
             httpx.Client(base_url=url, timeout=120) as http,
         ):
-            # The first two connect, and warm up what is compiled late.
+            # The first two requests are the warm-up: the services connect, and kernels are compiled.
             for number in range(requests + 2):
                 prompt = [random.randrange(100, 20_000) for _ in range(prompt_tokens)]
                 answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "temperature": 0})
@@ -63,7 +63,7 @@ def measure(model: str, flags: list[str], prompt_tokens: int, requests: int) -> 
                     names.append(part["sequence_id"])
         seconds = handoffs(log.read_text().splitlines())
     if missing := [name for name in names if name not in seconds]:
-        raise RuntimeError(f"the log does not tell of {len(missing)} handoffs")
+        raise RuntimeError(f"{len(missing)} handoffs are missing in the log")
     return {"copied_bytes": copied, "blocks": blocks, "seconds": [seconds[name] for name in names]}
 
 

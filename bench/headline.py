@@ -1,10 +1,10 @@
-"""Two servers side by side, by the bench client of vLLM, which we did not write: medians of rounds, and their ratio.
+"""Compare two servers with vLLM's own benchmark client: medians of several rounds, and their ratio.
 
     python -m bench.headline --client VENV --tokenizer FOLDER ours=http://127.0.0.1:8061 theirs=http://127.0.0.1:8062 \
         --start ours='paceline serve --port 8061' --start theirs='VENV/bin/vllm serve FOLDER --port 8062'
 
-VENV is a virtual environment with vLLM (`vllm bench serve`), FOLDER a model folder with the tokenizer that both serve.
-Prompts are new in each round, so that no prefix cache answers, and the same for both. See bench/turns.py.
+VENV is a virtual environment with vLLM (`vllm bench serve`). FOLDER is a model folder with the tokenizer of both
+servers. Both get the same prompts. Each round has new prompts, so that no prefix cache has them. See bench/turns.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.turns import add_options, compare, systems_of
 from paceline.core.env import child_environment
 
 CLIENT_SECONDS = 1800.0
-"""For one workload of one round."""
+"""Time limit of the client for one workload of one round."""
 PERCENTILES = (50, 90, 99)
 
 
@@ -42,7 +42,7 @@ WORKLOADS = {
 
 
 def command(vllm: Path, tokenizer: Path, url: str, workload: Headline, seed: int, results: Path) -> list[str]:
-    """The client's command line; it finds out by itself what the server calls its model."""
+    """Return the client's command line. The client asks the server for the name of its model."""
     options = {
         "backend": "openai",
         "base-url": url.rstrip("/"),
@@ -66,7 +66,7 @@ def command(vllm: Path, tokenizer: Path, url: str, workload: Headline, seed: int
 
 
 def figures(result: dict[str, Any]) -> dict[str, float]:
-    """What the client has saved, by the names of bench.load. Raises ServerError where something is missing."""
+    """Return the client's results under the names of bench.load. Raises ServerError if one is missing."""
     try:
         failed = float(result["failed"])
         found = {"requests": result["completed"] + failed, "failures": failed, "seconds": result["duration"]}
@@ -78,12 +78,12 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
         found["output_tokens_per_s"] = result["output_throughput"]
         found["total_tokens_per_s"] = result["total_token_throughput"]
     except KeyError as error:
-        raise ServerError(f"the client's results do not lease {error}") from error
+        raise ServerError(f"the client's results do not contain {error}") from error
     return found
 
 
 def measure(vllm: Path, tokenizer: Path, system: System, workload: Headline, seed: int) -> dict[str, float]:
-    """One workload on one system. Raises ServerError where the client fails."""
+    """Run one workload on one system and return its figures. Raises ServerError if the client fails."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.json")
         try:
@@ -109,9 +109,9 @@ def main() -> int:
     add_options(parser)
     parser.add_argument("--client", type=Path, required=True, metavar="VENV", help="environment with bin/vllm")
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="FOLDER", help="model folder")
-    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="may be repeated; default all")
-    parser.add_argument("--prompts", type=int, default=0, help="requests of each workload; default its own count")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="of the prompts; default a new one")
+    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="may be repeated; default: all")
+    parser.add_argument("--prompts", type=int, default=0, help="requests of each workload; default: its own number")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="seed of prompts; default: a new one")
     args = parser.parse_args()
     systems, vllm = systems_of(parser, args), args.client / "bin" / "vllm"
     if not vllm.exists():

@@ -1,12 +1,12 @@
-"""The KV path between two hosts under a real stack: how fast blocks come, and how much of that prefill hides.
+"""Measure the KV path between two hosts in a real stack: how fast blocks come, and how much of this prefill hides.
 
     python -m bench.hosts ~/.cache/paceline/smollm2-135m-instruct --prompt-tokens 2000 --requests 12
     python -m bench.hosts … --transport grpc --mbit 800
 
-As root. The hosts are two network namespaces joined by a veth pair: one has kvtransfer and a prefill worker, the other
-Redis, kvtransfer, a decode worker and the gateway. Prompts are random and sent one after the other. What is not hidden
-of the reading is the time from the prompt's end on the one host to its adoption on the other. --mbit limits the link in
-both directions.
+Needs root. The hosts are two network namespaces joined by a veth pair. One has kvtransfer and a prefill worker, the
+other has Redis, kvtransfer, a decode worker and the gateway. Prompts are random and sent one after the other. The part
+of a read that prefill does not hide is the time from the end of the prompt on one host to the adoption of its blocks on
+the other. --mbit limits the link in both directions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ READER, SOURCE = 0, 1
 
 @contextlib.contextmanager
 def serving(folder: Path, hosts: Sequence[Host], model: str, transport: str) -> Iterator[Services]:
-    """The services of both hosts."""
+    """Run the services of both hosts."""
     with Services(folder, model, hosts, kvtransfer=(f"--transport={transport}",)) as services:
         for host in (READER, SOURCE):
             services.start_kvtransfer(host)
@@ -49,16 +49,16 @@ def serving(folder: Path, hosts: Sequence[Host], model: str, transport: str) -> 
 
 
 def measure(url: str, prompt_tokens: int, requests: int) -> dict[str, float]:
-    """Sends the prompts and reads what the services counted. Raises RuntimeError where the workers do not come."""
+    """Send the prompts and return the services' figures for them. Raises RuntimeError if the workers do not start."""
     deadline = time.monotonic() + START_SECONDS
     with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
         while not _complete(http):
             if time.monotonic() > deadline:
-                raise RuntimeError("the two workers did not come")
+                raise RuntimeError("the two workers did not become ready")
             time.sleep(0.2)
         seconds: list[float] = []
         handoffs: list[float] = []
-        # The first two connect, and warm up what is compiled late.
+        # The first two requests are the warm-up: the services connect, and kernels are compiled.
         for number in range(requests + 2):
             if number == 2:
                 before = _transfers(http)
@@ -84,8 +84,8 @@ def _complete(http: httpx.Client) -> bool:
 
 
 def _transfers(http: httpx.Client) -> dict[str, float]:
-    """What has come so far."""
-    time.sleep(2.5)  # a heartbeat, and the gateway's look at it
+    """Return the transfer counters of the reading host."""
+    time.sleep(2.5)  # until the gateway has read the next heartbeat
     (reader,) = (worker for worker in http.get("/fleet").json()["workers"] if worker["worker_id"] == f"host-{READER}")
     return {name: value for name, value in reader["stats"].items() if name.startswith("transfer")}
 
@@ -104,8 +104,8 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--transport", default="auto", choices=["auto", "ucx", "grpc"])
-    parser.add_argument("--mbit", type=int, default=0, help="of the link; 0 does not limit it")
-    parser.add_argument("--json", type=Path, help="where all figures go")
+    parser.add_argument("--mbit", type=int, default=0, help="bandwidth of the link; 0 does not limit it")
+    parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     try:
         with (

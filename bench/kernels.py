@@ -1,13 +1,14 @@
-"""Each kernel of the CPU beside its floor, and beside plain torch, at the shapes of real models.
+"""Time of each CPU kernel, compared with plain torch and with a floor, at the shapes of real models.
 
     python -m bench.kernels [--threads 2] [--rounds 30] [--dtype bfloat16] [--quantization int8]
 
-The floor is the larger of two: the bytes that have to be read over the bandwidth of reading, and the operations over
-the best rate of a matrix product; both are measured first. Native and torch take turns; times are medians, of CPU time
-with one thread, which other work on the machine hardly touches, else of wall time. Weights lie in as many copies as
-fill a model, so that they come from memory, and linear layers run as a pass over all of them, as they do in a step.
-With --quantization weights are rounded for the native kernels: torch and the floor stay what they are without. So does
-the floor where the native kernels compress weights: above 100 % they read less than there is in bf16.
+The floor is the larger of two times: bytes to read divided by the read bandwidth, and operations divided by the best
+rate of a matrix product. Both rates are measured first. Native and torch take turns, and times are medians. With one
+thread they are CPU time, which other work on the machine hardly changes; with more threads they are wall time. There
+are as many copies of the weights as a model has, so that they are read from memory. Linear layers run as one pass over
+all copies, as in a step. --quantization rounds weights for the native kernels only: torch and the floor stay the same.
+The floor also stays the same if the native kernels compress weights. A figure above 100 % then means that they read
+fewer bytes than the weights have in bf16.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from paceline.services.common.shared_memory import map_shared, take_huge_pages
 COPIES_BYTES = 200 << 20
 BLOCK_TOKENS = 16
 SPINNING_SECONDS = 0.02
-"""torch's threads spin for some time behind their work, on cores that whoever comes next needs."""
+"""Pause before each run. After their work torch's threads spin for a while, on cores that the next run needs."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model decides how its kernels run."""
+    """The sizes of a model that decide how its kernels run."""
 
     name: str
     hidden: int
@@ -73,7 +74,7 @@ HYBRID = "granite-4-h-350m", Mamba(heads=48, head_dim=32, state_size=128, conv_t
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one shape. `make` prepares a backend's run; what each call has to read and compute follows."""
+    """One kernel at one shape. `make` prepares a backend's run; each call reads `read_bytes` and does `operations`."""
 
     name: str
     rows: str
@@ -81,11 +82,11 @@ class Case:
     read_bytes: float
     operations: float = 0.0
     calls: int = 1
-    """in one run"""
+    """Calls in one run."""
 
 
 def quantize_q4_1(weight: Tensor) -> QuantizedMatrix:
-    """To 4 bits with scale and offset, as GGUF's Q4_1."""
+    """Quantize to 4 bits with a scale and an offset, as in GGUF's Q4_1."""
     blocks = weight.float().unflatten(1, (-1, BLOCK))
     low = blocks.amin(2)
     scales = (blocks.amax(2) - low) / 15
@@ -106,7 +107,7 @@ def linear_case(
         quantize = QUANTIZE[how] if how in QUANTIZE and isinstance(kernels, NativeKernels) else None
         weights = (torch.randn(size_out, size_in).to(dtype) for _ in range(copies))
         packed = [kernels.pack(quantize(each) if quantize else each) for each in weights]
-        if is_head:  # is not part of a pass
+        if is_head:  # logits are not part of a compiled pass
             x = torch.randn(rows, size_in).to(dtype)
             return lambda: [kernels.logits(x, weight) for weight in packed]
         return layers_pass(kernels, packed, torch.randn(rows, size_in).to(dtype))
@@ -115,7 +116,7 @@ def linear_case(
 
 
 def layers_pass(kernels: Kernels, weights: list[PackedWeight], x: Tensor) -> Callable[[], object]:
-    """Multiplies by one weight after the other, each as an operation of its own."""
+    """Compile a pass that multiplies by one weight after the other, each as an operation of its own."""
     inputs, ids = kernels.pack(x), torch.arange(len(x))
     nowhere = [LayerState((torch.empty(0),))]
     batch = AttentionBatch((0, len(x)), (len(x),), ())
@@ -129,7 +130,7 @@ def layers_pass(kernels: Kernels, weights: list[PackedWeight], x: Tensor) -> Cal
         taps: Taps | None = None,
     ) -> Tensor:
         rows = kernels.embed(token_ids, inputs)
-        # Layers of the very same tensor would be joined to one operation.
+        # rows[:] makes a new tensor each time. Layers with the same input tensor would be joined into one operation.
         return [kernels.linear(rows[:], weight) for weight in weights][-1]
 
     compiled = kernels.compile(forward)
@@ -137,7 +138,7 @@ def layers_pass(kernels: Kernels, weights: list[PackedWeight], x: Tensor) -> Cal
 
 
 def choose_case(name: str, shape: Shape, params: SamplingParams, rows: int) -> Case:
-    """Tokens from logits that were just computed. Without kernels for it each row is the sampler's."""
+    """Make a case that chooses tokens from logits. A backend without kernels for this samples row by row."""
     logits = torch.randn(rows, shape.vocab) * 3
     draw = as_draw(params, 1, 0)
     assert draw is not None
@@ -152,7 +153,7 @@ def choose_case(name: str, shape: Shape, params: SamplingParams, rows: int) -> C
 
 
 def in_shared_memory(values: Tensor) -> Tensor:
-    """The same values where the arena would have them: pages decide how fast attention reads."""
+    """Copy values into shared memory like the arena's, because the page size decides how fast attention reads."""
     descriptor = os.memfd_create("pool")
     try:
         os.truncate(descriptor, values.nbytes)
@@ -164,7 +165,11 @@ def in_shared_memory(values: Tensor) -> Tensor:
 
 
 def attention_case(shape: Shape, count: int, context: int, requests: int, dtype: torch.dtype) -> Case:
-    """Decoding goes through so many layers that no cache holds them; what a prompt sees was written just before."""
+    """Make an attention case.
+
+    Decoding (`count` is 1) goes through more layers than fit in a CPU cache. A prompt uses one layer, because in a real
+    step its KV has just been written.
+    """
     blocks = -(-context // BLOCK_TOKENS)
     elements = 2 * shape.kv_heads * BLOCK_TOKENS * shape.head_dim
     layer_bytes = requests * blocks * elements * dtype.itemsize
@@ -222,7 +227,7 @@ def cases(shape: Shape, dtype: torch.dtype, how: str) -> Iterator[Case]:
 
 
 def recurrent_cases(mamba: Mamba, requests: int, count: int, dtype: torch.dtype) -> Iterator[Case]:
-    """A step of contexts that go on within a block; so many layers that no cache holds their states."""
+    """Make cases for a step in which contexts continue within a block, with more layers than fit in a CPU cache."""
     parts = ((mamba.heads, mamba.head_dim, mamba.state_size), (mamba.conv_taps - 1, mamba.conv_channels))
     slot_bytes = 4 * sum(map(math.prod, parts))
     layers = max(1, COPIES_BYTES // (requests * slot_bytes))
@@ -250,7 +255,7 @@ def recurrent_cases(mamba: Mamba, requests: int, count: int, dtype: torch.dtype)
 
 
 def all_cases(dtype: torch.dtype, how: str) -> Iterator[tuple[str, Case]]:
-    """With the model's name."""
+    """Yield all cases, each with the model's name."""
     for shape in MODELS:
         yield from ((shape.name, case) for case in cases(shape, dtype, how))
     name, mamba = HYBRID
@@ -259,7 +264,7 @@ def all_cases(dtype: torch.dtype, how: str) -> Iterator[tuple[str, Case]]:
 
 
 def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
-    """Seconds of each run, taking turns; behind one of its own that does not count, as a step follows steps."""
+    """Return the median seconds of each run. Runs take turns, and one that does not count precedes each timed one."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
@@ -273,13 +278,13 @@ def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
 
 
 def measure_read_bandwidth(rounds: int) -> float:
-    """Bytes a second."""
+    """Return the read bandwidth in bytes per second."""
     data = torch.ones(COPIES_BYTES // 4)
     return data.nbytes / medians(rounds, data.sum)[0]
 
 
 def measure_peak(backends: list[Kernels], rounds: int, dtype: torch.dtype) -> float:
-    """Operations a second of the better backend's matrix product."""
+    """Return the operations per second of a matrix product, by the faster backend."""
     rows, size = 1024, 2048
     x = torch.randn(rows, size).to(dtype)
     packed = [kernels.pack(torch.randn(size, size).to(dtype)) for kernels in backends]
@@ -294,7 +299,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--quantization", choices=("none", *QUANTIZE), default="none")
     parser.add_argument("--instruction-set", default="auto")
-    parser.add_argument("--only", default="", help="run the kernels whose name contains this")
+    parser.add_argument("--only", default="", help="run only kernels whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)

@@ -1,6 +1,6 @@
-"""One stream of llama.cpp: seconds for a prompt and for each token behind it, as JSON.
+"""Run one stream of llama.cpp and print the seconds of each prompt and of a later token, as JSON.
 
-Run by `bench.q4` in a venv of its own that has llama-cpp-python; it knows nothing of Paceline.
+`bench.q4` runs this file in a virtual environment that has llama-cpp-python and not Paceline.
 """
 
 import json
@@ -21,4 +21,4 @@ for number in range(rounds + 1):
     for _ in range(tokens - 1):
         next(answer)
     found.append({"prompt_seconds": first - began, "token_seconds": (time.perf_counter() - first) / (tokens - 1)})
-print(json.dumps(found[1:]))  # the first one warms up
+print(json.dumps(found[1:]))  # the first round is the warm-up

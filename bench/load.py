@@ -1,9 +1,9 @@
-"""Loads any OpenAI-compatible server and measures what a client sees.
+"""Load any OpenAI-compatible server with requests and measure what a client sees.
 
     python -m bench.load --url http://127.0.0.1:8000 --workload one --workload interference --out load.json
 
-TTFT is from sending a request to its first token, ITL the gap between two chunks of a stream, TPOT the mean time of a
-token after the first. Chunks are stamped when they arrive and parsed when everything is over.
+TTFT is the time from sending a request to its first token. ITL is the gap between two chunks of a stream. TPOT is the
+mean time of a token after the first. Chunks get their timestamps on arrival and are parsed after the last stream.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from bench.systems import ServerError
 from bench.workloads import WORKLOADS, Request, Workload, make_workload
 
 STALL_SECONDS = 300.0
-"""A stream that is silent for this long has failed."""
+"""A stream fails if nothing arrives for this long."""
 REQUEST_SECONDS = 1800.0
-"""So has one that has not ended by then."""
+"""A stream fails if it has not ended after this time."""
 
 
 Round = dict[str, dict[str, dict[str, float]]]
-"""Workload, group, figure."""
+"""Figures by workload, group and name of the figure."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """One request and what came back, and when. Times are in seconds of one monotonic clock."""
+    """One request and the pieces of its response with their arrival times, in seconds of time.perf_counter()."""
 
     request: Request
     sent: float = 0.0
@@ -45,13 +45,13 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A stream, understood."""
+    """The result of one stream, parsed."""
 
     group: str
     sent: float
     ended: float
     chunks: tuple[float, ...] = ()
-    """When each chunk that carried output came."""
+    """Arrival time of each chunk that has output."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str = ""
@@ -87,14 +87,14 @@ class Server:
         await self._client.aclose()
 
     async def metrics(self) -> str:
-        """What /metrics says. Raises ServerError."""
+        """Return the text of /metrics. Raises ServerError."""
         try:
             return (await self._client.get("/metrics")).raise_for_status().text
         except httpx.HTTPError as error:
             raise ServerError(f"{self._client.base_url} shows no metrics: {error!r}") from error
 
     async def run(self, workload: Workload) -> list[Outcome]:
-        """Sends all requests of the workload, each as soon as its time has come and a place is free."""
+        """Send all requests of the workload, each when its time `at` has come and the concurrency limit allows it."""
         places = asyncio.Semaphore(workload.concurrency)
         start = time.perf_counter()
 
@@ -136,7 +136,7 @@ class Server:
 
 
 def understand(stream: Stream) -> Outcome:
-    """Parses the server-sent events of a stream. One that is cut short or brings too few tokens has failed."""
+    """Parse the server-sent events of a stream. A stream that is cut short or has too few tokens gets an error."""
     request, error, done = stream.request, stream.error, False
     usage: dict[str, int] = {}
     chunks: list[float] = []
@@ -150,7 +150,7 @@ def understand(stream: Stream) -> Outcome:
             event = {"error": f"not JSON: {data[:100]!r}"}
         error = error or str(event.get("error") or "")
         usage = event.get("usage") or usage
-        # A last chunk may only say why it is the last.
+        # A last chunk may have only a finish reason, without output.
         if any(choice.get("text") or not choice.get("finish_reason") for choice in event.get("choices", ())):
             chunks.append(moment)
     tokens = usage.get("completion_tokens", 0)
@@ -164,7 +164,7 @@ def understand(stream: Stream) -> Outcome:
 
 
 def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The data of each server-sent event, with the time when its last byte came."""
+    """Yield the data of each server-sent event with the arrival time of its last byte."""
     rest = b""
     for moment, piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -174,7 +174,7 @@ def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, byte
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest values; NaN of nothing."""
+    """Return a percentile, linear between the two nearest values; NaN if there are no values."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -185,7 +185,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
-    """Figures of each group: milliseconds, tokens a second, counts. Failed requests count only as failures."""
+    """Return figures by group: milliseconds, tokens per second, counts. Failed requests count only as failures."""
     return {
         group: _summarize_group([outcome for outcome in outcomes if outcome.group == group])
         for group in dict.fromkeys(outcome.group for outcome in outcomes)
@@ -215,7 +215,7 @@ def _summarize_group(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def new_file(text: str) -> Path:
-    """The type of an option that names a file for figures: what cannot be written is said before they are measured."""
+    """Parse an option that names an output file, so that a path that cannot be written fails before the measurement."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder")
@@ -225,19 +225,19 @@ def new_file(text: str) -> Path:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns."""
+    """Return a Markdown table with aligned columns."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines)
 
 
 async def wake(server: Server, seed: int, vocab: int) -> None:
-    """One small request that does not count, whose prompt no workload of this seed has."""
+    """Send one warm-up request. Its prompt differs from those of all workloads with this seed."""
     await server.run(Workload("warm-up", make_workload("one", seed + 1, vocab).requests[:1], concurrency=1))
 
 
 async def load(server: Server, names: Sequence[str], seed: int, vocab: int) -> Round:
-    """Runs workloads one after the other, behind one small request that wakes the server."""
+    """Run workloads one after the other, after one warm-up request, and return their figures."""
     await wake(server, seed, vocab)
     figures = {}
     for name in names:
@@ -249,17 +249,17 @@ async def load(server: Server, names: Sequence[str], seed: int, vocab: int) -> R
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What all that sends workloads has in common."""
-    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="may be repeated; default all")
-    parser.add_argument("--vocab", type=int, default=32_000, help="prompts hold token ids below this")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of the prompts; default a new one")
-    parser.add_argument("--api-key", default="", help="key to send")
+    """Add the options of all benchmarks that send workloads."""
+    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="may be repeated; default: all")
+    parser.add_argument("--vocab", type=int, default=32_000, help="prompts have token ids below this")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="seed of prompts; default: a new one")
+    parser.add_argument("--api-key", default="", help="API key for the server")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.load", description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server to load")
-    parser.add_argument("--model", default="", help="default: the first that the server names")
+    parser.add_argument("--model", default="", help="model name; default: the first one that the server lists")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     add_options(parser)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Drives an engine over a few requests and measures it: what the benchmarks of the decode loop share."""
+"""Runs of an engine over a few requests, with their figures. The benchmarks of the decode loop share this code."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ MAX_LEN = 1024
 GREEDY = SamplingParams()
 
 _PATIENCE = 120
-"""Seconds without any event after which the engine is given up; kernels are compiled meanwhile."""
+"""Seconds without an event after which a run fails. Kernels may be compiled in this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     tokens_per_second: float
     bubble: float
-    """Share of the time in which the compute thread stood still although there was work."""
+    """Share of the time in which the compute thread was idle although there was work."""
     accepted_length: float
-    """Tokens that a request got from a step, on average."""
+    """Mean number of tokens that a request got from a step."""
     tokens: list[list[int]]
     cpu_ms: float
-    """Processor time of this process for each token, of all its threads together."""
+    """CPU milliseconds of all threads of this process together, per token."""
     resident_bytes: int
-    """Memory of this process when all tokens were there."""
+    """Resident memory of this process after the last token."""
     idle: float = math.nan
-    """Of a profiler's looks, those at which the compute thread computed nothing."""
+    """Share of a profiler's samples in which the compute thread computed nothing. NaN without a profiler."""
 
 
 def run(
@@ -60,16 +60,16 @@ def run(
     adopted: bool = False,
     sampling: SamplingParams = GREEDY,
 ) -> Run:
-    """Tokens for all prompts side by side, in the dtype whose size the layout has (4 bytes: fp32, 2: bf16).
+    """Generate tokens for all prompts in one batch. The layout's item size chooses the dtype: 4 bytes fp32, 2 bf16.
 
-    The time is from the moment when every request has its first token to the last token of all.
+    The measured time begins when every request has its first token, and ends at the last token of all.
 
     Args:
-        watch: puts something around the runner that measures.
-        max_len: tokens of the longest context; each request has blocks for as many.
-        adopted: the blocks of all prompts are filled already, as a decode worker adopts them; here with random numbers,
-            which cost as much as any others, so that only decoding is run. Tokens mean nothing then.
-        sampling: of each, but for its length; seeds count up from its own.
+        watch: wraps the runner, in order to measure it.
+        max_len: tokens of the longest context. Each request gets blocks for this many.
+        adopted: treat the blocks of all prompts as filled, as on a decode worker, so that only decoding is measured.
+            They hold random numbers, so the tokens have no meaning.
+        sampling: parameters of each request, except `max_tokens`. Request i adds i to the seed.
     """
     blocks = [group.blocks_for(max_len) for group in loaded.layout.groups]
     pool = _pool(loaded.layout, len(prompts) * sum(blocks), device, adopted)
@@ -111,7 +111,7 @@ def run(
 def _requests(
     loaded: Loaded, prompts: Sequence[list[int]], blocks: Sequence[int], sampling: SamplingParams, adopted: bool
 ) -> Iterator[Request]:
-    """Named by their places, each with so many blocks of each group to itself."""
+    """Yield one request per prompt, named by its index, with `blocks` of its own in each group."""
     slots = itertools.count()
     for index, prompt in enumerate(prompts):
         tables = [[next(slots) for _ in range(count)] for count in blocks]
@@ -121,7 +121,7 @@ def _requests(
 
 
 def _pool(layout: KVLayout, slots: int, device: torch.device, random: bool) -> Tensor:
-    """The memory of so many blocks: zeros, or one piece of random numbers again and again."""
+    """Return the memory of `slots` blocks: zeros, or the same block of random numbers repeated."""
     dtype = torch.float32 if layout.itemsize == 4 else torch.bfloat16
     if not random:
         return torch.zeros(slots * layout.slot_bytes // layout.itemsize, dtype=dtype, device=device)
@@ -130,7 +130,7 @@ def _pool(layout: KVLayout, slots: int, device: torch.device, random: bool) -> T
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What figures are of."""
+    """Return the device and the versions that figures belong to."""
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
     return {
@@ -142,7 +142,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def summary(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, float]]:
-    """Medians of each way's runs by name of the figure, and how many requests gave the tokens of the first way."""
+    """Return the medians of each way's runs, by figure. `same_requests` counts requests with the first way's tokens."""
     first = next(iter(runs.values()))
     base = statistics.median(run.tokens_per_second for run in first)
     figures: dict[str, dict[str, float]] = {}

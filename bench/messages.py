@@ -1,11 +1,11 @@
-"""How long a message takes over three processes, as a handoff's does: from a sender, by a middle, to a receiver.
+"""Time of a message over three processes, as in a handoff: from a sender through a middle process to a receiver.
 
     python -m bench.messages --messages 200
 
-The ways are those that a worker and the kvtransfer of its host may have: calls of gRPC, streams of gRPC that are open
-all the time, and the Unix socket. Messages name all blocks of a prompt of 2,000 tokens, more than a handoff's do, and
-are far enough apart for all processes to be asleep. They do nothing else; what a handoff takes in a stack is told by
-`bench.handoff`.
+It compares three ways to connect a worker and the kvtransfer service of its host: gRPC calls, gRPC streams that stay
+open, and the Unix socket. Each message names all blocks of a prompt of 2,000 tokens, which is more than a handoff's
+messages do. There is a pause before each message, so that all processes are asleep when it comes. The processes do no
+other work; `bench.handoff` measures the handoff of a real stack.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.services.worker.batch_sender import HostConnection
 WAYS = ("calls", "streams", "socket")
 BLOCKS = 125
 PUT, GET = 1, 2
-"""Sessions of the sender and the receiver."""
+"""Session numbers of the sender and of the receiver."""
 PAUSE_SECONDS = 0.02
 
 Ask = Callable[[pb.BatchRequest], Awaitable[pb.BatchReply]]
@@ -51,7 +51,7 @@ _CLIENT: dict[str, Any] = {
 
 
 class Middle:
-    """Gives each message of the sender to the receiver, who waits for it."""
+    """The process between sender and receiver. It gives each message of the sender to the waiting receiver."""
 
     def __init__(self) -> None:
         self._receiver: Callable[[pb.BatchReply], None] | None = None
@@ -80,7 +80,7 @@ class Middle:
 
 
 async def be_middle(folder: Path) -> None:
-    """Serves all ways, until it is killed; says its port."""
+    """Serve all ways until killed. Print the gRPC port and the path of the Unix socket first."""
     middle, server = Middle(), RpcServer("127.0.0.1", 0, Secret())
     methods = {
         "call": grpc.unary_unary_rpc_method_handler(middle.call, **_SERVER),
@@ -109,7 +109,7 @@ async def connect(way: str, port: str, path: str) -> Ask:
 
 
 async def be_receiver(way: str, port: str, path: str) -> None:
-    """Says how many microseconds each message took."""
+    """Print the microseconds that each message took."""
     ask = await connect(way, port, path)
     print("ready", flush=True)
     while True:
@@ -130,7 +130,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def measure(folder: str, messages: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds, by way; the ways take turns."""
+    """Return the microseconds of each message, by way. The ways take turns. A round's first quarter is left out."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     with start("--middle", folder) as middle:
         assert middle.stdout is not None
@@ -149,7 +149,7 @@ def measure(folder: str, messages: int, rounds: int) -> dict[str, list[float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.messages", description=__doc__.splitlines()[0])
-    parser.add_argument("--messages", type=int, default=200, help="in a round; its first quarter is not counted")
+    parser.add_argument("--messages", type=int, default=200, help="messages in a round; the first quarter is skipped")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--middle", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--receiver", nargs=3, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Requests of every kind, made from a seed, and what a server answers to them; see bench/equality.py."""
+"""Random requests of every kind, made from a seed, and a client for them; used by bench/equality.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A body for /v1/completions, and after how many events the client goes away; None where it stays."""
+    """A body for /v1/completions. The client disconnects after `leaves_after` events; with None it does not."""
 
     body: dict[str, Any]
     leaves_after: int | None = None
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a client has received."""
+    """The output that a client has received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -55,8 +55,10 @@ class Outcome:
     finish_reason: str | None = None
 
     def difference(self, other: Outcome) -> str:
-        """How two outcomes of one request differ; "" where they do not. Of a client that goes away only what both have
-        received counts."""
+        """Describe how two outcomes of one request differ, or return "" if they do not.
+
+        If the client disconnected early, only the tokens that both outcomes have are compared.
+        """
         length = min(len(self.tokens), len(other.tokens))
         if (self.finish_reason is None) != (other.finish_reason is None):
             return f"one ended with {self.finish_reason}, the other with {other.finish_reason}"
@@ -70,7 +72,7 @@ class Outcome:
 
 
 def requests(count: int, seed: int, vocab_size: int) -> list[Request]:
-    """Greedy and sampled, short and long, stopped, cancelled, penalised, constrained ones."""
+    """Make requests: greedy and sampled, short and long, with stops, cancellation, penalties and constraints."""
     rng = random.Random(seed)
     return [_request(rng, vocab_size) for _ in range(count)]
 
@@ -112,7 +114,10 @@ def _prompt(rng: random.Random) -> str:
 
 
 async def answers(url: str, model: str, asked: Sequence[Request], concurrency: int) -> list[Outcome]:
-    """The outcomes of all requests, so many at a time. Raises httpx.HTTPStatusError where one is refused for good."""
+    """Send all requests, `concurrency` at a time, and return their outcomes.
+
+    Raises httpx.HTTPStatusError if one is refused even after retries.
+    """
     places = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, trust_env=False) as client:
 
@@ -124,7 +129,7 @@ async def answers(url: str, model: str, asked: Sequence[Request], concurrency: i
 
 
 async def _patiently(client: httpx.AsyncClient, body: dict[str, Any], leaves_after: int | None) -> Outcome:
-    """Asks again where the server says that it has no worker for the moment."""
+    """Send a request; retry while the server answers 503, because it has no worker at the moment."""
     for _ in range(MOST_TRIES - 1):
         try:
             return await _answer(client, body, leaves_after)
@@ -159,6 +164,6 @@ async def _answer(client: httpx.AsyncClient, body: dict[str, Any], leaves_after:
 
 
 def _cut_short(outcome: Outcome) -> Outcome:
-    """What a client that goes away early has seen; whether the end had come by then is chance."""
+    """Remove the finish reason: it is chance whether a client that disconnects early still sees it."""
     outcome.finish_reason = None
     return outcome

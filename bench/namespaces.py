@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces that a veth pair joins. As root, with `ip` of iproute2."""
+"""Two hosts on one machine: network namespaces joined by a veth pair. Needs root and `ip` of iproute2."""
 
 from __future__ import annotations
 
@@ -16,40 +16,43 @@ _CLONE_NEWNET = 0x40000000
 
 
 class NoNamespacesError(RuntimeError):
-    """There can be no two hosts on this machine; says why."""
+    """Network namespaces cannot be made on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where processes run."""
+    """A host on which processes run: this one, or a network namespace."""
 
     ip: str = "127.0.0.1"
     namespace: str = ""
-    """Empty is where we are."""
+    """Name of the network namespace; empty for the current one."""
 
     def command(self) -> list[str]:
-        """What stands before the command of a process that is to run there."""
+        """Return the prefix of a command that makes it run on this host."""
         return ["ip", "netns", "exec", self.namespace] if self.namespace else []
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Sockets that this thread opens are there, and what it starts."""
+        """Move this thread to the host: sockets that it opens and processes that it starts are there."""
         with _entered(Path("/run/netns") / self.namespace) if self.namespace else contextlib.nullcontext():
             yield
 
     def set_link(self, up: bool) -> None:
-        """Cuts the link to the other host at this end, or mends it. Here the other one is unreachable then, and
-        there nothing comes any more; each goes on to reach itself."""
+        """Cut the link to the other host at this end, or restore it.
+
+        While it is cut, this host cannot reach the other one, and the other one receives nothing. Each still reaches
+        itself.
+        """
         _ip("-n", self.namespace, "link", "set", _LINK, "up" if up else "down")
 
 
 ONE_HOST = (Host(), Host())
-"""Two that are one."""
+"""A pair of hosts that are both this machine."""
 
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two namespaces, until the end. Raises NoNamespacesError."""
+    """Make two network namespaces for the `with` statement. Raises NoNamespacesError."""
     if why := _why_not():
         raise NoNamespacesError(f"two hosts on one machine are network namespaces, and {why}")
     first, second = (Host(f"10.213.77.{number}", f"pl{os.getpid()}-{number}") for number in (1, 2))
@@ -90,7 +93,7 @@ def _entered(namespace: Path) -> Iterator[None]:
 
 
 def _set_namespace(descriptor: int) -> None:
-    """Of this thread. Python has it from 3.12 on."""
+    """Set the network namespace of this thread. From Python 3.12 on, os.setns does this."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")

@@ -1,11 +1,11 @@
-"""What of a step is not the forward pass: CPU time by process and thread, of a whole stack under load.
+"""Measure the part of a step that is not the forward pass: CPU time by process and thread of a stack under load.
 
     python -m bench.overhead --rounds 3 --json /tmp/overhead.json -- --kv-memory 512MiB
 
-What stands behind -- goes to `paceline serve`. Requests come through HTTP; the client's own CPU time is shown and does
-not count. The scheduler's clocks are read for each thread, so that cores which others take change the figures little.
-The forward pass is what compute threads and kernels take, less what the compute thread does beside the model (inputs,
-sampling), which workers report. Linux only.
+Arguments after -- go to `paceline serve`. Requests come over HTTP. The client's own CPU time is shown but not counted.
+CPU time is read from the kernel for each thread, so that other work on the machine changes the figures little. The
+forward pass is the time of the compute threads and kernels, minus the time that the compute thread spends outside the
+model on inputs and sampling, which workers report. Linux only.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from bench.systems import ServerError, ending_on_sigterm
 from bench.workloads import WORKLOADS, make_workload
 
 SETTLE_SECONDS = 2.5
-"""Workers tell their counters every second, and the gateway looks twice a second."""
+"""Time until the gateway has the latest counters: workers send them every second, and it reads them every half."""
 
 COMPUTING = ("engine-compute", "kernels")
 FORWARD, BESIDE = "forward passes", "compute threads, beside the model"
 CLIENT = "client"
 
 Times = dict[str, float]
-"""CPU seconds."""
+"""CPU seconds, by title."""
 
 
 def cpu_times(names: dict[int, str]) -> Counter[tuple[str, str]]:
-    """CPU seconds of each thread since it began, by names of process and thread. Threads of one name count together.
+    """Return CPU seconds since the start, by names of process and thread. Threads with the same name are added up.
 
     Args:
-        names: of processes, by id.
+        names: names of processes, by process id.
     """
     seconds: Counter[tuple[str, str]] = Counter()
     for pid, process in names.items():
         for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
                 name = (task / "comm").read_text().strip()
                 known = name in COMPUTING or name == "engine-host"
                 thread = name if known else "event loop" if task.name == str(pid) else "other threads"
@@ -57,7 +57,7 @@ def cpu_times(names: dict[int, str]) -> Counter[tuple[str, str]]:
 
 
 def split(threads: Counter[tuple[str, str]], beside: float) -> Times:
-    """The same seconds, by what they were for. `beside` are those of compute threads beside the model."""
+    """Return the same seconds by purpose. `beside` is the time that compute threads spent outside the model."""
     figures = {FORWARD: -beside, BESIDE: beside}
     for (process, thread), seconds in sorted(threads.items()):
         title = FORWARD if thread in COMPUTING else f"{process}, {thread}"
@@ -66,13 +66,13 @@ def split(threads: Counter[tuple[str, str]], beside: float) -> Times:
 
 
 def overhead(figures: Times) -> float:
-    """The share of the stack's time that is not the forward pass."""
+    """Return the share of the stack's CPU time that is not the forward pass."""
     own = {title: seconds for title, seconds in figures.items() if title != CLIENT}
     return 1 - own[FORWARD] / sum(own.values())
 
 
 def worker_stats(metrics: str) -> Counter[tuple[str, str]]:
-    """What workers report of themselves, by role and name."""
+    """Parse metrics in Prometheus format. Return the sum of each worker statistic, by role and name."""
     stats: Counter[tuple[str, str]] = Counter()
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
@@ -82,7 +82,10 @@ def worker_stats(metrics: str) -> Counter[tuple[str, str]]:
 
 
 async def measure(url: str, names: dict[int, str], workload: str, seed: int) -> tuple[Times, Times]:
-    """One run: CPU milliseconds a decode step, and other figures. Raises ServerError where a request fails."""
+    """Run a workload. Return CPU milliseconds per decode step, and other figures.
+
+    Raises ServerError if a request fails.
+    """
     async with Server(url) as server:
         await wake(server, seed, vocab=32_000)
         load = make_workload(workload, seed)
@@ -102,7 +105,7 @@ async def measure(url: str, names: dict[int, str], workload: str, seed: int) -> 
     others = {
         "tokens a step": tokens / steps,
         "ms a step, by the clock": 1000 * seconds / steps,
-        # Counted for each request that was in a step: for a token, the mean time of its step.
+        # The counters add a step's time once for each request in it, so per token this is the mean time of a step.
         "forward pass of a step, ms by the clock": 1000 * stats["decode", "decode_model_seconds"] / tokens,
         "beside it, ms by the clock": 1000 * stats["decode", "decode_other_seconds"] / tokens,
     }

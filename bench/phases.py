@@ -1,18 +1,18 @@
-"""Where a token's time goes: what a client waits for each token it gets, split by what its request did meanwhile.
+"""Split the time that a client waits for each token by the phases of its request.
 
     python -m bench.phases http://127.0.0.1:8000 --workload eight
 
-All is of requests, not of processes: a step that takes 30 ms with eight requests in it costs each of them 30 ms. The
-client measures the whole; /metrics is read before and behind the load and says how much of it was spent
+Times are counted per request, not per process: a step of 30 ms with eight requests costs each of them 30 ms. The client
+measures the whole time. /metrics is read before and after the load and gives the time spent
   - in line: from arrival to admission by a decode worker, which reserves the KV blocks;
-  - in prefill: from there to the first token; in steps that compute the prompt, or waiting for them;
+  - in prefill: from admission to the first token, either in steps that compute the prompt or waiting for them;
   - in the handoff: from the first token until the decode worker knows of the blocks;
-  - in decode: from there to the end; in steps, or waiting: for the step that is under way when a request comes, between
-    steps, and for tokens on their way.
-"In the model" is the forward pass and the logits, "beside it" what else a step does: forming inputs, sampling, drafts;
-both by the clock, so that a core which others take makes them longer. What is left of the client's time is HTTP,
-templating, tokenising, the network and the client. The host threads of the engines work beside steps; where a step had
-to wait for them, that is the bubble.
+  - in decode: from the handoff to the end, either in steps or waiting. A request waits for the step that runs when it
+    arrives, between steps, and for tokens on their way.
+"In the model" is the forward pass and the logits. "Beside it" is the rest of a step: inputs, sampling, drafts. Both are
+wall time, so other work on the machine makes them longer. "Gateway and client" is the rest of the client's time: HTTP,
+templating, tokenising, the network and the client itself. The engines' host threads work during steps. The bubble is
+the time in which a step had to wait for them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from bench.systems import ServerError
 from bench.workloads import WORKLOADS, make_workload
 
 SETTLE_SECONDS = 2.5
-"""Workers tell the gateway their counters every second."""
+"""Time until the gateway has the latest counters, which workers send every second."""
 
 Look = Mapping[str, float]
-"""Counters of /metrics by name, with what tells kinds and phases apart; of all workers together."""
+"""Counters of /metrics, summed over all workers, by name, phase and kind: "name/phase/kind"."""
 
 
 def parse(text: str) -> Look:
-    """The text format of Prometheus."""
+    """Parse metrics in the text format of Prometheus."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -48,10 +48,12 @@ def parse(text: str) -> Look:
 
 
 def split(before: Look, after: Look, client_seconds: float, tokens: int) -> dict[str, float]:
-    """Milliseconds for each of `tokens`, by phase, in the order of a request's life; together they are the client's.
+    """Return milliseconds per token by phase, in the order of a request's life. Their sum is the client's time.
 
     Args:
-        client_seconds: what all requests between the two looks took, as the client has seen it.
+        before, after: the counters before and after the requests.
+        client_seconds: total time of all these requests, measured by the client.
+        tokens: number of tokens that these requests generated.
 
     Raises:
         ServerError: a metric is missing.
@@ -81,7 +83,7 @@ def split(before: Look, after: Look, client_seconds: float, tokens: int) -> dict
 
 
 def beside(before: Look, after: Look, tokens: int) -> dict[str, float]:
-    """Milliseconds of the engines' threads for each token; no part of what `split` gives."""
+    """Return milliseconds of the engines' host threads, and of the bubble, per token. `split` does not include them."""
     names = {"plan": "host threads: planning", "output": "host threads: output", "bubble": "bubble"}
     return {
         title: 1000 * _gained(before, after, f"worker_step_seconds_total/{kind}") / tokens
@@ -96,7 +98,7 @@ def _gained(before: Look, after: Look, name: str) -> float:
 
 
 async def profile(server: Server, name: str, seed: int, vocab: int) -> dict[str, dict[str, float]]:
-    """Runs one workload. Raises ServerError where a request fails: its time belongs to no phase."""
+    """Run one workload. Raises ServerError if a request fails, because its time belongs to no phase."""
     await asyncio.sleep(SETTLE_SECONDS)
     before = parse(await server.metrics())
     outcomes = await server.run(make_workload(name, seed, vocab))
@@ -111,7 +113,7 @@ async def profile(server: Server, name: str, seed: int, vocab: int) -> dict[str,
 
 
 def show(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """A table with two columns for each workload: milliseconds a token, and the share of the whole."""
+    """Return a table with two columns per workload: milliseconds per token, and the share of the total."""
     header = ["phase", *(text for name in found for text in (f"{name}: ms a token", "share"))]
     totals = [sum(own["phases"].values()) for own in found.values()]
 
@@ -130,7 +132,7 @@ def show(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.phases", description=__doc__.splitlines()[0])
-    parser.add_argument("url", metavar="URL", help="a Paceline gateway, with nobody else's requests")
+    parser.add_argument("url", metavar="URL", help="a Paceline gateway without other load")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     add_options(parser)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Figures as pictures, by matplotlib; the suffix of the file chooses the format."""
+"""Pictures of figures, made with matplotlib. The suffix of the file chooses the format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from bench.turns import Rounds, figures_of, values_of
 
-# Text stays text, and equal figures give equal files.
+# Text in an SVG stays text, and equal figures give equal files.
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "paceline", "font.size": 8})
 
 SHOWN = {
@@ -25,12 +25,12 @@ SHOWN = {
     "itl_ms_p50": "ITL p50, ms",
     "itl_ms_p99": "ITL p99, ms",
 }
-"""The figures of a picture of two systems, and their titles."""
+"""Titles of the figures in a picture of two systems."""
 COLORS = ("#1f6fb2", "#c9782b")
 
 
 def side_by_side(rounds: Rounds, path: Path) -> None:
-    """A row for each workload and group, a column for each of SHOWN: medians, and whiskers from least to most."""
+    """Draw medians with whiskers from minimum to maximum: one row per workload and group, one column per figure."""
     lines = list(dict.fromkeys((workload, group) for workload, group, _ in figures_of(rounds)))
     figure = Figure(figsize=(13, 0.8 + 0.75 * len(lines)), layout="constrained")
     grid = figure.subplots(len(lines), len(SHOWN), squeeze=False)
@@ -60,7 +60,7 @@ def _bars(axes: Axes, systems: Sequence[Sequence[float]]) -> None:
 
 
 def curves(panels: Mapping[str, Mapping[str, Mapping[int, float]]], xlabel: str, path: Path) -> None:
-    """Panels side by side, each with labelled curves over the same axis; both axes are logarithmic."""
+    """Draw panels side by side, each with labelled curves over the same x axis. Both axes are logarithmic."""
     figure = Figure(figsize=(5 * len(panels), 3.8), layout="constrained")
     for axes, (ylabel, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
         for index, (label, points) in enumerate(lines.items()):

@@ -1,6 +1,6 @@
-"""`paceline serve` whose workers are told where and with what priority to run, to compare with turns.
+"""Run `paceline serve` with chosen cores and priorities for its workers, to compare this with turns.
 
-What runs on a core of its own takes no turns; give it `--threads 1`. For example, as a system of `bench.compare`:
+A worker with a core of its own takes no turns; run it with `--threads 1`. For example, as a system of `bench.compare`:
 
     --start apart='python -m bench.placed --cores prefill=0 --cores decode=1 -- --port 8071 --threads 1'
     --start nice='python -m bench.placed --nice prefill=10 -- --port 8072'
@@ -25,25 +25,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.placed", description=__doc__.partition("\n")[0])
     parser.add_argument("--cores", action="append", default=[], type=cores, help="such as prefill=0 or decode=0,1")
     parser.add_argument(
-        "--nice", action="append", default=[], type=niceness, help="such as prefill=3: added to its own"
+        "--nice", action="append", default=[], type=niceness, help="niceness to add to a role, such as prefill=3"
     )
-    parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
+    parser.add_argument("flags", nargs="*", help="options of `paceline serve`, after --")
     options = parser.parse_args()
     serve = subprocess.Popen([sys.executable, "-m", "paceline", "serve", *options.flags])
     signal.signal(signal.SIGTERM, lambda *_: serve.terminate())
-    signal.signal(signal.SIGINT, lambda *_: None)  # The whole terminal is told, `serve` too.
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C in a terminal reaches `serve` too.
     _place(serve, dict(options.cores), dict(options.nice))
     sys.exit(serve.wait())
 
 
 def cores(text: str) -> tuple[str, list[int]]:
-    """ "decode=0,1" as a role and its cores. Raises ValueError."""
+    """Parse a role and its cores, such as "decode=0,1". Raises ValueError."""
     role, value = _role_and_value(text)
     return role, [int(core) for core in value.split(",")]
 
 
 def niceness(text: str) -> tuple[str, int]:
-    """ "prefill=3" as a role and a number. Raises ValueError."""
+    """Parse a role and a niceness, such as "prefill=3". Raises ValueError."""
     role, value = _role_and_value(text)
     return role, int(value)
 
@@ -56,7 +56,7 @@ def _role_and_value(text: str) -> tuple[str, str]:
 
 
 def _place(serve: subprocess.Popen[bytes], cores: dict[str, list[int]], nice: dict[str, int]) -> None:
-    """Waits for the first worker of each role, and places all threads that it has; their own threads follow them."""
+    """Wait for the first worker of each role and place all its threads. Threads that they start later inherit this."""
     waiting = set(cores) | set(nice)
     while waiting and serve.poll() is None:
         time.sleep(POLL_SECONDS)

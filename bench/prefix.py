@@ -1,17 +1,18 @@
-"""What a cached prefix is worth: the time to the first token of a prompt that is cached nowhere, on the host that goes
-on with it, or on another one; and how much of each turn of a conversation is computed.
+"""Measure what a cached prefix is worth: TTFT of a prompt that is cached nowhere, on the same host, or on another host.
+
+It also measures how many tokens of each turn of a conversation are computed.
 
     python -m bench.prefix ~/.cache/paceline/smollm2-135m-instruct --prompt-tokens 2000 --prompts 6 --turns 10
 
-Two hosts with a prefill and a decode worker each, on this machine: they share no memory. Prompts are random token ids,
-sent one after the other. "warm" is what each takes when it comes again with 32 other tokens at its end. Before
-"elsewhere" the workers of host 0, where all have been computed, end: those of host 1 go on, and its kvtransfer brings
-the prefix over from that of host 0 first.
+There are two hosts on this machine, which share no memory. Each has a prefill worker and a decode worker. Prompts are
+random token ids, sent one after the other. "cold" prompts are new. "warm" is the same prompt again with 32 other tokens
+at its end. Before "elsewhere" the workers of host 0, which computed all prompts, are stopped. The workers of host 1
+then serve the prompts, and kvtransfer of host 1 first fetches the prefix from kvtransfer of host 0.
 
     python -m bench.prefix ~/.cache/paceline/smollm2-135m-instruct --disk /var/tmp --kv-memory 256MiB
 
-One host with a disk tier in that folder. Before "disk" other prompts have driven all out of the arena; the disk is read
-by direct I/O, past the page cache.
+With --disk there is one host with a disk tier in this folder. Before "disk" other prompts have driven all blocks out of
+the arena. The disk is read with direct I/O, without the page cache.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from bench.systems import ending_on_sigterm
 KINDS = ("cold", "warm", "elsewhere", "disk")
 START_SECONDS = 180.0
 KNOWN_SECONDS = 1.0
-"""In which gateways learn of blocks that became full."""
+"""Time until gateways know of new full blocks."""
 MESSAGE, ANSWER = 60, 24
-"""Tokens of each turn of the conversation."""
+"""Tokens of the user's message and of the answer in each turn of the conversation."""
 NEW = 32
 """Tokens at the end of a warm prompt that are not cached."""
 
@@ -53,9 +54,9 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     ttft: float
-    """Seconds, as the next."""
+    """Seconds from sending the request to the first chunk."""
     second: float
-    """To the second chunk; NaN where there is none."""
+    """Seconds from sending the request to the second chunk; NaN if there is none."""
     token_ids: list[int]
 
     @property
@@ -68,7 +69,7 @@ def connect(url: str) -> httpx.AsyncClient:
 
 
 async def ask(http: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int = 1, salt: str | None = None) -> Answer:
-    """Sends a prompt of token ids. Raises RuntimeError where it fails."""
+    """Send a prompt of token ids and return the answer. Raises RuntimeError if the request fails."""
     body = {
         "prompt": list(prompt),
         "max_tokens": max_tokens,
@@ -101,7 +102,7 @@ def random_tokens(count: int) -> list[int]:
 
 
 def start_hosts(services: Services, count: int) -> None:
-    """A kvtransfer, a prefill and a decode worker on each."""
+    """Start kvtransfer, a prefill worker and a decode worker on each host, and wait until the workers are ready."""
     for host in range(count):
         services.start_kvtransfer(host)
     workers = [services.start_worker(role, host, host=host) for host in range(count) for role in ("prefill", "decode")]
@@ -109,7 +110,7 @@ def start_hosts(services: Services, count: int) -> None:
 
 
 async def until_complete(http: httpx.AsyncClient, workers: int) -> None:
-    """Until the gateway sees so many prefill and decode workers. Raises TimeoutError."""
+    """Wait until the gateway sees exactly `workers` ready prefill and decode workers. Raises TimeoutError."""
     async with asyncio.timeout(START_SECONDS):
         while True:
             try:
@@ -123,11 +124,11 @@ async def until_complete(http: httpx.AsyncClient, workers: int) -> None:
 
 
 async def measure(services: Services, prompt_tokens: int, prompts: int, turns: int) -> dict[str, list[Answer]]:
-    """The answers of each kind, one a prompt, and those of the conversation's turns."""
+    """Return the answers by kind, one per prompt, and the answers of the conversation's turns."""
     found: dict[str, list[Answer]] = {"turns": [], **{kind: [] for kind in KINDS}}
     async with connect(services.url) as http:
         await until_complete(http, 4)
-        for _ in range(8):  # connect, and warm up what is compiled late, on both hosts
+        for _ in range(8):  # warm-up: both hosts connect and compile kernels
             await ask(http, random_tokens(prompt_tokens), 4)
         context = random_tokens(MESSAGE)
         for _ in range(turns):
@@ -148,7 +149,7 @@ async def measure(services: Services, prompt_tokens: int, prompts: int, turns: i
         services.processes["decode-0"].stop()
         services.processes["prefill-0"].stop()
         await until_complete(http, 2)
-        for _ in range(2):  # wakes the workers, and tells how fast blocks come
+        for _ in range(2):  # warm-up, in which the rate of transfers between the hosts is measured too
             await ask(http, random_tokens(prompt_tokens), 4)
         for prompt in known:
             found["elsewhere"].append(await ask(http, prompt[:-NEW] + random_tokens(NEW), 4))
@@ -157,7 +158,7 @@ async def measure(services: Services, prompt_tokens: int, prompts: int, turns: i
 
 
 async def measure_disk(services: Services, prompt_tokens: int, prompts: int) -> dict[str, list[Answer]]:
-    """The answers of each kind, one a prompt. Raises RuntimeError where it is not the disk that is measured."""
+    """Return the answers by kind, one per prompt. Raises RuntimeError if they were not read from the disk itself."""
     found: dict[str, list[Answer]] = {kind: [] for kind in KINDS}
     async with connect(services.url) as http:
         await until_complete(http, 2)
@@ -177,13 +178,13 @@ async def measure_disk(services: Services, prompt_tokens: int, prompts: int) -> 
             found["disk"].append(await ask(http, prompt[:-NEW] + random_tokens(NEW), 4))
         read = (await kvtransfer_stats(http))["disk_read_blocks"] - now["disk_read_blocks"]
     if not read or "no direct I/O" in services.processes["kvtransfer-0"].text:
-        raise RuntimeError("nothing was read from the disk, or the folder takes no direct I/O: choose another one")
+        raise RuntimeError("nothing was read from the disk, or its folder has no direct I/O: choose another folder")
     print(f"{read:.0f} blocks were read from the disk", file=sys.stderr)
     return found
 
 
 async def kvtransfer_stats(http: httpx.AsyncClient) -> dict[str, float]:
-    """What the only kvtransfer reports, once it has heard of what was before."""
+    """Return the statistics of the only kvtransfer, after a pause in which they become current."""
     await asyncio.sleep(KNOWN_SECONDS)
     fleet = (await http.get("/fleet")).json()["workers"]
     return dict(next(member["stats"] for member in fleet if member["role"] == "kvtransfer"))
@@ -195,15 +196,15 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--kv-memory", default="1GiB", help="of each host")
-    parser.add_argument("--disk", type=Path, help="folder of a disk tier, which is measured instead of another host")
+    parser.add_argument("--kv-memory", default="1GiB", help="KV memory of each host")
+    parser.add_argument("--disk", type=Path, help="folder for a disk tier; it is measured instead of a second host")
     parser.add_argument("--kv-disk-size", default="2GiB")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     ending_on_sigterm()
     memory = [f"--kv-memory={options.kv_memory}"]
     if options.disk:
-        # With the default, prompts that are never asked for again would not drive out those that were.
+        # With the default policy, prompts that come only once would not evict prompts that came twice.
         memory += [f"--kv-disk-dir={options.disk}", f"--kv-disk-size={options.kv_disk_size}", "--cache-policy=lru"]
     try:
         with (
@@ -227,7 +228,7 @@ def main() -> int:
 
 
 def report(found: dict[str, list[Answer]], prompt_tokens: int) -> str:
-    """Tables of the medians of each kind, and of the conversation."""
+    """Return tables of the medians of each kind, and of the conversation's turns."""
     measured = [kind for kind in KINDS if found[kind]]
     cold, *_ = medians = [
         (statistics.median(each.ttft for each in found[kind]), statistics.median(each.second for each in found[kind]))

@@ -1,11 +1,11 @@
-"""A GGUF file kept packed, one stream, beside llama.cpp: our stack through HTTP, llama.cpp called in its own process.
+"""Compare one stream of a packed GGUF file with llama.cpp: our stack over HTTP, llama.cpp called in its own process.
 
     python -m venv VENV && VENV/bin/pip install llama-cpp-python
     python -m bench.q4 --peer VENV --gguf FILE.gguf --rounds 3
 
-In turns, each up alone: `paceline serve FILE.gguf --quantization gguf`, and the model in llama.cpp's Python binding.
-Prompts are random token ids of the same length, then so many greedy tokens. Prompt speed counts from the request to the
-first token; token speed between the first and the last one.
+The two take turns and never run together: `paceline serve FILE.gguf --quantization gguf`, and llama.cpp's Python
+binding. Prompts are random token ids of one length, and decoding is greedy. Prompt speed is measured from the request
+to the first token, token speed from the first token to the last one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Figures = dict[str, list[float]]
 
 
 def ours(model: str, flags: list[str], prompt_tokens: int, tokens: int, requests: int) -> Figures:
-    """Raises RuntimeError where the stack does not start, ServerError where a request fails."""
+    """Measure our stack. Raises RuntimeError if it does not start, ServerError if a request fails."""
     source = random.Random()
     prompts = [tuple(source.choices(range(1000, 30_000), k=prompt_tokens)) for _ in range(requests + 1)]
 
@@ -42,7 +42,7 @@ def ours(model: str, flags: list[str], prompt_tokens: int, tokens: int, requests
         tempfile.TemporaryDirectory() as folder,
         serving(Path(folder, "log"), model, "--quantization=gguf", *flags) as (_, url),
     ):
-        outcomes = asyncio.run(run(url))[1:]  # the first one warms up
+        outcomes = asyncio.run(run(url))[1:]  # the first request is the warm-up
     if failed := [outcome.error for outcome in outcomes if outcome.error]:
         raise ServerError(failed[0])
     spans = [(outcome.chunks[0] - outcome.sent, outcome.chunks[-1] - outcome.chunks[0]) for outcome in outcomes]
@@ -53,7 +53,7 @@ def ours(model: str, flags: list[str], prompt_tokens: int, tokens: int, requests
 
 
 def theirs(venv: Path, gguf: Path, prompt_tokens: int, tokens: int, requests: int) -> Figures:
-    """Raises RuntimeError where it does not run."""
+    """Measure llama.cpp. Raises RuntimeError if it does not run."""
     sizes = (prompt_tokens, tokens, requests, os.cpu_count() or 1)
     command = [venv / "bin" / "python", Path(__file__).with_name("llama_cpp_peer.py"), gguf, *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -70,13 +70,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.q4", description=__doc__.splitlines()[0])
     parser.add_argument("--peer", type=Path, required=True, help="venv with llama-cpp-python")
     parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument("--model", default="", help="our name of it; by default the file itself")
+    parser.add_argument("--model", default="", help="Paceline's name of the model; default: the file itself")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--requests", type=int, default=6, help="in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
-    parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
+    parser.add_argument("flags", nargs="*", help="options of `paceline serve`, after --")
     options = parser.parse_args()
     ending_on_sigterm()
     sizes = (options.prompt_tokens, options.tokens, options.requests)

@@ -1,11 +1,12 @@
-"""Routing by cached prefix beside round robin: hit rate and time to the first token of conversations that share long
-system prompts.
+"""Compare routing by cached prefix with round robin, for conversations that share long system prompts.
+
+The figures are the hit rate and the time to the first token (TTFT).
 
     python -m bench.routing ~/.cache/paceline/smollm2-135m-instruct --rounds 3
 
-Two hosts with a prefill and a decode worker each, on this machine: they share no memory. Two gateways send to them in
-turns, one with --router-mode kv, the other with --router-mode round-robin. Every round is a tenant of its own, so that
-nothing of another round is cached for it. Prompts are random token ids, the same for both ways.
+There are two hosts on this machine, which share no memory. Each has a prefill worker and a decode worker. Two gateways
+send to them in turns, one with --router-mode kv, the other with --router-mode round-robin. Each round has a cache salt
+of its own, so that it finds no blocks of other rounds. Prompts are random token ids, the same for both ways.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from bench.systems import ending_on_sigterm
 
 WAYS = ("kv", "round-robin")
 MESSAGE, ANSWER = 48, 16
-"""Tokens of each turn."""
+"""Tokens of the user's message and of the answer in each turn."""
 
 Figures = dict[str, float]
 
@@ -38,7 +39,7 @@ Figures = dict[str, float]
 async def converse(
     http: httpx.AsyncClient, salt: str, system: Sequence[int], messages: Sequence[Sequence[int]]
 ) -> list[Answer]:
-    """One turn after the other; each brings all that was said before."""
+    """Run the turns of a conversation. The prompt of each turn is the whole conversation so far."""
     context, answers = list(system), []
     for message in messages:
         context += message
@@ -48,7 +49,7 @@ async def converse(
 
 
 async def run_round(http: httpx.AsyncClient, salt: str, seed: int, options: argparse.Namespace) -> Figures:
-    """All conversations, so many at a time, in random order."""
+    """Run all conversations in random order, `options.concurrency` at a time, and return their figures."""
     random.seed(seed)
     systems = [random_tokens(options.system_tokens) for _ in range(options.systems)]
     plans = [
@@ -79,14 +80,14 @@ async def run_round(http: httpx.AsyncClient, salt: str, seed: int, options: argp
 
 
 async def measure(services: Services, options: argparse.Namespace) -> dict[str, list[Figures]]:
-    """The rounds of each way."""
+    """Return the figures of each round, by way."""
     names = {way: services.start_gateway(f"--router-mode={way}") for way in WAYS}
     found: dict[str, list[Figures]] = {way: [] for way in WAYS}
     for number in range(options.rounds):
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
             async with connect(services.url_of(names[way])) as http:
                 await until_complete(http, 4)
-                if not number:  # connect, and warm up what is compiled late, on both hosts
+                if not number:  # both hosts connect and compile kernels before anything is measured
                     await asyncio.gather(*(ask(http, random_tokens(1000), 4) for _ in range(4)))
                 found[way].append(await run_round(http, f"{way} {number}", options.seed + number, options))
     return found
@@ -96,12 +97,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.routing", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", type=int, default=6, help="system prompts")
+    parser.add_argument("--systems", type=int, default=6, help="number of system prompts")
     parser.add_argument("--system-tokens", type=int, default=1000)
-    parser.add_argument("--conversations", type=int, default=4, help="of each system prompt")
-    parser.add_argument("--turns", type=int, default=4, help="of each conversation")
+    parser.add_argument("--conversations", type=int, default=4, help="conversations for each system prompt")
+    parser.add_argument("--turns", type=int, default=4, help="turns in each conversation")
     parser.add_argument("--concurrency", type=int, default=4, help="conversations at a time")
-    parser.add_argument("--kv-memory", default="512MiB", help="of each host")
+    parser.add_argument("--kv-memory", default="512MiB", help="KV memory of each host")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()

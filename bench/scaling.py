@@ -1,12 +1,12 @@
-"""What decoding costs as work grows: time and memory against batch and context, of the engine alone.
+"""Measure decoding of the engine alone as work grows: time and memory against batch size and context length.
 
     python -m bench.scaling ~/.cache/paceline/smollm2-135m-instruct --out scaling.json --picture scaling.svg
 
-Each run decodes the last tokens of contexts that are as long as said, with the KV of what comes before as a decode
-worker adopts it: filled, here with random numbers, which cost as much to read as any others. Processor time is of all
-threads together and says what a token costs even where other work takes the cores. Memory is of the whole process:
-weights, the KV of exactly these contexts, and all else. Where KV would take more than --kv-gib, there is no run. The
-best of all rounds is shown, because other work on a machine only ever slows a run; the file holds every round.
+Each run decodes the last tokens of contexts of the given length. The KV of the tokens before is filled already, as on a
+decode worker that adopts it. Here it holds random numbers, which take as long to read as any others. CPU time is of all
+threads together, so other work on the machine hardly changes it. Memory is of the whole process: weights, the KV of
+exactly these contexts, and everything else. Runs whose KV would take more than --kv-gib are left out. The table shows
+the best of all rounds, because other work on the machine can only slow a run down; the file has every round.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ STEPS_IN_FLIGHT = 2
 TITLES = ("tokens/s", "processor ms a token", "MiB resident")
 
 Runs = dict[tuple[int, int], list[Run]]
-"""By context and batch."""
+"""Runs by context length and batch size."""
 
 
 def points(loaded: Loaded, contexts: list[int], batches: list[int], most_bytes: float) -> list[tuple[int, int]]:
-    """Contexts and batches whose KV takes no more than so many bytes."""
+    """Return the pairs of context and batch whose KV takes at most `most_bytes` bytes."""
 
     def kv_bytes(context: int) -> int:
         return loaded.layout.slots_for(context) * loaded.layout.slot_bytes
@@ -50,14 +50,14 @@ def points(loaded: Loaded, contexts: list[int], batches: list[int], most_bytes: 
 
 
 def measure(loaded: Loaded, context: int, batch: int, tokens: int) -> Run:
-    """One run, whose contexts have `context` tokens when it ends; the last `tokens` of them are decoded."""
+    """Run the engine until contexts have `context` tokens. The last `tokens` of them are decoded."""
     source, vocab = random.Random(0), loaded.model.config.vocab_size
     prompts = [source.choices(range(vocab), k=context - tokens) for _ in range(batch)]
     return run(loaded, STEPS_IN_FLIGHT, prompts, tokens, CPU, max_len=context, adopted=True)
 
 
 def best(runs: list[Run]) -> tuple[float, float, float]:
-    """Of all rounds: tokens a second, milliseconds of processor time a token, MiB."""
+    """Return the best figures of all rounds: tokens per second, CPU milliseconds per token, resident MiB."""
     return (
         max(one.tokens_per_second for one in runs),
         min(one.cpu_ms for one in runs),
@@ -66,7 +66,7 @@ def best(runs: list[Run]) -> tuple[float, float, float]:
 
 
 def show(runs: Runs) -> str:
-    """A line for each context and batch."""
+    """Return a table with a line for each context and batch."""
     lines = [[f"{place[0]}, {place[1]}", *map("{:.1f}".format, best(own))] for place, own in runs.items()]
     return table(["context, batch", *TITLES], lines)
 
@@ -85,16 +85,16 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--batch", type=int, action="append", help=f"may be repeated; default {BATCHES}")
     parser.add_argument("--context", type=int, action="append", help=f"may be repeated; default {CONTEXTS}")
-    parser.add_argument("--tokens", type=int, default=16, help="decoded by each request [%(default)s]")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens that each request decodes [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kv-gib", type=float, default=7.0, help="most memory for KV [%(default)g]")
+    parser.add_argument("--kv-gib", type=float, default=7.0, help="largest memory for KV, in GiB [%(default)g]")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures of all rounds")
     parser.add_argument("--picture", type=new_file, help="file for a picture")
     args = parser.parse_args()
     loaded = load(args.model, getattr(torch, args.dtype), CPU, select_kernels(CPU, "auto"), None)
     contexts, batches = args.context or list(CONTEXTS), args.batch or list(BATCHES)
     if args.tokens < 2 or not all(args.tokens < context <= loaded.max_position for context in contexts):
-        parser.error(f"contexts must be longer than --tokens, which are 2 or more, and at most {loaded.max_position}")
+        parser.error(f"--tokens must be at least 2, and contexts longer than that and at most {loaded.max_position}")
     runs: Runs = {place: [] for place in points(loaded, contexts, batches, args.kv_gib * 2**30)}
     for number in range(args.rounds):
         for (context, batch), own in runs.items():

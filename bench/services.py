@@ -1,4 +1,4 @@
-"""Services of one cluster, started one by one."""
+"""The services of one cluster, started one by one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ START_SECONDS = 300.0
 STOP_SECONDS = 60.0
 PACELINE = (sys.executable, "-m", "paceline")
 _WITHOUT_SHARED_MEMORY = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
-"""Namespaces of networks share it: a gateway would find the Unix sockets of workers of another host."""
+"""Hides /dev/shm, which network namespaces share: a gateway would find Unix sockets of workers on the other host."""
 _ROLES = ("gateway", "prefill", "decode", "kvtransfer", "redis")
-"""In the order of stopping: whoever uses a service ends before it."""
+"""Roles in the order in which they stop: users of a service before the service."""
 
 
 def free_port() -> int:
-    """Below those that the system gives to who asks for any: a service that starts meanwhile would get it first."""
+    """Return a free port below the system's ephemeral ports, which another process could get meanwhile."""
     while True:
         port = random.randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 class Process:
-    """A command of ours, its output in a file."""
+    """A running command of Paceline. Its output goes to a file."""
 
     def __init__(
         self,
@@ -65,7 +65,10 @@ class Process:
         return self.popen.poll() is None
 
     def wait_for(self, text: str, seconds: float = START_SECONDS) -> str:
-        """The output, as soon as it contains `text`. Raises RuntimeError where that does not come."""
+        """Wait until the output contains `text` and return the output.
+
+        Raises RuntimeError if the process ends first, or after `seconds`.
+        """
         deadline = time.monotonic() + seconds
         while text not in self.text:
             if not self.alive or time.monotonic() > deadline:
@@ -74,17 +77,17 @@ class Process:
         return self.text
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Sends a signal and returns the exit code. One that does not end is killed: subprocess.TimeoutExpired."""
+        """Send a signal and return the exit code. If the process does not end, kill it and raise TimeoutExpired."""
         self.tell(number)
         return self.wait()
 
     def tell(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Sends a signal."""
+        """Send a signal if the process is alive."""
         if self.alive:
             self.popen.send_signal(number)
 
     def wait(self) -> int:
-        """See `stop`."""
+        """Wait for the end and return the exit code. If the process does not end, kill it and raise TimeoutExpired."""
         try:
             return self.popen.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -95,7 +98,7 @@ class Process:
 
 @contextlib.contextmanager
 def serving(log: Path, model: str, *options: str) -> Iterator[tuple[Process, str]]:
-    """A stack of `paceline serve` that is ready, and its URL. Raises RuntimeError where it does not start."""
+    """Run a stack of `paceline serve`. Yield its process and URL when it is ready. Raises RuntimeError if it is not."""
     port = free_port()
     process = Process(log, "serve", model, f"--port={port}", *options)
     try:
@@ -106,18 +109,18 @@ def serving(log: Path, model: str, *options: str) -> Iterator[tuple[Process, str
 
 
 def names_by_pid(stack: Process) -> dict[int, str]:
-    """What a stack that is ready calls its processes."""
+    """Return the names of a stack's processes by process id. The stack must be ready."""
     own = re.findall(r"^  (\S+) +pid (\d+)", stack.text, re.MULTILINE)
     return {stack.popen.pid: "serve", **{int(pid): name for name, pid in own}}
 
 
 class Services:
-    """Redis at first; more may be started at any time, and all end with the block.
+    """The processes of one cluster. Redis starts at once, the others on demand. All end with the `with` statement.
 
     Args:
-        folder: takes what each says.
-        hosts: the first has Redis and the gateway. Each may have a kvtransfer of its own.
-        options: of the services of a role, e.g. kvtransfer=["--kv-memory=512MiB"].
+        folder: folder for the output of each process.
+        hosts: the first one has Redis and the gateways. Each may have its own kvtransfer.
+        options: options for all services of a role, such as kvtransfer=["--kv-memory=512MiB"].
     """
 
     def __init__(self, folder: Path, model: str, hosts: Sequence[Host], **options: Sequence[str]) -> None:
@@ -147,7 +150,7 @@ class Services:
         return self._start(role, name, host, self._model, *options)
 
     def start_gateway(self, *options: str) -> str:
-        """The first one is at `url`, others are at `url_of` their names."""
+        """Start a gateway and return its name. The first one is at `url`, others are at `url_of(name)`."""
         number = sum(role_of(name) == "gateway" for name in self.processes)
         name, port = (f"gateway-{number}", free_port()) if number else ("gateway", self._http_port)
         self._http_ports[name] = port
@@ -157,7 +160,7 @@ class Services:
         return f"http://{self.hosts[0].ip}:{self._http_ports[gateway]}"
 
     def start_again(self, name: str) -> None:
-        """One that has ended, as it was."""
+        """Start a process that has ended again, with the same command."""
         self._starts[name] += 1
         log = self._folder / f"{name}.{self._starts[name]}.log"
         self.processes[name] = Process(log, program=self._commands[name])
@@ -167,14 +170,14 @@ class Services:
             self.processes[name].wait_for(" serves at ")
 
     def last_words(self) -> list[str]:
-        """Of each process."""
+        """Return the end of each process's output."""
         return [f"{name}: {process.text[-600:]}" for name, process in self.processes.items()]
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stops:  # also where one fails
+        with contextlib.ExitStack() as stops:  # goes on if one stop fails
             for role in reversed(_ROLES):
                 fellows = [process for name, process in self.processes.items() if role_of(name) == role]
-                for act in (Process.wait, Process.tell):  # the last one first
+                for act in (Process.wait, Process.tell):  # callbacks run in reverse order
                     for process in fellows:
                         stops.callback(act, process)
 
@@ -185,7 +188,7 @@ class Services:
         self.close()
 
     def living(self, role: str) -> list[int]:
-        """Processes of this role that are ready."""
+        """Return the process ids of this role's processes that are ready."""
         return sorted(
             process.popen.pid
             for name, process in self.processes.items()
@@ -202,5 +205,5 @@ class Services:
 
 
 def role_of(name: str) -> str:
-    """Of a process."""
+    """Return the role of the process with this name."""
     return name.partition("-")[0]

@@ -1,10 +1,10 @@
-"""Starts a stack again and again; measures how long it takes and what memory it has then.
+"""Start a stack several times and measure how long this takes and how much memory the stack then uses.
 
     python -m bench.start --rounds 5 --json /tmp/start.json -- --kv-memory 512MiB
 
-What stands behind -- goes to `paceline serve`. Seconds count from the command: to "Ready.", and to the
-first token of a first request that is sent then. Memory is read behind that request: the proportional share (PSS) of
-each process without shared memory, and the shared memory of the whole stack once, as large as its file is on the disk.
+Arguments after -- go to `paceline serve`. Seconds are counted from the command to "Ready.", and from the command to the
+first token of a request that is sent at "Ready.". Memory is read after this request: the proportional share (PSS) of
+each process without shared memory, and once the shared memory of the whole stack, as the allocated size of its files.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _TIMES = (("seconds to ready", "ready_s"), ("seconds to the first token", "first
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start."""
+    """The figures of one start."""
 
     ready: float
     """Seconds from the command to "Ready."."""
     first_token: float
     """Seconds from the command to the first token of a request that was sent when the stack was ready."""
     cpu: float
-    """CPU seconds of all processes until then; what else the machine does hardly changes them."""
+    """CPU seconds of all processes until the first token. Other work on the machine hardly changes them."""
     memory: dict[str, float]
-    """MiB by process, and SHARED."""
+    """MiB by process name. The key SHARED has the shared memory."""
 
 
 def measure(model: str, flags: Sequence[str]) -> Start:
-    """Starts a stack, asks it once, and stops it. Raises RuntimeError where it does not start."""
+    """Start a stack, send one request, and stop the stack. Raises RuntimeError if it does not start."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         with serving(Path(folder, "log"), model, *flags) as (stack, url):
@@ -61,7 +61,7 @@ def measure(model: str, flags: Sequence[str]) -> Start:
 
 
 def _ask(url: str) -> None:
-    """Returns with the first token of an answer. It ends before the next start: the stack drains."""
+    """Send a request and return at its first token. It ends before the next start, because the stack drains."""
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 8, "stream": True}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as reply:
@@ -69,7 +69,7 @@ def _ask(url: str) -> None:
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    """Its own, and those of its children that have ended."""
+    """Return the CPU seconds of a process and of its children that have ended."""
     times = process.cpu_times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -88,7 +88,7 @@ def _memory(family: Sequence[psutil.Process], names: dict[int, str]) -> dict[str
 
 
 def summary(starts: Sequence[Start]) -> dict[str, Any]:
-    """Medians, figure by figure."""
+    """Return the median of each figure."""
     memory = {name: statistics.median(start.memory[name] for start in starts) for name in starts[0].memory}
     return {
         "ready_s": statistics.median(start.ready for start in starts),

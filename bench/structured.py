@@ -1,10 +1,9 @@
-"""Asks a server for answers under random JSON schemas: how many break theirs, and what the constraint costs.
+"""Ask a server for answers under random JSON schemas: count invalid ones, and measure the cost of the constraint.
 
     python -m bench.structured --url http://127.0.0.1:8000 --count 500
 
-Every schema is asked for once, at temperature 1. Then the same prompts are asked for without a schema, each for as many
-tokens as its constrained answer had. The two take turns in rounds, so that a machine that is disturbed for a while
-disturbs both.
+Every schema is used once, at temperature 1. Then the same prompts are sent without a schema, each for as many tokens as
+its constrained answer had. The two ways take turns in rounds, so that other work on the machine affects both.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import jsonschema
 from bench.load import new_file, table
 
 ROUND = 25
-"""Schemas of one round."""
+"""Schemas in one round."""
 MAX_TOKENS = 1024
 REQUEST_SECONDS = 600.0
 
@@ -40,9 +39,9 @@ class Answer:
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> Schema:
-    """A schema of a few properties, nested up to `depth`, whose values are of bounded length.
+    """Return a schema of a few properties, nested up to `depth`, whose values all have a bounded length.
 
-    A date-time would not be: the fraction of its second may have digits without end.
+    The format date-time is left out, because the fraction of its seconds may have any number of digits.
     """
     kinds = ["string", "integer", "number", "boolean", "enum", "pattern", "format", "nullable"]
     if depth > 0:
@@ -80,7 +79,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> Schema:
 
 
 def complaint(schema: Schema, answer: Answer) -> str:
-    """What is wrong with an answer under its schema; "" where nothing is."""
+    """Return what is wrong with an answer under its schema, or "" if nothing is."""
     if answer.error:
         return answer.error
     if answer.finish_reason != "stop":
@@ -93,7 +92,7 @@ def complaint(schema: Schema, answer: Answer) -> str:
 
 
 class Asker:
-    """Asks a server, so many requests at a time."""
+    """A client that sends at most `concurrency` requests at a time."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, concurrency: int, seed: int) -> None:
         self._client = client
@@ -102,7 +101,7 @@ class Asker:
         self._seed = seed
 
     async def ask(self, prompts: Sequence[str], bodies: Sequence[dict[str, Any]]) -> tuple[list[Answer], float]:
-        """All answers, and the seconds until the last of them."""
+        """Send all prompts. Return the answers, and the seconds until the last of them."""
         began = time.perf_counter()
         answers = await asyncio.gather(*(self._one(prompt, body) for prompt, body in zip(prompts, bodies)))
         return answers, time.perf_counter() - began
@@ -122,7 +121,7 @@ class Asker:
 
 
 async def measure(url: str, model: str, count: int, concurrency: int, seed: int) -> dict[str, Any]:
-    """Figures of both ways to ask, and what was wrong."""
+    """Return the figures of both ways to ask, and the list of errors."""
     rng = random.Random(seed)
     schemas = [random_schema(rng) for _ in range(count)]
     wrong: list[str] = []
@@ -131,7 +130,7 @@ async def measure(url: str, model: str, count: int, concurrency: int, seed: int)
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, trust_env=False) as client:
         model = model or (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         asker = Asker(client, model, concurrency, seed)
-        # Behind a round that does not count, everything is loaded.
+        # Warm-up: afterwards everything is loaded.
         await asker.ask(["{"] * 2, [{"max_tokens": 4}, {"max_tokens": 4, "response_format": {"type": "json_object"}}])
         for first in range(0, count, ROUND):
             own = schemas[first : first + ROUND]
@@ -167,11 +166,11 @@ async def measure(url: str, model: str, count: int, concurrency: int, seed: int)
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.structured", description=__doc__.splitlines()[0])
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server to ask")
-    parser.add_argument("--model", default="", help="default: the first that the server names")
-    parser.add_argument("--count", type=int, default=500, help="schemas")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server")
+    parser.add_argument("--model", default="", help="model name; default: the first one that the server lists")
+    parser.add_argument("--count", type=int, default=500, help="number of schemas")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of the schemas; default a new one")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="seed of schemas; default: a new one")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     args = parser.parse_args()
     figures = asyncio.run(measure(args.url, args.model, args.count, args.concurrency, args.seed))

@@ -1,12 +1,13 @@
-"""What it costs that blocks come and go between a worker's pool and the tier below it.
+"""Measure the cost of moving blocks between a worker's pool and the tier below it.
 
     python -m bench.swap --rounds 5
 
-Two stacks of `paceline serve --kv-pool device`, in turns with the same requests: prompts that the tier has already,
-eight at a time. In the one the workers' pools have room for what runs and little more, so that every request loads its
-prompt's blocks, in the prefill worker and again in the decode worker, and stores what it generates; in the other one
-they have room for all, and nothing is loaded behind the first round. The difference is what swapping costs. How long
-loading took is what the decode worker reports. "join" is the gap behind a first token, "later" are the others.
+Two stacks of `paceline serve --kv-pool device` get the same requests in turns, eight at a time. The tier already has
+the blocks of the prompts. In the first stack the workers' pools have little more room than running requests need.
+Every request then loads its prompt's blocks, in the prefill worker and again in the decode worker, and stores the
+blocks that it generates. In the second stack the pools have room for all blocks, and nothing is loaded after the first
+round. The difference is the cost of swapping. The decode worker reports how long loading took. "join" is the gap after
+a request's first token, "later" are the other gaps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FIGURES = (
     *("ttft_ms_p50", "output_tokens_per_s"),
 )
 HEARTBEAT_SECONDS = 2.5
-"""After this the gateway has the workers' newest figures."""
+"""Time until the gateway has the workers' newest figures."""
 
 _BUCKET = re.compile(r'paceline:kv_swap_in_seconds_bucket\{le="([^"]+)".*role="decode".*\} (\S+)')
 _TIMES = re.compile(r'paceline:num_(parkings|preemptions)_total\{.*role="decode".*\} (\S+)')
@@ -43,7 +44,7 @@ _BYTES = re.compile(r'paceline:kv_offload_bytes_total\{direction="load".*role="d
 
 
 def make_rounds(prompts: int, prompt_tokens: int, tokens: int, rounds: int, concurrency: int = 8) -> list[Workload]:
-    """The same prompts in each; the first computes them."""
+    """Return `rounds + 1` workloads with the same prompts. The first one computes them."""
     source = random.Random(5)
     asked = [tuple(source.choices(range(1000, 20_000), k=prompt_tokens)) for _ in range(prompts)]
     return [
@@ -53,12 +54,12 @@ def make_rounds(prompts: int, prompt_tokens: int, tokens: int, rounds: int, conc
 
 
 def buckets(metrics: str) -> dict[float, float]:
-    """By upper bound in seconds, how many times a request's blocks were loaded in no longer."""
+    """Parse the histogram of load times: how often a request's blocks were loaded within each bound in seconds."""
     return {float(bound): float(count) for bound, count in _BUCKET.findall(metrics)}
 
 
 def quantile(counts: dict[float, float], share: float) -> float:
-    """Seconds within which so large a share was loaded, linear within a bucket."""
+    """Return the seconds within which this share of loads was done, linear within a bucket."""
     total, low, below = counts[float("inf")], 0.0, 0.0
     for bound, count in sorted(counts.items()):
         if count >= share * total > 0:
@@ -68,11 +69,12 @@ def quantile(counts: dict[float, float], share: float) -> float:
 
 
 def gaps(requests: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Of the times between messages with tokens, those behind a first token, when the request joins those that are
-    decoded, and the others, in milliseconds.
+    """Return percentiles of the gaps between chunks, in milliseconds.
+
+    "join" is the gap after the first token, when a request joins the decode batch. "later" are all other gaps.
 
     Args:
-        requests: when the messages of each came, in seconds.
+        requests: the arrival times of each request's chunks, in seconds.
     """
     pairs = [[later - earlier for earlier, later in itertools.pairwise(times)] for times in requests]
     first, others = [own[0] for own in pairs if own], [gap for own in pairs for gap in own[1:]]
@@ -84,7 +86,7 @@ def gaps(requests: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 async def measure(urls: dict[str, str], rounds: list[Workload]) -> dict[str, Any]:
-    """Raises ServerError where a request fails."""
+    """Run the rounds on both stacks and return the figures. Raises ServerError if a request fails."""
     found: dict[str, Any] = {name: [] for name in urls}
     before: dict[float, float] = {}
     for number, workload in enumerate(rounds):
@@ -130,12 +132,12 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--small", default="160MiB", help="a worker's pool with room for what runs")
-    parser.add_argument("--large", default="640MiB", help="one with room for all")
+    parser.add_argument("--small", default="160MiB", help="size of a worker's pool with room for running requests only")
+    parser.add_argument("--large", default="640MiB", help="size of a pool with room for all")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
-    parser.add_argument("flags", nargs="*", help="options of `paceline serve`, behind --")
+    parser.add_argument("flags", nargs="*", help="options of `paceline serve`, after --")
     options = parser.parse_args()
     ending_on_sigterm()
     pool = ("--kv-pool=device", "--kv-memory=1GiB", *options.flags)

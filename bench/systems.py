@@ -1,4 +1,4 @@
-"""Systems under test: where each one is, and how to start and stop it so that it has the machine to itself."""
+"""Systems under test: their URLs, and how to start and stop each one so that it has the machine to itself."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import psutil
 
 READY_SECONDS = 300.0
 STOP_SECONDS = 60.0
-"""For a system to end after SIGTERM, before what is left of it is killed."""
+"""Time for a system to end after SIGTERM. Then its remaining processes are killed."""
 KILL_SECONDS = 10.0
 POLL_SECONDS = 0.2
 PROBE_SECONDS = 5.0
 
 
 class ServerError(Exception):
-    """A server cannot be measured at all."""
+    """A server cannot be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,21 @@ class System:
     name: str
     url: str
     command: tuple[str, ...] = ()
-    """Starts it, in the foreground; empty where it is up already."""
+    """Command that starts the system in the foreground; empty if the system is up already."""
 
 
 def ending_on_sigterm() -> None:
-    """Lets SIGTERM end this program as an exception does, so that what it has started is stopped."""
+    """Make SIGTERM raise SystemExit, so that the processes that this program has started are stopped."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @contextlib.contextmanager
 def running(system: System, ready_seconds: float = READY_SECONDS) -> Iterator[None]:
-    """Has the system up, as /health says; where it has a command, from it on and until none of its processes is left.
+    """Run a system during a `with` statement, from its first healthy /health until none of its processes is left.
 
-    Raises ServerError where it cannot be started, ends, or is not ready in time.
+    A system without a command is up already and is left alone.
+
+    Raises ServerError if the system cannot be started, ends early, or is not ready after `ready_seconds`.
     """
     if not system.command:
         yield
@@ -67,7 +69,7 @@ def running(system: System, ready_seconds: float = READY_SECONDS) -> Iterator[No
 
 
 def _is_healthy(url: str) -> bool:
-    # A proxy from the environment has no business between two processes of one machine.
+    # Ignore proxies of the environment: both processes are on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url.rstrip('/')}/health", timeout=PROBE_SECONDS) as reply:
@@ -80,9 +82,9 @@ def _wait_until_ready(system: System, process: subprocess.Popen[bytes], log: IO[
     deadline = time.monotonic() + seconds
     while not _is_healthy(system.url):
         if process.poll() is not None:
-            raise ServerError(f"{system.name} ended with status {process.returncode}; its last words:\n{_tail(log)}")
+            raise ServerError(f"{system.name} ended with status {process.returncode}; its last output:\n{_tail(log)}")
         if time.monotonic() > deadline:
-            raise ServerError(f"{system.name} is not ready after {seconds:g} seconds; its last words:\n{_tail(log)}")
+            raise ServerError(f"{system.name} is not ready after {seconds:g} seconds; its last output:\n{_tail(log)}")
         time.sleep(POLL_SECONDS)
 
 
@@ -93,7 +95,7 @@ def _tail(log: IO[bytes]) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the group, as Ctrl-C in a terminal would reach it; in the end SIGKILL to all that is left."""
+    """Send SIGTERM to the process group, as Ctrl-C in a terminal does; later SIGKILL to all processes that remain."""
     members = _members(process.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -104,7 +106,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _members(session: int) -> list[psutil.Process]:
-    """All processes of a session, and their descendants: some have sessions of their own."""
+    """Return all processes of a session and their descendants, because some of them have sessions of their own."""
     found: set[psutil.Process] = set()
     for member in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -114,7 +116,7 @@ def _members(session: int) -> list[psutil.Process]:
 
 
 def _wait(process: subprocess.Popen[bytes], members: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those of the members that have not ended after so many seconds."""
+    """Wait up to `seconds` for all members to end. Return the members that have not ended."""
     deadline = time.monotonic() + seconds
     while (left := [member for member in members if _is_alive(member)]) and time.monotonic() < deadline:
         process.poll()
@@ -124,7 +126,7 @@ def _wait(process: subprocess.Popen[bytes], members: Sequence[psutil.Process], s
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """A zombie has ended; whoever inherited it may never ask for its status."""
+    """Return whether a process runs. A zombie does not: its new parent may never ask for its status."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

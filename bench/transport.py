@@ -1,11 +1,12 @@
-"""Pulls blocks from one host to another in several ways, in turns, beside a copy in memory.
+"""Compare several ways to pull blocks from one host to another, and a plain copy in memory.
 
     python -m bench.transport --rounds 9 --json /tmp/transport.json
     python -m bench.transport --one-host
 
-As root the hosts are two network namespaces joined by a veth pair; otherwise, or with --one-host, two processes on the
-loopback. Only the pair whose turn it is runs; all others stand still. NIXL is measured where it is installed, UCX where
-`paceline[ucx]` is. Processor time is of both sides together; idle is what a source takes while nobody reads.
+As root, the hosts are two network namespaces joined by a veth pair. Otherwise, or with --one-host, they are two
+processes on the loopback interface. The ways take turns, and the processes of all other ways are stopped meanwhile.
+NIXL is measured if it is installed, UCX if `paceline[ucx]` is. CPU time is of both sides together. "idle cores" is the
+CPU time per second of a source that nobody reads from.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ IDLE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One way with blocks of one size; medians over all rounds but the first, which connects."""
+    """The figures of one way with one block size: medians of all rounds except the first, which connects."""
 
     way: str
     block_kib: int
     gigabytes_per_second: float
     best_gigabytes_per_second: float
-    """What other work on the machine left alone."""
+    """Speed of the best round, which other work on the machine disturbed least."""
     cpu_seconds_per_gigabyte: float
     idle_cores: float
 
 
 class Pair:
-    """The two processes of one way."""
+    """The source and reader processes of one way. They are stopped until `go_on(True)`."""
 
     def __init__(self, hosts: Sequence[Host], way: str, block_bytes: int, blocks: int) -> None:
         source, reader = hosts
@@ -75,7 +76,10 @@ class Pair:
         return (_cpu(self._source) - began) / IDLE_SECONDS
 
     def read(self) -> tuple[float, float]:
-        """Wall seconds, CPU seconds. Raises RuntimeError where wrong bytes came."""
+        """Read all blocks once. Return wall seconds and CPU seconds of both processes.
+
+        Raises RuntimeError if the reader has ended, as it does after wrong bytes.
+        """
         began = _cpu(self._source)
         assert self._reader.stdin is not None
         print("go", file=self._reader.stdin, flush=True)
@@ -143,8 +147,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--block-kib", type=int, nargs="+", default=[360, 1024, 2048])
-    parser.add_argument("--one-host", action="store_true", help="two processes on the loopback, also as root")
-    parser.add_argument("--json", type=Path, help="where all figures go")
+    parser.add_argument("--one-host", action="store_true", help="use processes on the loopback interface even as root")
+    parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     ways = [way for way, needs in READERS.items() if not needs or importlib.util.find_spec(needs)]
     apart = os.geteuid() == 0 and not options.one_host

@@ -3,8 +3,8 @@
     python -m bench.transport_ways source WAY BLOCK_BYTES BLOCKS
     python -m bench.transport_ways reader WAY BLOCK_BYTES BLOCKS IP OFFER
 
-A source prints its offer. A reader prints "ready", and for each line that it reads one read's seconds and its
-processor time.
+A source prints its offer. A reader prints "ready". For each line on its standard input it then reads all blocks once
+and prints the wall seconds and CPU seconds of this read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from paceline.services.kvtransfer.transport import ArenaMemory, Source
 from paceline.services.kvtransfer.ucx import UcxTransport
 
 PIECE_BYTES = 1 << 20
-"""Of a gRPC stream."""
+"""Size of one message of a gRPC stream."""
 READERS: dict[str, str] = {"memcpy": "", "tcp": "", "grpc": "", "ucx": "ucxx", "nixl": "nixl_cu12"}
-"""Each way, and the package that it needs."""
+"""The package that each way needs, by way; empty if it needs none."""
 
 Read = Callable[[], Awaitable[None]]
 

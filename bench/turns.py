@@ -1,7 +1,7 @@
-"""Two systems in turns (A B A B ...): rounds of figures, their medians and spread, their ratio; and how they are shown.
+"""Comparisons of two systems in turns (A B A B ...): rounds of figures, medians, spread, ratios, and their report.
 
-Taking turns spreads what else the machine does over both. A ratio is A / B: for times below 1 is good for A, for tokens
-a second above 1.
+Because of the turns, other work on the machine affects both systems alike. A ratio is A / B. Below 1 is good for A if
+the figure is a time, above 1 if it is tokens per second.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from bench.load import Round, new_file, table
 from bench.systems import READY_SECONDS, ServerError, System, ending_on_sigterm, running
 
 Rounds = Mapping[str, Sequence[Round]]
-"""By the name of the system; all rounds have the same shape."""
+"""Rounds by the name of the system. All rounds have the same workloads, groups and figures."""
 
 
 def take_turns(
     systems: Sequence[System], rounds: int, ready_seconds: float, measure: Callable[[System, int], Round]
 ) -> Rounds:
-    """All rounds of each system. One that has a command runs during its own turns only.
+    """Measure all rounds of each system. A system with a command runs during its own turns only.
 
     Args:
-        measure: gets a system that is up and the number of the round.
+        measure: called with a system that is up and the number of the round.
 
     Raises:
         ServerError: a system does not run.
@@ -47,7 +47,7 @@ def compare(
     systems: Sequence[System],
     measure: Callable[[System, int], Round],
 ) -> int:
-    """Takes the turns that the options ask for, and reports; returns 1 where a system or a request failed, else 0."""
+    """Measure the systems in turns and report. Return 1 if a system or a request failed, else 0."""
     ending_on_sigterm()
     try:
         rounds = take_turns(systems, args.rounds, args.ready_seconds, measure)
@@ -58,18 +58,19 @@ def compare(
 
 
 def values_of(rounds: Sequence[Round], workload: str, group: str, figure: str) -> list[float]:
-    """One figure, round by round."""
+    """Return the values of one figure in all rounds."""
     return [one[workload][group][figure] for one in rounds]
 
 
 def figures_of(rounds: Rounds) -> list[tuple[str, str, str]]:
-    """Workload, group and figure of all that was measured."""
+    """Return workload, group and name of each figure that was measured."""
     first = next(iter(rounds.values()))[0]
     return [(workload, group, name) for workload, groups in first.items() for group in groups for name in groups[group]]
 
 
 def rows(rounds: Rounds) -> list[list[str]]:
-    """workload, group, figure, A, B, A / B: medians, and of several rounds the least and the most beside them."""
+    """Return the table's rows: workload, group, figure, A, B, A / B. Values are medians, with minimum and maximum if
+    there are several rounds."""
     lines = []
     for place in figures_of(rounds):
         a, b = (values_of(own, *place) for own in rounds.values())
@@ -93,10 +94,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=COMMAND",
-        help="start this system for each of its turns and stop it afterwards; without a shell; may be repeated",
+        help="command that starts this system for each of its turns, without a shell; may be repeated",
     )
     parser.add_argument(
-        "--ready-seconds", type=float, default=READY_SECONDS, help="for a system to start [%(default)g]"
+        "--ready-seconds", type=float, default=READY_SECONDS, help="time for a system to start [%(default)g]"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=new_file, help="JSON file for all figures of all rounds")
@@ -104,7 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def systems_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[System]:
-    """The two systems that the options name. Ends the program where they do not fit together."""
+    """Return the two systems that the options name. End the program with an error if the options are inconsistent."""
     commands = {name: tuple(shlex.split(command)) for name, command in args.start}
     systems = [System(name, url, commands.pop(name, ())) for name, url in (args.a, args.b)]
     if systems[0].name == systems[1].name or args.rounds < 1:
@@ -131,14 +132,14 @@ def _named_url(text: str) -> tuple[str, str]:
 
 
 def report(args: argparse.Namespace, seed: int, rounds: Rounds) -> int:
-    """Prints the table and writes what the options ask for; returns 1 where requests have failed, else 0."""
+    """Print the table and write the files that the options ask for. Return 1 if a request failed, else 0."""
     name_a, name_b = rounds
     print(table(["workload", "group", "figure", name_a, name_b, f"{name_a} / {name_b}"], rows(rounds)))
     if args.out:
         systems = {name: {"url": url, "command": dict(args.start).get(name, "")} for name, url in (args.a, args.b)}
         args.out.write_text(json.dumps({"systems": systems, "seed": seed, "rounds": rounds}, indent=2) + "\n")
     if args.picture:
-        from bench.picture import side_by_side  # what it needs is not installed everywhere
+        from bench.picture import side_by_side  # matplotlib is not installed everywhere
 
         side_by_side(rounds, args.picture)
     failures = [

@@ -1,4 +1,4 @@
-"""What is asked of a server: requests of exact lengths, in token ids, made from a seed."""
+"""Workloads for a server: requests of exact lengths, in token ids, made from a seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FIRST_ID = 1000
-"""Below this, tokenizers keep special tokens and single bytes."""
+"""Smallest token id of prompts. Lower ids are special tokens and single bytes in most tokenizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class Request:
     """Token ids."""
     max_tokens: int
     group: str = "all"
-    """Figures are reported for each group apart."""
+    """Name of the group. Each group has figures of its own."""
     at: float = 0.0
-    """Seconds after the start before which it is not sent."""
+    """Earliest time to send the request, in seconds after the start."""
     temperature: float = 0.0
     top_p: float = 1.0
 
@@ -29,18 +29,18 @@ class Workload:
     name: str
     requests: tuple[Request, ...]
     concurrency: int
-    """Requests that run at the same time; the next is sent when one ends."""
+    """Largest number of requests that run at the same time. The next one is sent when one ends."""
 
 
 Prompt = Callable[[int], tuple[int, ...]]
 
 
 def make_workload(name: str, seed: int, vocab: int = 32_000) -> Workload:
-    """The workload `name` of WORKLOADS.
+    """Return the workload `name` of WORKLOADS.
 
     Args:
-        seed: equal seeds make equal prompts; take a new one for each run, or the server's prefix cache answers.
-        vocab: prompts hold ids below this.
+        seed: equal seeds make equal prompts. Use a new one for each run, or the server's prefix cache has the prompts.
+        vocab: all token ids are below this.
     """
     if name not in WORKLOADS:
         raise ValueError(f"no workload {name!r}; choose from {', '.join(WORKLOADS)}")
@@ -62,20 +62,20 @@ def _uniform(count: int, concurrency: int, tokens_in: int, tokens_out: int) -> C
 
 
 def _sampled(name: str, prompt: Prompt) -> Workload:
-    """Eight streams whose tokens are drawn, as those of chats are."""
+    """Eight streams at a time with sampled tokens, as in chats."""
     requests = tuple(Request(prompt(128), 128, temperature=0.8, top_p=0.95) for _ in range(16))
     return Workload(name, requests, concurrency=8)
 
 
 def _interference(name: str, prompt: Prompt) -> Workload:
-    """Four steady streams; a long prompt arrives every 2.5 seconds. The gaps of the streams are the point."""
+    """Four steady streams, and a long prompt every 2.5 seconds. It shows how prompts delay the streams."""
     steady = [Request(prompt(64), 192, "steady") for _ in range(4)]
     arriving = [Request(prompt(1024), 8, "arriving", at=0.5 + 2.5 * number) for number in range(4)]
     return Workload(name, (*steady, *arriving), concurrency=len(steady) + len(arriving))
 
 
 def _short_prompts(long: int) -> Callable[[str, Prompt], Workload]:
-    """Prompts of 16 to 64 tokens beside three steady streams, and beside so many long prompts."""
+    """Prompts of 16 to 64 tokens, beside three steady streams and `long` long prompts."""
 
     def make(name: str, prompt: Prompt) -> Workload:
         steady = [Request(prompt(300), 160, "steady") for _ in range(3)]
@@ -88,7 +88,7 @@ def _short_prompts(long: int) -> Callable[[str, Prompt], Workload]:
 
 
 def _shared_prefix(name: str, prompt: Prompt) -> Workload:
-    """A long system prompt that all share. `first` pays for it, `later` should not."""
+    """A long system prompt that all requests share. `first` has to compute it, `later` should not."""
     system = prompt(768)
     first = Request(system + prompt(64), 32, "first")
     later = [Request(system + prompt(64), 32, "later") for _ in range(12)]
@@ -96,7 +96,7 @@ def _shared_prefix(name: str, prompt: Prompt) -> Workload:
 
 
 def _copy_heavy(name: str, prompt: Prompt) -> Workload:
-    """A passage again and again, cut in its fourth time: models go on copying, and lookups find what comes."""
+    """Prompts that repeat a passage and end within its fourth copy. Models go on copying, so that ngram drafts fit."""
     passages = [prompt(64) for _ in range(4)]
     return Workload(name, tuple(Request((passage * 4)[:220], 192) for passage in passages), concurrency=1)
 

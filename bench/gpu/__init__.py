@@ -1,1 +1,1 @@
-"""Benchmarks that are meant for a machine with a CUDA device."""
+"""Benchmarks for a machine with a CUDA device."""

@@ -1,11 +1,11 @@
-"""All figures of a GPU by one command.
+"""Run all GPU benchmarks with one command.
 
-    python -m bench.gpu --out DIR                       # writes one JSON a benchmark
-    python -m bench.gpu --out DIR --only forward-llama-8b --timeout 540    # a part, where time comes in pieces
+    python -m bench.gpu --out DIR                       # writes one JSON file per benchmark
+    python -m bench.gpu --out DIR --only forward-llama-8b --timeout 540    # only a part, if the time is limited
     python -m bench.gpu --out DIR --small               # tiny shapes on any machine
 
-Each benchmark is a process of its own, so that none finds the memory of another in use. One that fails does not keep
-the others from running; the command then ends with status 1 and names it.
+Each benchmark is a process of its own, so that it does not find GPU memory in use by an earlier one. If a benchmark
+fails, the others still run, and the command ends with status 1 and the names of failed benchmarks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ BENCHMARKS = {
     "forward-gemma-3-27b": ["forward", "--model", "gemma-3-27b"],
     "decode_loop": ["decode_loop"],
 }
-"""By name: a module of this package and its options."""
+"""Each benchmark's module in this package and its options, by name."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on whatever device there is")
-    parser.add_argument("--only", choices=BENCHMARKS, action="append", help="may be repeated; all where none is named")
-    parser.add_argument("--timeout", type=int, default=3600, help="seconds for one of them, compiling included")
+    parser.add_argument("--only", choices=BENCHMARKS, action="append", help="may be repeated; default: all")
+    parser.add_argument("--timeout", type=int, default=3600, help="time limit of one benchmark in seconds")
     options = parser.parse_args()
     pick_device(options.small)
     options.out.mkdir(parents=True, exist_ok=True)

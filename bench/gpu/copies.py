@@ -1,8 +1,8 @@
-"""Copies of KV blocks between a GPU and the host's pinned arena, beside what one large copy reaches.
+"""Measure copies of KV blocks between a GPU and the host's pinned arena, compared with one large copy.
 
     python -m bench.gpu.copies --out copies.json [--blocks 256] [--rounds 10]
 
-Blocks lie anywhere on both sides, as they do in a pool that is in use; in "runs of 8" as many lie side by side.
+Blocks are scattered on both sides, as in a pool that is in use. In "runs of 8", eight blocks at a time are adjacent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALL_BLOCK_BYTES = (1 << 10, 64 << 10)
 
 
 def places(blocks: int, run: int, seed: int) -> list[int]:
-    """A permutation of 2 * blocks slots, of which `blocks` are taken, in runs of so many side by side."""
+    """Return `blocks` of 2 * `blocks` slots in random order, in runs of `run` adjacent slots."""
     starts = torch.randperm(2 * blocks // run, generator=torch.Generator().manual_seed(seed)).tolist()
     return [start * run + index for start in starts[: blocks // run] for index in range(run)]
 

@@ -1,12 +1,12 @@
-"""The decode loop on a GPU: what running ahead, drafting and a fixed order of adding give or cost.
+"""Measure the decode loop on a GPU: gain of running ahead and of drafts, cost of batch-invariant kernels.
 
     python -m bench.gpu.decode_loop --out decode_loop.json
     python -m bench.gpu.decode_loop --out decode_loop.json --small    # a tiny model on any machine, in seconds
 
-A model of the shape of Llama 3 8B in bf16 with random weights, made on the device (16 GB; 8.6 GB of KV at batch 64).
-Each round runs every way of working in turn on the same prompts, which repeat themselves. All ways but the last, which
-is there for its speed alone, compute with the batch-invariant kernels and must give the same tokens; where they do not,
-the command ends with status 1. Beside the engine's own counters there are the device's times, by CUDA events.
+The model has the shape of Llama 3 8B in bf16, with random weights made on the device (16 GB; 8.6 GB of KV at batch 64).
+Each round runs every way in turn on the same prompts, which repeat themselves. All ways except the last use the
+batch-invariant kernels and must give the same tokens; if they do not, the command ends with status 1. The last way only
+shows the speed without batch invariance. Figures are the engine's own counters, and device times from CUDA events.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Setting(NamedTuple):
 
 
 def setting(small: bool, device: torch.device) -> Setting:
-    """What is run. On a CPU the backend is the one that a worker would have there."""
+    """Return what to run. On a CPU the kernels are those that a worker uses there."""
     config = TINY if small else LLAMA_8B
     invariant, fastest = ("triton-invariant", "triton") if device.type == "cuda" else ("auto", "auto")
     ngram = SpeculativeConfig("ngram", num_speculative_tokens=8)
@@ -83,17 +83,17 @@ def main() -> None:
     results = [measure(chosen, batch, options.rounds, device) for batch in chosen.batches]
     options.out.write_text(json.dumps({"machine": machine(device), "results": results}, indent=2) + "\n")
     if differing := [result["batch"] for result in results if not result["tokens_are_equal"]]:
-        sys.exit(f"tokens differ between the ways of working at batch {differing}")
+        sys.exit(f"tokens differ between the ways at batch {differing}")
 
 
 def measure(chosen: Setting, batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
-    """All ways at one batch size."""
+    """Measure all ways at one batch size."""
     prompts = [repeating_prompt(index, chosen.prompt_len, chosen.weights.config.vocab_size) for index in range(batch)]
     clock = StepClock(device)
     loads = {way.name: _load(chosen.weights, way, device, clock) for way in chosen.ways}
     runs: dict[str, list[Run]] = {way.name: [] for way in chosen.ways}
     times: dict[str, list[DeviceTimes]] = {way.name: [] for way in chosen.ways}
-    # Before the first round there is one that does not count: kernels are compiled and chosen in it.
+    # A warm-up round that does not count comes first: kernels are compiled and tuned in it.
     for counts in [False] + [True] * rounds:
         for way in chosen.ways:
             ended = run(loads[way.name], way.steps_in_flight, prompts, chosen.max_tokens, device, clock.watch)
@@ -117,7 +117,7 @@ def measure(chosen: Setting, batch: int, rounds: int, device: torch.device) -> d
 
 
 def repeating_prompt(index: int, length: int, vocab_size: int) -> list[int]:
-    """Two circles of the model's and a jump between them, again and again; every request has its own."""
+    """Repeat two circles of the random model and a jump between them. Every request has circles of its own."""
     first = index * 2 * CIRCLE
     piece = [*range(first, first + 2 * CIRCLE), first + CIRCLE // 2]
     return [(piece * (length // len(piece) + 1))[place] % vocab_size for place in range(length)]
@@ -129,7 +129,7 @@ def _load(weights: RandomWeights, way: Way, device: torch.device, clock: StepClo
 
 
 def _medians(rounds: Sequence[DeviceTimes]) -> dict[str, float]:
-    """By the name of the figure."""
+    """Return the median of each figure, by name."""
     names = [field.name for field in dataclasses.fields(DeviceTimes)]
     return {f"device_{name}": statistics.median(getattr(times, name) for times in rounds) for name in names}
 

@@ -1,12 +1,12 @@
-"""Forward passes on a GPU beside what the machine can do at best, and beside `transformers`.
+"""Measure forward passes on a GPU, compared with a floor that the machine sets and with `transformers`.
 
     python -m bench.gpu.forward --out forward.json [--model llama-8b] [--rounds 20] [--kernels triton]
     python -m bench.gpu.forward --out forward.json --small    # tiny models on any machine, in seconds
 
-Models of random weights, made on the device. A decode step (forward pass, logits, greedy tokens) is compared with the
-time to read its weights and its KV cache at the bandwidth that was measured; a prompt with the time of its operations
-at the peak of the vendor's matrix product. `transformers` runs the same shape with a static cache and torch.compile
-(with --small without compiling) in the same process, after ours.
+Models have random weights, made on the device. The floor of a decode step (forward pass, logits, greedy tokens) is the
+time to read its weights and its KV cache at the measured bandwidth. The floor of a prompt is the time of its operations
+at the peak rate of the vendor's matrix product. `transformers` runs the same shape with a static cache and
+torch.compile (not compiled with --small), in the same process after Paceline.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pass(NamedTuple):
     name: str
     requests: int
     count: int
-    """Tokens of each request."""
+    """New tokens of each request."""
     context: int
 
 
@@ -53,7 +53,7 @@ SMALL_PASSES = (Pass("decode, batch 1", 1, 1, 20), Pass("decode, batch 3", 3, 1,
 
 
 def matrix_elements(config: ModelConfig) -> int:
-    """Of all matrices that a token is multiplied by, the head among them."""
+    """Return the number of elements of all matrices that a token is multiplied by, with the head."""
     hidden, width = config.hidden_size, config.head_dim
     attention = hidden * width * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * hidden * config.intermediate_size
@@ -61,7 +61,7 @@ def matrix_elements(config: ModelConfig) -> int:
 
 
 def visible_pairs(config: ModelConfig, own: Pass) -> int:
-    """Pairs of a query and a key that it sees, over all layers."""
+    """Return the number of pairs of a query and a key that it sees, over all layers."""
     pairs = 0
     for kind in config.layer_types:
         seen = config.sliding_window if kind == "sliding" else own.context
@@ -70,8 +70,10 @@ def visible_pairs(config: ModelConfig, own: Pass) -> int:
 
 
 def floor_seconds(config: ModelConfig, own: Pass, itemsize: int, bandwidth: float, peak: float) -> float:
-    """What no implementation beats: bytes over bandwidth, or operations over the peak. Of a prompt only the last token
-    has logits."""
+    """Return the shortest possible time: bytes over bandwidth for decoding, operations over peak rate for a prompt.
+
+    Only the last token of a prompt has logits.
+    """
     if own.count == 1:
         kv_bytes = 2 * visible_pairs(config, own) * config.num_kv_heads * config.head_dim * itemsize
         return (matrix_elements(config) * itemsize + kv_bytes) / bandwidth
@@ -82,7 +84,7 @@ def floor_seconds(config: ModelConfig, own: Pass, itemsize: int, bandwidth: floa
 
 
 def prepare(weights: RandomWeights, kernels: Kernels, own: Pass, device: torch.device) -> Callable[[], object]:
-    """One pass as an engine would run it, its inputs given."""
+    """Return a function that runs one pass as the engine does, with inputs made in advance."""
     loaded = load_random(weights, kernels, None)
     layout: KVLayout = loaded.layout
     slots = own.requests * layout.slots_for(own.context)
@@ -141,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
     parser.add_argument("--small", action="store_true", help="tiny models, on whatever device there is")
-    parser.add_argument("--model", choices=MODELS, action="append", help="may be repeated; all where none is named")
+    parser.add_argument("--model", choices=MODELS, action="append", help="may be repeated; default: all")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--kernels", default="auto")
     options = parser.parse_args()

@@ -1,12 +1,13 @@
-"""The handoff between two processes on one GPU: blocks go from one worker's pool into another one's, beside what one
-large copy within the device reaches, and beside the way through the host's arena.
+"""Measure the handoff between two processes on one GPU, in which blocks go from one worker's pool into another's.
+
+It is compared with one large copy within the device, and with the way through the host's arena.
 
     python -m bench.gpu.handoff --out handoff.json [--blocks 256] [--rounds 20]
 
-One process has a pool, as a prefill worker has, and tells what lies in it; this one loads blocks by their names, as a
-decode worker does, and is timed from the question to the last block's being there and found unchanged. Blocks lie
-anywhere on both sides. All that came is compared. Then the first process is killed: what it had must come from the
-arena, and this process must go on.
+The other process has a pool like a prefill worker, and publishes the names of its blocks. This process loads blocks by
+name, like a decode worker. The time is from the start of the load until the last block has arrived and is known to be
+unchanged. Blocks are scattered on both sides, and all content is compared. Then the other process is killed: this
+process must notice that its blocks are gone, and must still be able to copy blocks through the arena.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ DTYPE = torch.bfloat16
 
 
 def make_pool(folder: Path, block_bytes: int, blocks: int, device: torch.device) -> tuple[SharedPool, Tensor]:
-    """A pool with room for twice as many blocks, and what is in it, [slots, elements]."""
+    """Return a pool with room for 2 * `blocks` blocks, and a view of its content, [slots, elements]."""
     layout = replace(make_layout((GroupShape("full", (0,), 1, 16),), DTYPE.itemsize, "bench"), slot_bytes=block_bytes)
     pool = SharedPool(folder / "bench.arena", 2 * blocks, layout, 2 * blocks, DTYPE, device)
     return pool, pool.pool.view(2 * blocks, -1)
 
 
 def content(slots: list[int], elements: int) -> Tensor:
-    """What each slot of the other process has, [slots, elements]."""
+    """Return the content of these slots in the other process, [slots, elements]."""
     return torch.tensor(slots, dtype=torch.int16).unsqueeze(1).expand(-1, elements).contiguous().view(DTYPE)
 
 
 def moves(blocks: int, own_slots: list[int]) -> list[BlockCopy]:
-    """Of blocks that lie anywhere in the other process's pool."""
+    """Return copies of scattered blocks of the other process's pool to slots of this one."""
     return [
         BlockCopy(own, arena, 0, there.to_bytes(16, "big"))
         for arena, (own, there) in enumerate(zip(own_slots, places(blocks, 1, 1)))
@@ -59,7 +60,7 @@ def moves(blocks: int, own_slots: list[int]) -> list[BlockCopy]:
 
 
 def serve(folder: Path, block_bytes: int, blocks: int, device: torch.device) -> None:
-    """The other process, until its input ends."""
+    """Run the other process until its standard input ends."""
     pool, slots = make_pool(folder, block_bytes, blocks, device)
     slots.copy_(content(list(range(2 * blocks)), slots.shape[1]))
     if device.type == "cuda":
@@ -85,7 +86,7 @@ def other_process(folder: Path, block_bytes: int, blocks: int, small: bool) -> I
 
 
 def measure(block_bytes: int, blocks: int, rounds: int, device: torch.device, small: bool) -> dict[str, Any]:
-    """Raises RuntimeError where blocks do not come, or come wrong."""
+    """Measure blocks of one size. Raises RuntimeError if blocks do not come or have wrong content."""
     total = block_bytes * blocks
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name, contextlib.ExitStack() as undo:
         process = undo.enter_context(other_process(Path(name), block_bytes, blocks, small))
@@ -100,7 +101,7 @@ def measure(block_bytes: int, blocks: int, rounds: int, device: torch.device, sm
 
         def load() -> None:
             if left := others.load(asked):
-                raise RuntimeError(f"{len(left)} of {blocks} blocks were not to be had from the other process")
+                raise RuntimeError(f"{len(left)} of {blocks} blocks could not be loaded from the other process")
 
         def by_arena() -> None:
             copies.store(own_slots, range(blocks)).wait()
@@ -112,7 +113,7 @@ def measure(block_bytes: int, blocks: int, rounds: int, device: torch.device, sm
         handoff = wall_seconds(load, rounds)
         there = content(places(blocks, 1, 1), slots.shape[1])
         if not torch.equal(slots[own_slots].cpu().view(torch.int16), there.view(torch.int16)):
-            raise RuntimeError("other blocks came than were asked for")
+            raise RuntimeError("the loaded blocks have wrong content")
         result = {
             "block_bytes": block_bytes,
             "bytes_per_second": total / handoff,
@@ -124,12 +125,12 @@ def measure(block_bytes: int, blocks: int, rounds: int, device: torch.device, sm
         if others.load(asked) != asked:
             raise RuntimeError("blocks came from a process that was killed")
         slots.zero_()
-        by_arena()  # the device is in order
+        by_arena()  # fails if the end of the other process has broken the device
     return result | {"share": result["bytes_per_second"] / result["copy_bytes_per_second"]}
 
 
 def wall_seconds(run: Callable[[], None], rounds: int) -> float:
-    """Of one run that waits for what it has begun: the host's part counts. Median."""
+    """Return the median wall seconds of one run, which waits for its own end. Work on the host counts too."""
     run()
     times = []
     for _ in range(rounds):

@@ -1,9 +1,10 @@
-"""Each Triton kernel beside its floor and beside plain torch, at the shapes of real models.
+"""Time of each Triton kernel, compared with plain torch and with a floor, at the shapes of real models.
 
     python -m bench.gpu.kernels --out kernels.json [--rounds 30]
 
-The floor is the larger of two: bytes that have to move over the bandwidth of reading, and operations over the best rate
-of a matrix product; both are measured first. "torch" is the reference, which composes what is fused here.
+The floor is the larger of two times: bytes to move divided by the read bandwidth, and operations divided by the best
+rate of a matrix product. Both rates are measured first. "torch" is the reference, which runs the operations of a fused
+kernel one by one.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ MODELS = (
 SMALL = (Shape("tiny", 60, 100, 6, 2, 20, 500),)
 ATTENTION = ((1, 1, 4096), (64, 1, 4096), (64, 5, 4096), (1, 4096, 4096))
 SMALL_ATTENTION = ((1, 1, 40), (3, 2, 30))
-"""requests, tokens of each, their context"""
+"""Number of requests, new tokens of each, tokens of each context."""
 
 
 def fused_cases(shape: Shape, rows: int, dtype: torch.dtype) -> Iterator[Case]:
-    """Bytes are those of reading alone, as everywhere in these benchmarks' floors, and of writing as many."""
+    """Make cases for fused kernels. Their bytes are the bytes to read, and as many bytes to write."""
 
     def randn(*size: int) -> Tensor:
         return torch.randn(size).to(dtype)
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on whatever device there is")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--only", default="", help="run the kernels whose name contains this")
+    parser.add_argument("--only", default="", help="run only kernels whose name contains this")
     options = parser.parse_args()
     device = pick_device(options.small)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

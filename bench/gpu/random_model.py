@@ -1,8 +1,8 @@
-"""A model of random weights that says something: no checkpoint is needed, and drafts can come true.
+"""A model of random weights whose tokens are predictable in part, so that drafts can be accepted without a checkpoint.
 
-Its head looks for the embedding that went in and answers with the next number of a circle of eight; beside that there
-is noise of about the same strength, which depends on the whole context. So it counts for a while, jumps, and counts
-again. How much drafts gain depends on the strength chosen here, as it does on the text for a real model.
+The head finds the embedding of the input token and gives a high logit to the next number of a circle of eight. Noise of
+about the same strength is added, which depends on the whole context. So the model counts for a while, jumps, and counts
+again. The gain of drafts depends on the strength chosen here, as it depends on the text for a real model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CIRCLE = 8
 
 
 def llama_config(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> ModelConfig:
-    """The shape of a Llama; `vocab` must be a multiple of CIRCLE."""
+    """Return the configuration of a Llama. `vocab` must be a multiple of CIRCLE."""
     rope = Rope(500_000.0)
     full: LayerType = "full"
     return ModelConfig(
@@ -59,7 +59,7 @@ def llama_config(hidden: int, inner: int, layers: int, heads: int, kv_heads: int
 def gemma_config(
     hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
 ) -> ModelConfig:
-    """The shape of a Gemma 3: of six layers, five see a window of 1024."""
+    """Return the configuration of a Gemma 3, in which five of six layers see a window of 1024 tokens."""
     kinds: tuple[LayerType, ...] = tuple("full" if layer % 6 == 5 else "sliding" for layer in range(layers))
     return replace(
         llama_config(hidden, inner, layers, heads, kv_heads, vocab),
@@ -83,10 +83,10 @@ TINY_GEMMA = gemma_config(64, 160, 6, 4, 2, 16, 512)
 
 
 class RandomWeights:
-    """Tensors made on the device, each from its name; a second model gets the same ones, not copies.
+    """Tensors made on the device, each seeded by its name. A second model shares the same tensors.
 
     Args:
-        signal: logit of the next number, as a multiple of what the best of all others has by chance.
+        signal: logit of the circle's next number, as a multiple of the best logit that the others have by chance.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, signal: float = 1.35) -> None:
@@ -116,13 +116,13 @@ class RandomWeights:
             # The noise of the logits has deviation 1, so the best of n is about sqrt(2 ln n).
             return noise.add_(embedding[before], alpha=self._signal * math.sqrt(2 * math.log(shape[0])) / shape[1])
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            # So that the sum of all layers is about as large as the embedding.
+            # Makes the sum of all layers about as large as the embedding.
             noise *= (2 * self.config.num_layers) ** -0.5
         return noise
 
 
 class PackedWeights:
-    """`Weights` for one model, as its kernels pack them."""
+    """The `Weights` of one model, packed by its kernels."""
 
     def __init__(self, weights: RandomWeights, kernels: Kernels) -> None:
         self.take = weights.take
@@ -133,10 +133,10 @@ class PackedWeights:
 
 
 def load_random(weights: RandomWeights, kernels: Kernels, speculative: SpeculativeConfig | None) -> Loaded:
-    """What a worker would have loaded."""
+    """Return the model as a worker would have loaded it."""
     model = CompiledModel(
         MODELS[weights.config.architecture](weights.config, PackedWeights(weights, kernels), kernels), kernels
     )
     layout = make_layout(model.group_shapes, weights.dtype.itemsize, "random")
-    grammars = Grammars(Path())  # nothing is constrained here
+    grammars = Grammars(Path())  # no request here has a constraint
     return Loaded(model, None, layout, speculative, grammars, kernels.chooser)

@@ -1,4 +1,4 @@
-"""When a device works on steps and when it stands still between them, on its own timeline."""
+"""Times in which a device works on steps, and in which it is idle between them, on the device's own timeline."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from paceline.models.base import Model
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """Of the steps of a run that decode alone; medians where nothing else is said."""
+    """Figures of the steps that only decode. All except `bubble` are medians."""
 
     idle_ms: float
-    """From a step's last kernel to the next step's first."""
+    """Time from a step's last kernel to the next step's first."""
     forward_ms: float
-    """From a step's first kernel to the end of the forward pass."""
+    """Time from a step's first kernel to the end of its forward pass."""
     rest_ms: float
-    """From there to its last kernel: logits, verifying, drafting, and the host's part in them."""
+    """Time from the end of the forward pass to the last kernel: logits, verifying, drafting, and their host work."""
     bubble: float
-    """Share of all the time in which the device stood still between steps."""
+    """Share of the total time in which the device was idle between steps."""
 
 
 class Event(Protocol):
-    """What is needed of torch.cuda.Event."""
+    """The part of torch.cuda.Event that is used here."""
 
     def record(self) -> None: ...
 
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to a later one."""
+        """Return the milliseconds from this event to a later one."""
 
 
 class HostEvent:
-    """An event where the host is the device."""
+    """An event for runs on the CPU."""
 
     def record(self) -> None:
         self.time = time.perf_counter()
@@ -56,9 +56,9 @@ class HostEvent:
 
 
 class StepClock:
-    """Watches the runner of one device.
+    """A clock for the steps of one device's runner.
 
-    A step has three events: before its first kernel, behind its forward pass, behind its last kernel.
+    A step has three events: before its first kernel, after its forward pass, after its last kernel.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class StepClock:
         self._steps: list[tuple[bool, list[Event]]] = []
 
     def watch(self, runner: Runner) -> Runner:
-        """The same runner, its steps timed; its model must be a `WatchedModel`. Forgets what was watched before."""
+        """Wrap a runner so that its steps are timed, and forget earlier steps. Its model must be a `WatchedModel`."""
         self._steps.clear()
         return _WatchedRunner(runner, self)
 
@@ -74,7 +74,7 @@ class StepClock:
         self._steps.append((all(chunk.follows for chunk in step.chunks), []))
 
     def mark_forward(self) -> None:
-        """Either end of a forward pass; only the first of a step counts, the others draft."""
+        """Mark either end of a forward pass. Only the first pass of a step counts; later passes make drafts."""
         if len(self._steps[-1][1]) < 2:
             self.mark()
 
@@ -84,7 +84,7 @@ class StepClock:
         self._steps[-1][1].append(event)
 
     def times(self) -> DeviceTimes:
-        """Of the runner that was watched, which has ended."""
+        """Return the times of the watched runner after its last step."""
         self._steps[-1][1][-1].synchronize()
         idle, forward, rest = [], [], []
         for (_, before), (decodes, (first, computed, last)) in zip(self._steps, self._steps[1:]):
@@ -101,7 +101,7 @@ class StepClock:
 
 
 class WatchedModel:
-    """A model that marks the two ends of each forward pass. See `Model`."""
+    """A model that marks both ends of each forward pass. See `Model`."""
 
     def __init__(self, model: Model, clock: StepClock) -> None:
         self._model = model

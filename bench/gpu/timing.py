@@ -1,4 +1,4 @@
-"""Times on the device's own timeline, and what the machine can do at best."""
+"""Times on the device's own timeline, and the best rates that the machine reaches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_GPU = "there is no CUDA device here; --small runs tiny shapes on the CPU"
 
 
 def pick_device(small: bool) -> torch.device:
-    """The GPU, or with `small` whatever there is; ends the process with a sentence where there is none."""
+    """Return the GPU. Without a GPU return the CPU if `small`, else end the process with an error message."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if not small:
@@ -23,7 +23,7 @@ def pick_device(small: bool) -> torch.device:
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Of one run, after three that do not count: kernels are compiled, chosen and recorded in them."""
+    """Return the median seconds of one run. Three runs before do not count: kernels are compiled and tuned in them."""
     for _ in range(3):
         run()
     times = []
@@ -43,13 +43,13 @@ def _event(device: torch.device) -> Event:
 
 
 def read_bandwidth(device: torch.device, small: bool) -> float:
-    """Bytes a second that reading memory reaches: what decoding cannot beat."""
+    """Return the memory read bandwidth in bytes per second, the limit of decoding."""
     data = torch.ones((1 << 22) if small else (1 << 30), dtype=torch.float32, device=device)
     return data.nbytes / median_seconds(data.sum, device, 10)
 
 
 def matrix_peak(device: torch.device, dtype: torch.dtype, small: bool) -> float:
-    """Operations a second of the vendor's product of large matrices: what prefill cannot beat."""
+    """Return the operations per second of the vendor's product of large matrices, the limit of prefill."""
     size = 256 if small else 8192
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2.0 * size**3 / median_seconds(lambda: a @ b.t(), device, 10)

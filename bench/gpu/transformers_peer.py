@@ -1,4 +1,4 @@
-"""The same shapes in `transformers`: random weights, a static cache, compiled."""
+"""Models of `transformers` with the same shapes: random weights, a static cache, torch.compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Peer:
     """A model of `transformers` with the shape of one of ours.
 
     Args:
-        compiles: with torch.compile, as its documentation advises for a static cache.
+        compiles: whether to use torch.compile, as the documentation of `transformers` advises for a static cache.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, compiles: bool) -> None:
@@ -26,11 +26,14 @@ class Peer:
         with torch.device(device):
             self._model: Any = transformers.AutoModelForCausalLM.from_config(own, dtype=dtype).eval()
         self._config = own
-        # The parts of a graph that cannot be recorded would run one by one.
+        # Without fullgraph=True, parts that cannot be recorded in a graph run one by one instead of failing.
         self._forward = torch.compile(self._model, mode="reduce-overhead") if compiles else self._model
 
     def prepare(self, requests: int, count: int, context: int) -> Callable[[], object]:
-        """A pass of `count` tokens behind context - count others, whose cache may hold anything; greedy tokens."""
+        """Return a function that computes `count` tokens after context - count others, and the greedy next tokens.
+
+        The KV of the earlier tokens has arbitrary content.
+        """
         import transformers
 
         cache = transformers.StaticCache(config=self._config, max_cache_len=context)
@@ -38,7 +41,7 @@ class Peer:
         places = torch.arange(context - count, context, device=self._device)
 
         def run() -> object:
-            # Each run writes to the same places again.
+            # Each run writes to the same places of the cache.
             for layer in cache.layers:
                 _rewind(layer, context - count)
             out = self._forward(
@@ -55,9 +58,9 @@ class Peer:
 
 
 def _rewind(layer: Any, length: int) -> None:
-    """Sets how many tokens a layer's cache believes to hold."""
+    """Set the number of tokens that a layer's cache counts as filled."""
     layer.cumulative_length.fill_(length)
-    if hasattr(layer, "cumulative_length_int"):  # what the host knows of a sliding layer
+    if hasattr(layer, "cumulative_length_int"):  # the host's copy of the count, in sliding layers
         layer.cumulative_length_int = length
 
 
