@@ -1,4 +1,4 @@
-"""Which leases exist, who may act on each, and how each comes to its end."""
+"""The leases of one arena: which exist, which worker may act on each, and how each ends."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from paceline.core.types import Key
 from paceline.services.kvtransfer.lease import NOBODY, Lease, State, UnknownLeaseError
 
 GRACE_SECONDS = 1.0
-"""How long a worker whose session broke may still touch its blocks."""
+"""Time in seconds for which a worker may still touch its blocks after its session broke."""
 
 _ENDED_KEPT = 1 << 16
-"""Attempts whose last ended or forbidden generation is remembered, against messages that come late."""
+"""Number of attempts whose last ended or forbidden generation is remembered, to refuse messages that are late."""
 
 
 class LeaseBook:
-    """Owns the leases. What they refer to goes back to `pool` when they end.
+    """Owns the leases, and gives their blocks back to `pool` when they end.
 
-    Times are seconds of one monotonic clock. A lease whose deadline has passed is over, whether or not `expire` ran.
-    Its blocks stay where they are as long as a worker lives that may not have noticed: a worker that stood still for
-    longer than a lease, or to which this service was deaf for so long, must not write into what belongs to others by
-    then.
+    Times are seconds of one monotonic clock. A lease has ended when its deadline has passed, even if `expire` has not
+    run. Its blocks are not given back while its writer lives and may not know it. A worker that was stopped for longer
+    than a lease, or whose renewals this service did not read for so long, must not write into blocks of others.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
         self.expired = 0
-        """Number of leases so far whose time or session ended before they were released."""
-        self._overdue: list[Key] = []  # those since `take_overdue`
+        """Number of leases so far whose deadline passed or whose session ended before they were released."""
+        self._overdue: list[Key] = []  # keys of the leases that ended in this way since `take_overdue`
         self._groups = layout.groups
         self._pool = pool
         self._live: dict[tuple[str, int], Lease] = {}  # by (request, attempt)
         self._draining: dict[Key, Lease] = {}
-        self._ended: OrderedDict[tuple[str, int], int] = OrderedDict()  # last generation, oldest end first
+        self._ended: OrderedDict[tuple[str, int], int] = OrderedDict()  # last generation by attempt, oldest end first
 
     def __iter__(self) -> Iterator[Lease]:
-        """All leases; those that drain come last."""
+        """Yield all leases. Draining leases come last."""
         yield from self._live.values()
         yield from self._draining.values()
 
     # ---- finding a lease, and the right to act on it
 
     def check_new(self, key: Key, now: float) -> None:
-        """Raises unless `key` may name a new lease."""
+        """Raise StaleError if a new lease cannot have this key, InvalidRequestError if the attempt has a lease."""
         lease = self._alive(key, now)
         newest = self._ended.get(key[:2], -1) if lease is None else lease.key.generation
         if key.generation <= newest:
@@ -58,7 +57,7 @@ class LeaseBook:
         self._live[lease.key[:2]] = lease
 
     def restore(self, lease: Lease) -> None:
-        """Takes over a lease, ACTIVE or DRAINING, whose blocks the pool has taken over already."""
+        """Add a lease that is ACTIVE or DRAINING and whose blocks were restored in the pool already."""
         if lease.state is State.DRAINING:
             self._pool.enter_flight(lease.slots())
             self._draining[lease.key] = lease
@@ -66,20 +65,21 @@ class LeaseBook:
             self.add(lease)
 
     def find(self, key: Key, now: float) -> Lease:
+        """Return the lease that has, or had, this key. Raises UnknownLeaseError if there is none."""
         lease = self._alive(key, now)
         if lease is None or not lease.first_generation <= key.generation <= lease.key.generation:
             raise UnknownLeaseError(f"there is no lease {key}: it was never made, was released, or its time ended")
         return lease
 
     def find_newest(self, key: Key, now: float) -> Lease:
-        """The lease, if the caller knows its newest generation."""
+        """Return the lease if `key` has its newest generation. Raises StaleError otherwise."""
         lease = self.find(key, now)
         if key.generation < lease.key.generation:
             raise StaleError(f"lease {key} changed hands; its generation is {lease.key.generation} now")
         return lease
 
     def find_written(self, session: int, key: Key, now: float) -> Lease:
-        """The lease, if `session` is its writer."""
+        """Return the lease if `session` is its writer. Raises StaleError, or InvalidRequestError if it is filled."""
         lease = self.find_newest(key, now)
         if lease.writer == NOBODY:
             raise InvalidRequestError(f"lease {key} is filled; adopt it first")
@@ -88,8 +88,10 @@ class LeaseBook:
         return lease
 
     def find_own(self, session: int, key: Key, now: float) -> Lease:
-        """The lease, if `session` owns or writes it. The owner learns of a new generation late: its older ones
-        count."""
+        """Return the lease if `session` owns or writes it. Raises StaleError otherwise.
+
+        The owner may use an older generation, because it learns of a new one late.
+        """
         lease = self.find(key, now)
         is_writer = session == lease.writer and key.generation == lease.key.generation
         if session != lease.owner and not is_writer:
@@ -104,19 +106,19 @@ class LeaseBook:
         return lease
 
     def change_hands(self, lease: Lease) -> None:
-        """Raises the generation. Raises StaleError where it was given back before it came."""
+        """Give a lease its next generation. Raises StaleError if this generation was released in advance."""
         key = lease.key._replace(generation=lease.key.generation + 1)
         if key.generation <= self._ended.get(key[:2], -1):
-            raise StaleError(f"{key} was given back before it was asked for")
+            raise StaleError(f"{key} was given back before it was requested")
         lease.key = key
 
     # ---- the ends of a lease
 
     def forbid(self, key: Key) -> None:
-        """From now on no generation of this attempt up to this one can begin.
+        """Refuse new leases of this attempt up to this generation from now on.
 
-        It has ended, was refused, or was given back before it came: a message that comes late or again must not make a
-        lease that nobody knows of.
+        The generation has ended, was refused, or was released in advance. A message that comes late or twice must not
+        make a lease that no worker knows of.
         """
         name = key[:2]
         self._ended[name] = max(key.generation, self._ended.get(name, -1))
@@ -125,7 +127,7 @@ class LeaseBook:
             self._ended.popitem(last=False)
 
     def release(self, lease: Lease, session: int) -> None:
-        """Ends a lease in the name of its owner or writer. What another worker writes drains until that one is done."""
+        """End a lease for its owner or writer. If another worker writes it, it drains until that worker is done."""
         if lease.writer in (NOBODY, session):
             self._forget(lease)
             self._give_back(lease)
@@ -133,14 +135,20 @@ class LeaseBook:
             self._drain(lease, lease.writer)
 
     def drained(self, session: int, key: Key, now: float) -> None:
-        """The writer of a lease that drains is done with it. It may not have heard that its reservation was adopted."""
-        self._alive(key, now)  # where nobody has noticed yet that the lease is over, it drains from here on
+        """End the draining of a lease, because its writer is done with the blocks.
+
+        The key may be older than the lease's, because the writer may not know that its reservation was adopted.
+        """
+        self._alive(key, now)  # a lease whose deadline has passed unnoticed begins to drain here
         for lease in [lease for lease in self._draining.values() if lease.key[:2] == key[:2]]:
             if lease.writer == session and lease.first_generation <= key.generation <= lease.key.generation:
                 self._end_drain(lease)
 
     def lose_session(self, session: int, now: float) -> None:
-        """A worker is gone: what it owned or wrote ends. Blocks that it or another writer may touch drain first."""
+        """End the leases that a worker owned or wrote, because its session has ended.
+
+        Their blocks drain first: for GRACE_SECONDS, or until another writer of them is done.
+        """
         for lease in list(self._live.values()):
             if session in (lease.owner, lease.writer):
                 self._note_overdue(lease)
@@ -150,7 +158,7 @@ class LeaseBook:
                 lease.deadline = min(lease.deadline, now + GRACE_SECONDS)
 
     def expire(self, now: float) -> None:
-        """Ends every lease whose deadline has passed."""
+        """End every lease whose deadline has passed."""
         for lease in [lease for lease in self if lease.deadline <= now]:
             if lease.state is State.DRAINING:
                 self._end_drain(lease)
@@ -158,7 +166,7 @@ class LeaseBook:
                 self._expire(lease)
 
     def take_overdue(self) -> list[Key]:
-        """Leases that ended since the last call because nobody renewed or released them."""
+        """Return the keys of leases that were not renewed in time, or lost their session, since the last call."""
         overdue, self._overdue = self._overdue, []
         return overdue
 
@@ -178,7 +186,7 @@ class LeaseBook:
         self._forget(lease)
         if not lease.in_flight:
             self._pool.enter_flight(lease.slots())
-        # No lease ends this: only the writer's word, or the end of its session.
+        # Draining has no deadline. It ends when the writer says so, or after its session has ended.
         lease.state, lease.writer, lease.deadline = State.DRAINING, writer, math.inf
         self._draining[lease.key] = lease
 
@@ -196,7 +204,7 @@ class LeaseBook:
         self._pool.give_back(slots_tail_first(self._groups, lease.tables))
 
     def check(self) -> list[str]:
-        """Check leases and pool against each other; return a sentence for everything that is wrong."""
+        """Check leases and pool against each other. Return one sentence for each fault."""
         wrong = []
         total = self._pool.counts().total
         references, flights = [0] * total, [0] * total

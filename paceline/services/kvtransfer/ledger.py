@@ -1,17 +1,17 @@
-"""The rules of who may touch which block: leases, their deadlines and generations, and the cache of sealed blocks.
+"""The ledger: it decides which worker may touch which block, by leases, and caches sealed blocks.
 
-Pure: no clock, no I/O. `now` is in seconds of one monotonic clock; `session` names one stay of a worker. A call that
-raises has changed nothing, except that it may have ended what was over: an expired lease, or one that drained; and that
-the key of a reservation for which there were no blocks is used up.
+Pure: no clock, no I/O. `now` is in seconds of one monotonic clock. `session` names one connection of a worker, from
+attaching to leaving. A call that raises changes nothing, with two exceptions: it may end leases that have expired or
+have drained, and a reservation that fails because blocks are missing uses up its key.
 
     reserve ──▶ RESERVED ──open──▶ FILLING ──fill──▶ FILLED ──adopt──▶ ACTIVE ──release──▶ (gone)
                    └──────────────────────release──────────────────────────────────────────▶ (gone)
 
-A lease that ends while a worker may still touch its blocks is DRAINING: nobody may act on it, but the blocks stay as
-they are until that worker says that it is done, or its session has ended. This holds for a lease that runs out, too.
+A lease that ends, or expires, while a worker may still touch its blocks is DRAINING. Nobody may act on such a lease.
+Its blocks are given back when that worker says that it is done, or after its session has ended.
 
-Errors: InvalidRequestError for what can never work, BusyError where blocks are missing now, StaleError where somebody
-else owns the lease now, UnknownHoldError where there is none.
+Errors: InvalidRequestError for an operation that can never work, BusyError if too few blocks are available now,
+StaleError if another worker owns the lease now, UnknownLeaseError if there is no such lease.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ from paceline.services.kvtransfer.places import place_of
 
 
 class Ledger:
-    """The blocks of one arena.
+    """The blocks of one arena and their leases.
 
-    free + held + in flight + cached == total after every call; `check` proves it.
+    After every call free + held + in flight + cached == total. `check` verifies this.
 
     Args:
+        slots: number of blocks.
+        lease_seconds: time after which a lease ends if it is not renewed.
         policy: see `BlockPool`.
     """
 
     def __init__(self, layout: KVLayout, slots: int, lease_seconds: float, policy: CachePolicy | None = None) -> None:
         self.queried_tokens = 0
-        """Tokens so far that could have been found in the cache."""
+        """Number of tokens of full blocks in all reservations so far: the most that could be cached."""
         self.cached_tokens = 0
-        """Tokens so far that were."""
+        """Number of these tokens that were found in the cache."""
         self._layout = layout
         self._lease_seconds = lease_seconds
         self._pool = BlockPool(slots, len(layout.groups), policy)
@@ -62,15 +64,15 @@ class Ledger:
         now: float,
         priority: int = 0,
     ) -> Lease:
-        """Makes a lease: cached blocks of the longest known prefix, then fresh ones up to `token_count` tokens.
+        """Make a lease of the cached blocks of the longest cached prefix and new blocks up to `token_count` tokens.
 
-        Whoever met BusyError asks again under a higher generation: were the refused reservation to come a second time,
-        when there are blocks, nobody would know of its lease.
+        After BusyError the caller must use a higher generation. Otherwise the refused message might arrive twice, and
+        make a lease that nobody knows of when blocks are available.
 
         Args:
-            hashes: chain of the context, one hash each BASE_TOKENS tokens.
-            max_cached_tokens: reuse no more than this.
-            priority: of the request; a lower one is more urgent, so that its blocks stay cached longer.
+            hashes: chain of the context, one hash for each BASE_TOKENS tokens.
+            max_cached_tokens: reuse at most this many tokens.
+            priority: priority of the request; lower is more urgent. Some policies cache urgent blocks longer.
         """
         self._book.check_new(key, now)
         block_tables.check_hashes(hashes)
@@ -108,13 +110,13 @@ class Ledger:
         return lease
 
     def pin(self, session: int, key: Key, hashes: Sequence[bytes], now: float) -> Lease:
-        """Makes a lease of the cached blocks of the longest known prefix of a context, and of no others: to be read."""
+        """Make a lease of only the cached blocks of a context's longest cached prefix, so that they can be read."""
         block_tables.check_hashes(hashes)
         cached, _ = match_prefix(self._layout, self._pool.find, hashes, len(hashes) * BASE_TOKENS)
         return self.reserve(session, key, hashes[: cached // BASE_TOKENS], cached, cached, now)
 
     def open(self, session: int, key: Key, now: float) -> Lease:
-        """Makes the caller the writer of a reserved lease, under the next generation."""
+        """Make the caller the writer of a reserved lease, with the next generation."""
         lease = self._book.find_newest(key, now)
         if lease.state is not State.RESERVED:
             raise InvalidRequestError(f"lease {key} is {lease.state.value}; only a reserved one can be opened")
@@ -124,7 +126,7 @@ class Ledger:
         return self._renewed(lease, now)
 
     def seal(self, session: int, key: Key, group: int, first_block: int, hashes: Sequence[bytes], now: float) -> Lease:
-        """Publishes full blocks, beginning with `first_block`; hashes[i] names the content up to its block i's end."""
+        """Publish full blocks. hashes[i] names the context up to the end of block `first_block` + i."""
         lease = self._book.find_written(session, key, now)
         table = block_tables.table_of(lease, group)
         block_tables.check_hashes(hashes)
@@ -147,7 +149,7 @@ class Ledger:
         return self._renewed(lease, now)
 
     def fill(self, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes = b"") -> Lease:
-        """The prefill worker is done with it: tokens [0, filled_tokens), named `context_hash`, are in the blocks."""
+        """Note that the prefill worker has written tokens [0, filled_tokens), whose hash is `context_hash`."""
         self._book.drained(session, key, now)
         lease = self._book.find_written(session, key, now)
         if lease.state is not State.FILLING:
@@ -162,7 +164,7 @@ class Ledger:
         return self._renewed(lease, now)
 
     def adopt(self, session: int, key: Key, now: float) -> Lease:
-        """Makes the caller the owner and writer of a filled lease, under the next generation."""
+        """Make the caller the owner and writer of a filled lease, with the next generation."""
         lease = self._book.find_newest(key, now)
         if lease.state is not State.FILLED:
             raise InvalidRequestError(f"lease {key} is {lease.state.value}; only a filled one can be adopted")
@@ -172,7 +174,7 @@ class Ledger:
         return self._renewed(lease, now)
 
     def extend(self, session: int, key: Key, token_count: int, now: float) -> Lease:
-        """Grows the tables to cover `token_count` tokens, in all groups or in none."""
+        """Add blocks to cover `token_count` tokens, in all groups or in none."""
         lease = self._book.find_written(session, key, now)
         missing = block_tables.missing_blocks(self._layout, lease.tables, token_count)
         block_tables.check_fits(self._pool, sum(missing) + len(lease.slots()), token_count)
@@ -184,7 +186,7 @@ class Ledger:
         return self._renewed(lease, now)
 
     def trim(self, session: int, key: Key, group: int, first_kept_block: int, now: float) -> Lease:
-        """Gives back the blocks of a windowed group before `first_kept_block`."""
+        """Give back the blocks of a windowed group before `first_kept_block`."""
         lease = self._book.find_written(session, key, now)
         table = block_tables.table_of(lease, group)
         if self._layout.groups[group].shape.window == 0:
@@ -199,14 +201,14 @@ class Ledger:
         return self._renewed(lease, now)
 
     def renew(self, session: int, key: Key, now: float) -> Lease:
-        """Restarts the lease. The owner may do so with any generation since it reserved: it learns newer ones late."""
+        """Restart the lease's time. Its owner may use any generation since it reserved: it learns newer ones late."""
         return self._renewed(self._book.find_own(session, key, now), now)
 
     def release(self, session: int, key: Key, now: float) -> None:
-        """Ends the lease, by its writer or by its owner; the second time it does nothing.
+        """End the lease for its writer or owner. A second release does nothing.
 
-        A release that comes before the reserve, open or adopt that it takes back makes that one stale. Where another
-        worker is writing, the blocks drain until that one is done.
+        A release may come before the reserve, open or adopt that it cancels, which is stale then. If another worker is
+        writing, the blocks drain until that worker is done.
         """
         self._book.drained(session, key, now)
         try:
@@ -216,49 +218,49 @@ class Ledger:
             return
         self._book.release(lease, session)
 
-    # ---- the end of this service, and another one's beginning
+    # ---- restart of the service
 
     def names(self, lease: Lease) -> list[list[bytes]]:
-        """As the lease's tables: the hashes of sealed blocks, empty for others."""
+        """Return the hash of each block in the lease's tables; an empty one if the block is not sealed."""
         return [block_tables.names_of(self._pool, table) for table in lease.tables]
 
     def restore(self, claims: Sequence[Claim], now: float) -> None:
-        """Takes over, into a new ledger, what workers hold from the time of another one. All else is free.
+        """Add the leases that workers claim from an earlier ledger to this new one. All other blocks are free.
 
         Raises:
-            ContradictionError: not all claims can be true. Nothing is taken over then.
+            ContradictionError: not all claims can be true. Then the ledger does not change.
         """
         slots = claimed_slots(self._layout, self._pool.counts().total, claims)
         self._pool.restore(slots, claimed_places(self._layout, claims))
         for claim in claims:
             self._book.restore(restored_lease(claim, now, self._lease_seconds))
 
-    # ---- time and death
+    # ---- leases that end without a release
 
     def lose_session(self, session: int, now: float) -> None:
-        """A worker is gone: what it owned or wrote ends, after a grace in which it may still touch the blocks."""
+        """End the leases that a gone worker owned or wrote, after a time in which it may still touch the blocks."""
         self._book.lose_session(session, now)
 
     def expire(self, now: float) -> None:
-        """End every lease whose time is over."""
+        """End every lease whose deadline has passed."""
         self._book.expire(now)
 
     def take_overdue(self) -> list[Key]:
-        """Leases that ended since the last call because nobody renewed or released them."""
+        """Return the keys of leases that were not renewed in time, or lost their session, since the last call."""
         return self._book.take_overdue()
 
-    # ---- what observers see
+    # ---- reading the state
 
     def find(self, key: Key, now: float) -> Lease:
-        """The lease, for reading, if it has not ended and `key` is not from before its time."""
+        """Return the lease that has, or had, this key, for reading only. Raises UnknownLeaseError if there is none."""
         return self._book.find(key, now)
 
     def slot_of(self, group: int, digest: bytes) -> int | None:
-        """The reusable block with this content."""
+        """Return the slot of the reusable block with this hash, or None."""
         return self._pool.find(group, digest)
 
     def hash_of(self, slot: int) -> bytes | None:
-        """The name of a sealed block's content."""
+        """Return the hash of the block in a slot, or None if it is not sealed."""
         name = self._pool.name(slot)
         return None if name is None else name[1]
 
@@ -266,12 +268,12 @@ class Ledger:
         return self._pool.counts()
 
     def leases(self) -> list[Lease]:
-        """All leases, for reading."""
+        """Return all leases, for reading only."""
         return list(self._book)
 
     @property
     def expired_leases(self) -> int:
-        """Number of leases so far whose time or session ended before they were released."""
+        """Number of leases so far whose deadline passed or whose session ended before they were released."""
         return self._book.expired
 
     @property
@@ -280,19 +282,22 @@ class Ledger:
 
     @property
     def event_count(self) -> int:
-        """Events so far: the number of the next one."""
+        """Number of events so far, which is also the number of the next event."""
         return self._pool.event_count
 
     def take_events(self) -> list[BlockEvent]:
-        """Blocks that became or ceased to be reusable since the last call; the last has number `event_count` - 1."""
+        """Return the events since the last call, of blocks that became or ceased to be reusable.
+
+        The last event has number `event_count` - 1.
+        """
         return self._pool.take_events()
 
     def reusable(self) -> list[list[bytes]]:
-        """For each group the names of all blocks that a reservation could reuse now."""
+        """Return, for each group, the hashes of all blocks that a reservation could reuse now."""
         return self._pool.reusable()
 
     def check(self) -> list[str]:
-        """Proves counts, owners, references and index; returns a sentence for everything that is wrong."""
+        """Check counts, owners, references and index. Return one sentence for each fault."""
         return self._book.check()
 
     def _renewed(self, lease: Lease, now: float) -> Lease:

@@ -1,4 +1,4 @@
-"""The kvtransfer service as a process."""
+"""The process of a kvtransfer service."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 async def run(config: KVTransferConfig) -> None:
-    """Serves until SIGTERM; workers must have gone by then. Raises PacelineError."""
+    """Serve until SIGTERM; the workers of the host must have ended by then. Raises PacelineError."""
     stop = stop_on_signals()
     give_back_large_memory()
     host_id = config.host_id or unique_name("host")
@@ -64,7 +64,7 @@ async def run(config: KVTransferConfig) -> None:
     try:
         while not stop.is_set():
             if not service.healthy:
-                # Workers lose their session, end, and everything starts again from nothing.
+                # When this service ends, its workers lose their sessions and end. Then all of them start anew.
                 raise UnavailableError("the KV ledger is out of balance; see the log above")
             try:
                 async with asyncio.timeout(_WATCH_SECONDS):
@@ -79,7 +79,7 @@ async def run(config: KVTransferConfig) -> None:
 
 
 def _kv_memory(config: KVTransferConfig) -> int:
-    """Most bytes of the arena; "auto" leaves most of the machine to weights and to others."""
+    """Return the largest size of the arena in bytes. "auto" leaves most memory for weights and other processes."""
     if config.kv_memory != "auto":
         return parse_bytes(config.kv_memory)
     try:

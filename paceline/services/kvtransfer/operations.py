@@ -1,4 +1,4 @@
-"""Between the messages of the wire and the calls of the ledger."""
+"""Translation of a worker's operations, as protobuf messages, to calls of the ledger, and of the results back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _MAX_REQUEST_ID = 256
 _MAX_GENERATION = 1 << 31
 _MAX_KEYS = 1 << 16
-"""Of one renewal; a worker has as many leases as it runs requests."""
+"""Most keys of one renewal. A worker has as many leases as it runs requests."""
 
 _CODES: tuple[tuple[type[PacelineError], pb.Code.ValueType], ...] = (
     (UnknownLeaseError, pb.CODE_UNKNOWN),
@@ -38,7 +38,7 @@ _CODES: tuple[tuple[type[PacelineError], pb.Code.ValueType], ...] = (
 
 
 def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> pb.Result:
-    """Carries out one operation. What the ledger refuses becomes the result's code and message."""
+    """Apply one operation to the ledger and return its result. An error becomes the result's code and message."""
     if operation.HasField("renew"):
         return _renew(ledger, session, operation.renew, now)
     with traced(operation) as span:
@@ -48,7 +48,7 @@ def apply(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
 
 
 def adopted(ledger: Ledger, operation: pb.Operation, outcome: Lease | PacelineError, began: int) -> pb.Result:
-    """The result of an adoption that was asked for when it `began`, on time.time_ns()."""
+    """Return the result of an adoption that was requested at `began`, on time.time_ns()."""
     with traced(operation, began) as span:
         if isinstance(outcome, PacelineError):
             result = refused(outcome)
@@ -61,10 +61,10 @@ def adopted(ledger: Ledger, operation: pb.Operation, outcome: Lease | PacelineEr
 
 @contextlib.contextmanager
 def traced(operation: pb.Operation, began: int | None = None) -> Iterator[trace.Span | None]:
-    """Makes an operation of a traced request a span of its trace, where traces are exported.
+    """Record an operation of a traced request as a span, which is yielded. Yield None if traces are not exported.
 
     Args:
-        began: on time.time_ns(); now where it is not given.
+        began: start of the span, on time.time_ns(); None means now.
     """
     name = operation.WhichOneof("op")
     if name is None or not operation.traceparent or not env.exports_traces():
@@ -76,7 +76,7 @@ def traced(operation: pb.Operation, began: int | None = None) -> Iterator[trace.
 
 
 def changed_leases(operations: Iterable[pb.Operation]) -> Iterator[Key]:
-    """Those of which blocks may have become complete, or that may have ended."""
+    """Yield the keys of leases that operations have sealed, filled or released."""
     for operation in operations:
         if (name := operation.WhichOneof("op")) in ("seal", "fill", "release"):
             yield key_from_pb(getattr(operation, name).key)
@@ -99,14 +99,14 @@ def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float
     extra = {"request_id": lease.key.request_id}
     log.debug("%s: lease %s is %s", operation.WhichOneof("op"), lease.key, lease.state.value, extra=extra)
     if operation.HasField("fill"):
-        return pb.Result(), lease  # its blocks are not the caller's any more
-    # Those that an extension adds are fresh.
+        return pb.Result(), lease  # the caller does not own the blocks any more
+    # The blocks that an extension adds have no names.
     names = None if operation.HasField("extend") else ledger.names(lease)
     return pb.Result(lease=lease_to_pb(lease, names)), lease
 
 
 def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> Lease | None:
-    """Returns the lease where the result shows it."""
+    """Call the ledger for one operation. Return the lease if the operation's result describes it."""
     match operation.WhichOneof("op"):
         case "reserve":
             reserve = operation.reserve
@@ -141,7 +141,7 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
 
 
 def _renew(ledger: Ledger, session: int, message: pb.Renew, now: float) -> pb.Result:
-    """Renews what can be renewed. The code is that of the first lease that cannot; `lost` names all of them."""
+    """Renew leases. `lost` has the keys of those that cannot be renewed, and the code is that of the first of them."""
     if len(message.keys) > _MAX_KEYS:
         return refused(InvalidRequestError(f"a renewal may have {_MAX_KEYS} keys, not {len(message.keys)}"))
     result = pb.Result()
@@ -156,11 +156,12 @@ def _renew(ledger: Ledger, session: int, message: pb.Renew, now: float) -> pb.Re
 
 
 def refused(error: PacelineError) -> pb.Result:
+    """Return the result of an operation that failed."""
     return pb.Result(code=next(code for kind, code in _CODES if isinstance(error, kind)), message=str(error))
 
 
 def key_of(message: common_pb2.Key) -> Key:
-    """Raises InvalidRequestError for what no service of ours says."""
+    """Return the key. Raises InvalidRequestError if its request id or generation is out of bounds."""
     if not 0 < len(message.request_id) <= _MAX_REQUEST_ID:
         raise InvalidRequestError(f"key.request_id must have 1 to {_MAX_REQUEST_ID} characters")
     if message.generation > _MAX_GENERATION:
@@ -169,7 +170,7 @@ def key_of(message: common_pb2.Key) -> Key:
 
 
 def adoption_to_pb(lease: Lease, ledger: Ledger) -> pb.Adoption:
-    """Looks at few blocks, however long the context is: a handoff waits for it."""
+    """Return the message for an adopted lease. It uses binary search, because a handoff waits for this."""
     adoption = pb.Adoption(key=key_to_pb(lease.key), filled_tokens=lease.filled_tokens, context_hash=lease.context_hash)
     for table in lease.tables:
         trimmed = bisect_left(table, True, key=lambda slot: slot != NO_SLOT)
@@ -179,6 +180,7 @@ def adoption_to_pb(lease: Lease, ledger: Ledger) -> pb.Adoption:
 
 
 def lease_to_pb(lease: Lease, names: list[list[bytes]] | None) -> pb.Lease:
+    """Return the message for a lease. `names` are the hashes of its blocks (`Ledger.names`)."""
     tables = [pb.BlockTable(slots=table) for table in lease.tables]
     for table, hashes in zip(tables, names or ()):
         table.hashes.extend(hashes)
@@ -188,7 +190,7 @@ def lease_to_pb(lease: Lease, names: list[list[bytes]] | None) -> pb.Lease:
 
 
 def claim_from_pb(message: pb.Claim, session: int) -> Claim:
-    """Raises InvalidRequestError."""
+    """Return the claim of a worker with this session. Raises InvalidRequestError if its key is invalid."""
     return Claim(
         session=session,
         key=key_of(message.key),

@@ -1,4 +1,4 @@
-"""Who owns which blocks, as the ledger is shown. Pure."""
+"""The description of all leases and their owners, for operators. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from paceline.services.kvtransfer.lease import NOBODY, Lease
 def describe_leases(
     leases: Sequence[Lease], layout: KVLayout, workers: Mapping[int, str], most: int, now: float
 ) -> pb.LedgerReply:
-    """The part of a reply that names the owner of every block that is held or in flight.
+    """Return the part of a ledger reply that names the owner of every block that is held or in flight.
 
-    A block that several leases share is counted at the oldest of them, so that what is shown adds up to the counts.
+    A block that several leases share is counted for the oldest of them, so that the sums agree with the counts.
 
     Args:
-        workers: their ids by session.
-        most: so many leases are shown, the oldest; the others only counted. 0 shows all.
+        leases: all leases.
+        workers: ids of workers by session.
+        most: describe at most this many leases, oldest first, and only count the others. 0 describes all.
+        now: time on the ledger's clock, in seconds.
     """
     reply = pb.LedgerReply()
     seen: set[int] = set()
@@ -50,6 +52,6 @@ def _describe(lease: Lease, layout: KVLayout, workers: Mapping[int, str], shared
         token_count=lease.token_count,
     )
     for group, table in zip(layout.groups, lease.tables):
-        # A draft model's group may have the name of one of the target's.
+        # Added up, because a group of a draft model may have the same name as a group of the target.
         info.blocks_by_group[group.shape.name] += len(table) - table.count(NO_SLOT)
     return info

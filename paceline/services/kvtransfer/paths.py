@@ -1,4 +1,4 @@
-"""Which way blocks come from which host."""
+"""The choice of a transport for reading blocks of another host."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ from paceline.services.common.avoid import Avoided
 from paceline.services.kvtransfer.transport import Source, Transport
 
 RETRY_SECONDS = (20.0, 40.0)
-"""A path that failed is tried again after a time between these."""
+"""Shortest and longest time after which a transport that failed is tried again."""
 
 log = logging.getLogger(__name__)
 
 
 class Paths:
-    """Reads blocks of other hosts by the best transport that works.
+    """Reads blocks of other hosts over the best transport that works.
 
     Args:
-        transports: best first. One that failed is left out for a while, but for the last.
+        transports: transports, best first. One that failed is avoided for a while, except the last one.
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._transports = transports
         self._avoided: Avoided[tuple[str, str]] = Avoided(RETRY_SECONDS)
-        """Hosts with the name of a transport that failed."""
+        """(host id, transport's name) of each transport that failed for a host."""
 
     async def read(
         self, offer: pb.Offer, address: str, slots: Sequence[tuple[int, int]], damaged: Callable[[], int]
     ) -> str:
-        """Pulls blocks (slot there, slot here); returns the name of the transport.
+        """Read blocks of another host. Return the name of the transport.
 
         Args:
-            offer: how that arena can be read.
-            address: of the service there.
-            damaged: counts the blocks here that are not what they should be.
+            offer: the other service's description of how to read its arena.
+            address: address of the other service.
+            slots: pairs (slot there, slot here).
+            damaged: returns how many of the blocks that were read differ from their digests.
 
         Raises:
-            UnavailableError: no path works.
+            UnavailableError: no transport works.
         """
         avoided = self._avoided.now()
         offered = [transport for transport in self._transports if transport.name in offer.transports]
         usable = [each for each in offered if (offer.host_id, each.name) not in avoided]
-        # The last one is what is left where all have failed lately, and where those that have not fail now.
+        # Try the last one even if it failed recently: it is the fallback when the others fail or are avoided.
         order = usable + [each for each in offered[-1:] if each not in usable]
         failures: list[str] = []
         damaging: list[Transport] = []
@@ -57,12 +58,12 @@ class Paths:
                 continue
             if not (count := damaged()):
                 for other in damaging:
-                    self._avoid(offer.host_id, other, "other bytes came than by the next path")
+                    self._avoid(offer.host_id, other, "it brought other bytes than the next transport")
                 return transport.name
-            # Where no path brings what was named, the blocks are others' by now, and the path is not to blame.
+            # Do not avoid this transport yet: if no transport brings the right bytes, the slots have been reused.
             failures.append(f"{count} of {len(slots)} blocks differ from their digests")
             damaging.append(transport)
-        raise UnavailableError("; ".join(failures) or "it offers no path that is known here")
+        raise UnavailableError("; ".join(failures) or "the source offers no transport that is known here")
 
     def _avoid(self, host_id: str, transport: Transport, reason: str) -> None:
         self._avoided.add((host_id, transport.name))
