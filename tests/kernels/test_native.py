@@ -126,7 +126,7 @@ def test_memory_that_is_missing_is_an_error_and_no_end(heads: int, rows: int) ->
             except MemoryError as error:
                 print(error)
     """)
-    assert done.stdout == 2 * "there is no memory for what an operation keeps on its way\n", done.stderr
+    assert done.stdout == 2 * "there is no memory for the intermediate values of an operation\n", done.stderr
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -186,7 +186,7 @@ def attend_once(kernels: NativeKernels, queries: Tensor, cache: LayerCache, grou
     ],
 )
 def test_operands_of_another_type_or_shape_are_refused(call: Callable[[NativeKernels, Tensor], object]) -> None:
-    with pytest.raises(ValueError, match=r"needed is \[|must be int32|the last must be 1"):
+    with pytest.raises(ValueError, match=r" must be \[|must be int32|the last must be 1"):
         call(NativeKernels(1), torch.zeros(1, 32))
 
 

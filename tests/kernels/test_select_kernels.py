@@ -77,7 +77,7 @@ def test_without_a_compiled_library_auto_runs_on_torch_and_says_how_to_get_the_f
 def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
     file = tmp_path / FILE_NAME
     file.write_bytes(b"no library")
-    with pytest.raises(ConfigError, match=f"do not load: .*{re.escape(file.name)}"):
+    with pytest.raises(ConfigError, match=f"cannot be loaded: .*{re.escape(file.name)}"):
         load_library(tmp_path)
 
 

@@ -1,3 +1,3 @@
-"""Kernels in C++ for CPU. `NativeKernels` is all that others need."""
+"""Kernels in C++ for CPUs. Other packages need only `NativeKernels`."""
 
 from paceline.kernels.native.kernels import NativeKernels as NativeKernels

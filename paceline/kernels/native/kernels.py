@@ -1,4 +1,4 @@
-"""`Kernels` in C++ for CPU: matrix products at memory speed, and rows that never depend on their batch."""
+"""`Kernels` in C++ for CPUs: matrix products at memory speed, and results of a row that never depend on its batch."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from paceline.kernels.native.tiles import pack_tiles, tile_format, tiles_bytes
 from paceline.kernels.quantized import QuantizedMatrix
 
 COMPRESSING = ("avx512",)
-"""Instruction sets whose kernels take bf16 in 12 bits. Those of tiles would first write it to memory."""
+"""Instruction sets whose kernels read bf16 in 12 bits. AMX kernels would first have to write it out in 16 bits."""
 _MOST_TAPS = 16
 """`kMostTaps` of src/recurrent.h."""
 
 
 class NativeKernels(Composed):
-    """bf16 and fp32 on CPU, by a team of threads of its own.
+    """`Kernels` in bf16 and fp32 on a CPU, with a team of threads of its own.
 
-    Every row of a result is computed in an order that depends on the weights' shapes alone. So it is the same, bit for
-    bit, in any batch, in any chunk of a prompt, and on any number of threads. Different instruction sets may differ.
+    Each row of a result is computed in an order that depends only on the shapes of the weights. So it has the same bits
+    in any batch, in any chunk of a prompt, and on any number of threads. Instruction sets may differ from each other.
 
     Args:
-        threads: how many compute together, the calling one included; fewer, where the system gives no more.
-        instruction_set: "auto" for the best that runs here, or its name.
-        compress: whether bf16 matrices lie in 12 bits, where the kernels of the instruction set take that.
+        threads: number of threads that compute together, including the calling one. Fewer if the system gives no more.
+        instruction_set: the name of an instruction set, or "auto" for the best that runs here.
+        compress: whether to keep bf16 matrices in 12 bits, if the kernels of the instruction set can read them.
 
     Raises:
-        ConfigError: the library was not compiled, or the instruction set does not run here.
+        ConfigError: the library is not compiled, or the instruction set does not run here.
     """
 
     name = "native"
@@ -74,11 +74,11 @@ class NativeKernels(Composed):
             raise MemoryError("there is no memory for a team of threads")
         self.recorder: Recorder | None = None
         self.one_at_a_time = threading.Lock()
-        # Not when the interpreter ends: a thread of the engine may be computing then.
+        # Not when the interpreter exits, because a thread of the engine may still be computing then.
         weakref.finalize(self, _stop_team, self._library, self._team, os.getpid()).atexit = False
 
     def take_turns(self, turns: Turns) -> None:
-        self._turns = turns  # keeps the page
+        self._turns = turns  # keeps the page alive
         page = ctypes.addressof(ctypes.c_char.from_buffer(turns.page))
         self._library.paceline_team_take_turns(self._team, page, turns.slot)
 
@@ -129,7 +129,7 @@ class NativeKernels(Composed):
     def _multiply(
         self, kind: Kind, x: Tensor, weight: PackedWeight, other: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """A product of the given dtype, [tokens, out]; `other` is what else the operation takes."""
+        """Return a product [tokens, out] in `dtype`. `other` is the bias of LINEAR, or the best tokens of LOGITS."""
         if x.dtype != weight.dtype or x.shape[1:] != (weight.size_in,):
             raise ValueError(
                 f"x is {list(x.shape)} {x.dtype}; the weight takes [tokens, {weight.size_in}] {weight.dtype}"
@@ -265,10 +265,10 @@ class NativeKernels(Composed):
         group: GroupTables | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Computes an operation, or notes it: operands are checked when a pass is recorded, not when it is replayed.
+        """Compute an operation now, or record it. Operands are checked on recording, not on replay.
 
         Args:
-            dtype: that it computes in; by default the result's.
+            dtype: the dtype in which the operation computes; by default the result's.
         """
         _check(out)
         operands = (out, *inputs, *(None,) * (len(POINTERS) - 1 - len(inputs)))
@@ -288,7 +288,7 @@ class NativeKernels(Composed):
         self.execute(op, 1, step)
 
     def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: Step) -> None:
-        """Runs operations in order. Raises IndexError for ids and slots that do not exist, and MemoryError."""
+        """Run operations in order. Raises IndexError if a token id or slot does not exist, and MemoryError."""
         error = self._library.paceline_run(self._team, ctypes.byref(ops), count, ctypes.byref(step))
         if error:
             kind, message = ERRORS[error]
@@ -296,7 +296,7 @@ class NativeKernels(Composed):
 
 
 class NativeChooser:
-    """See `TokenChooser`."""
+    """The `TokenChooser` of `NativeKernels`."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
@@ -304,7 +304,7 @@ class NativeChooser:
     def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> Tensor:
         _need("the logits", logits, torch.float32, len(logits), logits.shape[1])
         if not all(0 <= row < len(logits) for row in rows):
-            raise IndexError(f"of {len(logits)} rows of logits these were asked for: {list(rows)}")
+            raise IndexError(f"rows {list(rows)} were asked for; there are {len(logits)} rows of logits")
         logits = _with_dense_rows(logits)
         choices = (Choice * len(rows))(
             *(
@@ -331,7 +331,7 @@ class NativeChooser:
 
 
 def _stop_team(library: ctypes.CDLL, team: int, owner: int) -> None:
-    if os.getpid() == owner:  # a fork has none of the threads that this would wait for
+    if os.getpid() == owner:  # a forked process has none of the threads that this call would wait for
         library.paceline_team_stop(team)
 
 
@@ -344,23 +344,23 @@ def _check(tensor: Tensor) -> None:
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
-    """[rows, size], whose rows are dense and may lie apart."""
+    """Return x [rows, size] with dense rows. The rows may be apart from each other."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _need(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
     if tensor.dtype != dtype or tensor.shape != shape:
-        raise ValueError(f"{name}: needed is {list(shape)} {dtype}, not {list(tensor.shape)} {tensor.dtype}")
+        raise ValueError(f"{name} must be {list(shape)} {dtype}, not {list(tensor.shape)} {tensor.dtype}")
 
 
 def _ints(name: str, tensor: Tensor) -> Tensor:
-    """int64 [tokens], dense."""
+    """Return int64 [tokens] as a contiguous tensor."""
     _need(name, tensor, torch.int64, len(tensor))
     return tensor.contiguous()
 
 
 def _cache(cache: LayerCache, x: Tensor, group: GroupTables) -> Cache:
-    """The cache that x [tokens, heads, head_dim] goes to or looks at."""
+    """Return the C structure of the cache to which x [tokens, heads, head_dim] is written, or which it attends to."""
     slots, kv_heads, _, _ = cache.keys.shape
     head_dim = x.shape[2]
     for plane in (cache.keys, cache.values):
@@ -372,7 +372,7 @@ def _cache(cache: LayerCache, x: Tensor, group: GroupTables) -> Cache:
 
 
 def _state(state: Tensor, *shape: int) -> Cache:
-    """A part of a layer's state."""
+    """Return the C structure of a part of a layer's state."""
     slots = len(state)
     _need("the state", state, torch.float32, slots, *shape)
     if not state[0].is_contiguous():

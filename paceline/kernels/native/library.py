@@ -1,4 +1,4 @@
-"""The compiled library: where it is, and its C structures. Mirrors src/program.h."""
+"""The compiled library: its file, its functions, and its C structures, which mirror src/program.h."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from paceline.kernels.interface import GroupTables
 
 _FOLDER = Path(__file__).parent
 FILE_NAME = "_library.abi3.so"
-"""The name that setuptools gives a library that fits every version of Python."""
+"""The name that setuptools gives a library that works with every version of Python."""
 
 HOW_TO_BUILD = (
-    "the native CPU kernels are not compiled, or from another source; install a C++ compiler (g++ 11 or newer) and "
-    "reinstall paceline with 'pip install --force-reinstall --no-deps' of the same source"
+    "the native CPU kernels are not compiled, or were compiled from another source; install a C++ compiler (g++ 11 or "
+    "newer) and reinstall paceline with 'pip install --force-reinstall --no-deps' of the same source"
 )
 
 
 class Kind(IntEnum):
-    """What an operation does."""
+    """The kind of an operation."""
 
     LINEAR = 0
     EMBED = 1
@@ -52,7 +52,7 @@ TYPES = {torch.bfloat16: 0, torch.float32: 1}
 ERRORS: dict[int, tuple[type[Exception], str]] = {
     1: (IndexError, "a token id lies outside the vocabulary"),
     2: (IndexError, "a block table or a write names a slot outside the pool"),
-    3: (MemoryError, "there is no memory for what an operation keeps on its way"),
+    3: (MemoryError, "there is no memory for the intermediate values of an operation"),
 }
 
 
@@ -65,7 +65,7 @@ class Cache(ctypes.Structure):
 
 
 class Choice(ctypes.Structure):
-    """`Draw` of the sources."""
+    """`Draw` of src/program.h."""
 
     _fields_ = [
         ("row", ctypes.c_int64),
@@ -79,9 +79,9 @@ class Choice(ctypes.Structure):
 
 POINTERS = ("out", "a", "b", "c")
 COMPRESSED = 64
-"""The `Format` of bf16 in 12 bits; tiles.py has those of quantized matrices."""
+"""The `Format` of bf16 weights in 12 bits. tiles.py has the formats of quantized matrices."""
 MOST_JOINED = 4
-"""Operations that are computed together: `kMostJoined`."""
+"""Limit of operations that are computed together: `kMostJoined` of src/program.h."""
 
 
 class Op(ctypes.Structure):
@@ -117,7 +117,7 @@ _GROUP_TYPES = (torch.int32, torch.int64, torch.int64)
 def make_step(
     tokens: int, query_start: Sequence[int], context_len: Sequence[int], groups: Sequence[GroupTables]
 ) -> Step:
-    """A step as the library sees it. Keeps alive what it points to."""
+    """Return a step as the library reads it. The step keeps the memory that it points to alive."""
     for group in groups:
         if (group.tables.dtype, group.write_slots.dtype, group.write_offsets.dtype) != _GROUP_TYPES:
             raise ValueError("block tables must be int32, the slots and offsets of writes int64")
@@ -137,24 +137,26 @@ def make_step(
 
 @cache
 def load_library(folder: Path = _FOLDER) -> ctypes.CDLL:
-    """The library. Raises ConfigError where it was not compiled, or from another source, or does not load here."""
+    """Return the library. Raises ConfigError if it is not compiled, fits another source, or cannot be loaded here."""
     file = _library_file(folder)
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
-        raise ConfigError(f"the native CPU kernels do not load: {error}; reinstall paceline here") from error
+        raise ConfigError(f"the native CPU kernels cannot be loaded: {error}; reinstall paceline here") from error
     if _layout(library) != (ctypes.sizeof(Op), ctypes.sizeof(Step), len(Kind)):
         raise ConfigError(HOW_TO_BUILD)
     try:
         _declare(library)
-    except AttributeError as error:  # a function that it has not yet
+    except AttributeError as error:  # an older library without this function
         raise ConfigError(HOW_TO_BUILD) from error
     return library
 
 
 def can_copy(pool: torch.Tensor) -> bool:
-    """Whether `copy_blocks` takes this, [slots, slot_elements]: slots begin on multiples of 64 bytes, and there is the
-    library."""
+    """Return whether `copy_blocks` can use this memory, [slots, slot_elements].
+
+    It must be contiguous, on the CPU, with slots at multiples of 64 bytes, and the library must be there.
+    """
     with contextlib.suppress(ConfigError):
         load_library()
         aligned = not (pool.data_ptr() | pool.shape[1] * pool.itemsize) % 64
@@ -165,11 +167,11 @@ def can_copy(pool: torch.Tensor) -> bool:
 def copy_blocks(
     target: torch.Tensor, target_slots: Sequence[int], source: torch.Tensor, source_slots: Sequence[int]
 ) -> None:
-    """target[target_slots[i]] = source[source_slots[i]], past the caches.
+    """Copy target[target_slots[i]] = source[source_slots[i]]. Writes bypass the caches.
 
     Args:
-        target, source: [slots, slot_elements] of the same dtype, of which `can_copy`; slots exist, and those of the
-            target are different from each other.
+        target, source: [slots, slot_elements] of the same dtype, for which `can_copy` is true.
+        target_slots, source_slots: existing slots; all target slots must be different.
     """
     size, count = target.shape[1] * target.itemsize, len(target_slots)
     slots = ctypes.c_int64 * count
@@ -180,7 +182,7 @@ def copy_blocks(
 
 @cache
 def library_digest(folder: Path = _FOLDER) -> str:
-    """Changes with the library. Raises ConfigError where it was not compiled."""
+    """Return a digest of the library's file. Raises ConfigError if it is not compiled."""
     return hashlib.sha256(_library_file(folder).read_bytes()).hexdigest()[:12]
 
 
@@ -192,14 +194,14 @@ def _library_file(folder: Path) -> Path:
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that run here, the best first."""
+    """Return the names of the instruction sets that run here, best first."""
     names = ctypes.create_string_buffer(256)
     load_library().paceline_instruction_sets(names, len(names))
     return names.value.decode().split()
 
 
 def _layout(library: ctypes.CDLL) -> tuple[int, ...]:
-    """What the library takes for the structures above; nothing, if it is older than this question."""
+    """Return the sizes of Op and Step and the number of kinds in the library; empty if it is too old to tell them."""
     if not hasattr(library, "paceline_layout"):
         return ()
     numbers = [ctypes.c_int64() for _ in range(3)]

@@ -9,14 +9,14 @@ from torch import Tensor
 
 _PAGE = 2 << 20
 _CHUNK = 4 * _PAGE
-"""Most matrices of a small model are smaller than a page, so they share chunks."""
+"""Bytes of a chunk. Most matrices of a small model are smaller than a page, so they share chunks."""
 _CACHE_LINE = 64
 
 
 class WeightMemory:
-    """Places for matrices, one behind the other in the order in which they are asked for, as a pass reads them.
+    """Memory for matrices, one after another in the order of `take`, which is the order in which a pass reads them.
 
-    A chunk is given back when no tensor in it is left. What was not asked for is never written, and so takes no memory.
+    A chunk is freed when no tensor in it is left. Bytes that were not taken are never written, so they take no memory.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -25,7 +25,7 @@ class WeightMemory:
         self._used = 0
 
     def take(self, size: int) -> Tensor:
-        """uint8 [size], from a multiple of a cache line on."""
+        """Return uint8 [size], aligned to a cache line."""
         if self._used + size > len(self._chunk):
             chunk = torch.empty(_PAGE + _round_up(max(size, _CHUNK), _PAGE), dtype=torch.uint8)
             self._library.paceline_use_large_pages(chunk.data_ptr(), chunk.nbytes)

@@ -1,7 +1,7 @@
-"""A model's forward pass as one call: recorded once, then replayed, so that Python's cost per operation is gone.
+"""A model's forward pass as one call: recorded once, then replayed without Python's cost per operation.
 
-What a CUDA graph is on a GPU. The model runs once on the meta device, where its kernels note what they are asked for
-instead of computing; tensors stand for buffers there. The program that results holds for any number of tokens.
+It is for a CPU what a CUDA graph is for a GPU. The model runs once on the meta device, where its kernels record
+operations instead of computing, and tensors stand for buffers. The recorded program works for any number of tokens.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupT
 from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, Kind, Op, Step, make_step
 
 RECORDED_TOKENS = 2
-"""So many that a row's stride cannot be overlooked, as it can with one."""
+"""Tokens of a recorded pass. With only one, the stride of rows would not show."""
 _TOKENS_STEP = 64
 _CACHE_LINE = 64
 _MAX_PROGRAMS = 8
 
 Operands = tuple[Tensor | None, ...]
-"""What the `POINTERS` of an operation point to."""
+"""The tensors to which the `POINTERS` of an operation point."""
 
 
 class Recorder:
-    """Notes the operations of one forward pass."""
+    """Records the operations of one forward pass."""
 
     def __init__(self, groups: Sequence[GroupTables]) -> None:
         self.operations: list[tuple[Op, Operands]] = []
@@ -54,8 +54,10 @@ _GATED = {
 def fuse_gated_layers(
     operations: Sequence[tuple[Op, Operands]], results: Sequence[Tensor]
 ) -> list[tuple[Op, Operands]]:
-    """Makes one operation of two linear layers and the activation that alone needs them: what lies between them, the
-    widest rows of a model, never goes to memory. Their results keep their bits."""
+    """Fuse two linear layers with the activation, if it alone reads their results. The bits stay the same.
+
+    The intermediate results, which are the widest rows of a model, are then never written to memory.
+    """
     uses = Counter(_buffer(tensor) for _, operands in operations for tensor in operands if tensor is not None)
     uses.update(map(_buffer, results))
 
@@ -80,7 +82,7 @@ def fuse_gated_layers(
 
 
 def join_layers(operations: Sequence[tuple[Op, Operands]]) -> None:
-    """Lets linear layers of one input that follow each other be computed together: one job for all threads."""
+    """Mark consecutive linear layers of one input, so that they are computed together as one job for all threads."""
     first: tuple[Op, Operands] | None = None
     for op, operands in operations:
         if first is not None and _can_join(first, op, operands):
@@ -95,16 +97,16 @@ def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
 
 
 def _form(op: Op) -> tuple[bool, bool]:
-    """Of its weights: one job goes through weights of one form."""
+    """Return whether its weights have a special format, and whether they are compressed. A job has one form only."""
     return op.format != 0, op.format == COMPRESSED
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses to compute with what stands for a buffer: a replay would not do it again."""
+    """Refuses to compute with tensors that stand for buffers, because a replay would not do it again."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # To hide from torch.compile, torch would import it, and triton and sympy: over a second and 100 MiB.
+        # With True, torch would import torch.compile, triton and sympy, which take over a second and 100 MiB.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,20 +120,20 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Executor(Protocol):
-    """The kernels that compute a program and record it: `NativeKernels`."""
+    """The kernels that record and compute a program: `NativeKernels`."""
 
     recorder: Recorder | None
     one_at_a_time: threading.Lock
-    """Held while a pass is recorded or replayed."""
+    """Locked while a pass is recorded or replayed."""
 
     def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: Step) -> None: ...
 
 
 class Program:
-    """Operations in order, and where their results lie.
+    """The operations of a pass in order, and the places of their results.
 
-    A buffer takes so many bytes for each token and lies behind the others; two that are never needed at the same time
-    may be one. Its address is its offset for one token times the number of tokens that there is room for.
+    A buffer has a fixed number of bytes per token. Buffers lie one after another; two that are never needed at the same
+    time may share a place. A buffer's place is its offset per token, times the tokens for which there is room.
     """
 
     def __init__(self, recorder: Recorder, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -145,7 +147,7 @@ class Program:
         self._offsets, self._bytes_per_token = self._plan()
         self._capacity = 0
         self._result_places: list[tuple[Op, str, int, int]] = []
-        """Operation, operand, index of the result, and offset in it in bytes."""
+        """Operation, operand, index of the result, and offset in the result in bytes."""
 
     def run(self, executor: Executor, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> list[Tensor]:
         """Compute a step and return the results, each in new memory."""
@@ -164,7 +166,7 @@ class Program:
         return results
 
     def _plan(self) -> tuple[dict[int, int], int]:
-        """Offset of every buffer for one token, and what all of them take."""
+        """Return the offset of every buffer and the size of all, both in bytes per token."""
         last_use = {
             _buffer(tensor): index for index, operands in enumerate(self._operands) for tensor in _buffers(operands)
         }
@@ -205,7 +207,7 @@ class Program:
 
 
 class Replay:
-    """A forward pass that is recorded when it is called with new caches, and replayed from then on."""
+    """A forward pass that is recorded when it is first called with some caches, and replayed from then on."""
 
     def __init__(self, forward: Forward, executor: Executor) -> None:
         self._forward = forward
@@ -251,15 +253,15 @@ class Replay:
 
 
 def _buffers(operands: Operands) -> list[Tensor]:
-    """Those operands that are results of the pass or its inputs, not weights."""
+    """Return the operands that are inputs or results of the pass, not weights."""
     return [tensor for tensor in operands if tensor is not None and tensor.is_meta]
 
 
 def _buffer(tensor: Tensor) -> int:
-    """The same for all views of one buffer."""
+    """Return an id of a tensor's buffer, which all views of it share."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes_per_token(tensor: Tensor) -> int:
-    """What its buffer takes, in whole cache lines."""
+    """Return the bytes per token of a tensor's buffer, rounded up to whole cache lines."""
     return -(-tensor.untyped_storage().nbytes() // RECORDED_TOKENS // _CACHE_LINE) * _CACHE_LINE

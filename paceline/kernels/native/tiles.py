@@ -1,4 +1,4 @@
-"""Quantized matrices as the native kernels read them: see `Format` in src/program.h."""
+"""Quantized matrices in the layout that the native kernels read. See `Format` in src/program.h."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 LANES = 16
 """Outputs of one tile."""
 _ROWS = 1024 * LANES
-"""That are packed at once: a vocabulary's matrix has many."""
+"""Outputs that are packed at once. A vocabulary's matrix has too many for one piece."""
 EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS = 1, 2, 4, 8, 16, 32
 
 
 def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
-    """The `Format` that tells the kernels how the tiles of this matrix look, for those of an instruction set."""
+    """Return the `Format` of this matrix's tiles, for the kernels of an instruction set."""
     blocks = -(-matrix.shape[1] // BLOCK)
     one_scale = matrix.scales.shape[1] == blocks
     return (
@@ -30,14 +30,14 @@ def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
 
 
 def tiles_bytes(matrix: QuantizedMatrix) -> int:
-    """What `pack_tiles` fills."""
+    """Return the number of bytes that `pack_tiles` writes."""
     groups, blocks = -(-matrix.shape[0] // LANES), -(-matrix.shape[1] // BLOCK)
     scales = matrix.scales.itemsize * (matrix.scales.shape[1] + (0 if matrix.offsets is None else blocks))
     return groups * LANES * (blocks * BLOCK * matrix.bits // 8 + scales)
 
 
 def pack_tiles(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
-    """Writes the tiles of sixteen outputs and one block each to `to`, uint8, flat."""
+    """Write the matrix to `to`, uint8, flat, in tiles of sixteen outputs and one block each."""
     done = 0
     for first in range(0, matrix.shape[0], _ROWS):
         tiles = _pack_rows(matrix.rows(first, first + _ROWS), tile_format)
@@ -64,27 +64,27 @@ def _pack_rows(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """uint8 [out, in] -> bytes [out / 16, in / 32, 256]."""
+    """Pack 4-bit codes, uint8 [out, in], into bytes [out / 16, in / 32, 256]."""
     parts = codes.view(-1, 2, 8, codes.shape[1] // BLOCK, 4, 4, 2)
     both = parts[:, 0] | parts[:, 1] << 4  # [tiles, 8 outputs, blocks, 4 words, 4 pairs, 2 of a pair]
     return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 2)
 
 
 def _nibble_rows(codes: Tensor) -> Tensor:
-    """The same, by outputs."""
+    """Pack as `_nibbles`, but in the order of the format `ROWS`."""
     parts = codes.view(-1, 4, 2, 2, codes.shape[1] // BLOCK, BLOCK)
     both = parts[:, :, :, 0] | parts[:, :, :, 1] << 4  # [tiles, 4 words, 2 bytes of a word, blocks, 32 values]
     return both.permute(0, 3, 1, 4, 2).reshape(len(both), -1, LANES * BLOCK // 2)
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """[out, in] -> bytes [out / 16, in / 32, 512]."""
+    """Pack int8 [out, in] into bytes [out / 16, in / 32, 512]."""
     parts = values.view(torch.uint8).view(-1, LANES, values.shape[1] // BLOCK, BLOCK // 2, 2)
     return parts.permute(0, 2, 3, 1, 4).reshape(len(parts), -1, LANES * BLOCK)
 
 
 def _by_tile(scales: Tensor, blocks: int) -> Tensor:
-    """[out, blocks * n] -> bytes [out / 16, blocks, n * 16 * itemsize]."""
+    """Pack scales or offsets [out, blocks * n] into bytes [out / 16, blocks, n * 16 * itemsize]."""
     padded = F.pad(scales, (0, 0, 0, -scales.shape[0] % LANES))
     parts = padded.view(-1, LANES, blocks, padded.shape[1] // blocks).permute(0, 2, 3, 1)
     return parts.reshape(len(parts), blocks, -1).contiguous().view(torch.uint8)
