@@ -34,7 +34,7 @@ def test_blocks_are_packed_side_by_side_and_back(elements: int, dtype: torch.dty
 
 def test_blocks_of_another_kind_are_refused() -> None:
     pool = torch.zeros(3, 8, device=DEVICE)
-    with pytest.raises(ValueError, match=r"blocks of 8 torch.float32 are no blocks of 7 torch.float32"):
+    with pytest.raises(ValueError, match=r"target blocks have 8 torch.float32, source blocks 7 torch.float32"):
         unpack_blocks(torch.zeros(1, 7, device=DEVICE), pool, torch.zeros(1, dtype=torch.int64, device=DEVICE))
 
 

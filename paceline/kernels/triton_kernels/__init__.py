@@ -1,1 +1,1 @@
-"""The hot operations as Triton kernels, for GPUs."""
+"""`Kernels` in Triton, for GPUs."""

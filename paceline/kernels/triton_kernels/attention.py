@@ -1,4 +1,4 @@
-"""Cuts a step's queries into tiles and launches the attention kernels."""
+"""The launch of the attention kernels, for which a step's queries are cut into tiles."""
 
 from __future__ import annotations
 
@@ -15,50 +15,55 @@ from paceline.kernels.triton_kernels.device import INTERPRETED
 from paceline.kernels.triton_kernels.device import attention as device
 
 ROWS = 64
-"""Rows of a tile, everywhere: another number could be another matrix instruction, with another order of adding. In
-decoding most of them are empty, which costs little where the KV cache's bandwidth is the limit."""
+"""Rows of each tile. Another number could mean another matrix instruction, which adds in another order. In decode most
+rows are empty. They cost little, because the bandwidth of the KV cache is the limit there."""
 SPLIT = 256
-"""Keys of a split. Never chosen by the size of the batch, so that a row's bits do not depend on it."""
+"""Keys of a split. It does not depend on the size of the batch, so neither do the bits of a row."""
 _TILE_BYTES = 16384
-"""Of a tile of keys, at most; two of keys and two of values are in flight beside the queries."""
+"""Largest size of a tile of keys. Two tiles of keys and two of values are in flight beside the queries."""
 _KEY_BYTES = 128
-"""Of one element of all keys of a tile."""
+"""Largest size of one element of all keys of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class StaticBatch(AttentionBatch):
-    """A batch whose numbers change on the device while its place in memory does not. On the host it is the largest
-    that it can become: every other one has no more requests, and of each no more queries and no longer context."""
+    """A batch whose numbers change on the device while their place in memory stays the same.
+
+    The host's numbers describe the largest batch that fits: the most requests, each with the most queries and context.
+    """
 
     own_query_start: Tensor
     """int32 [requests + 1]"""
     own_context_len: Tensor
-    """int32 [requests]; 0 where a request has no queries."""
+    """int32 [requests]; 0 for a place without a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the kernels have to know of a batch, on the device. All int32."""
+    """The description of a batch that the kernels read. All tensors are int32 on the device."""
 
     group: int
     """Query heads that share a KV head."""
     query_start: Tensor
     context_len: Tensor
     whole: Tensor
-    """Tiles whose program goes through all that it sees."""
+    """[tiles, 3]: tiles for which one program reads all visible keys. See `device.attention` for the columns."""
     apart: Tensor
-    """Tiles, each a whole request, for which every split has a program."""
+    """[tiles, 3]: tiles, each of a whole request, for which every split has a program of its own."""
     rows: int
-    """Of all tiles in `apart`."""
+    """Rows of all tiles in `apart`."""
     most_rows: int
-    """Of one of them."""
+    """Most rows of one tile in `apart`."""
     splits: int
-    """The most splits that a request in `apart` has."""
+    """Most splits of one request in `apart`."""
 
 
 def make_plan(batch: AttentionBatch, group: int, device: torch.device) -> Plan:
-    """A request whose queries fit one tile and whose context does not fit one split has programs for each split: a
-    matter of speed alone. So is room for more than there is: a tile without queries does nothing."""
+    """Return the plan of a batch, whose KV heads are shared by `group` query heads each.
+
+    If a request's queries fit in one tile and its context does not fit in one split, each split has a program of its
+    own. This matters for speed only. A `StaticBatch` may have tiles without queries, which do nothing.
+    """
     whole: list[int] = []
     apart: list[int] = []
     rows = most_rows = splits = 0
@@ -83,7 +88,7 @@ def make_plan(batch: AttentionBatch, group: int, device: torch.device) -> Plan:
 def attention(
     queries: Tensor, cache: LayerCache, plan: Plan, tables: GroupTables, scale: float, softcap: float
 ) -> Tensor:
-    """See `Kernels.attention`."""
+    """Launch the kernels for `Kernels.attention`."""
     assert cache.keys.stride() == cache.values.stride()
     assert cache.keys.stride(3) == 1
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
@@ -93,15 +98,15 @@ def attention(
     shape |= {"DIM": max(16, triton.next_power_of_2(head_dim)), "enable_fp_fusion": False}
     tile = shape | _tile_options(shape["DIM"] * cache.keys.itemsize, cache.keys.itemsize)
     tile |= {"CAPPED": softcap != 0, "BLOCK_TOKENS": tables.block_tokens, "INTERPRETED": INTERPRETED}
-    # Scores are in powers of two, which the hardware knows how to take.
+    # Scores are exponents of 2 instead of e, because the hardware computes powers of 2.
     inner, outer = (scale / softcap, softcap * math.log2(math.e)) if softcap else (scale * math.log2(math.e), 0.0)
     sources = (queries, cache.keys, cache.values, tables.tables, plan.query_start, plan.context_len)
     scalars = (*queries.stride()[:2], tables.tables.stride(0), *cache.keys.stride()[:3], inner, outer)
     if len(plan.whole):
-        # There are no states; something has to stand in their place.
+        # `out` stands in for states and accs, which this launch does not use.
         device.attend[len(plan.whole), kv_heads](out, out, out, *sources, plan.whole, 0, *scalars, APART=False, **tile)
     if len(plan.apart):
-        # A window touches one split more than it fills.
+        # A window that begins inside a split touches one split more than it could fill.
         splits = min(plan.splits, -(-(tables.window + ROWS) // SPLIT) + 1) if tables.window else plan.splits
         states = torch.empty(splits, kv_heads, plan.rows, 2, dtype=torch.float32, device=queries.device)
         accs = torch.empty(splits, kv_heads, plan.rows, head_dim, dtype=torch.float32, device=queries.device)
@@ -115,10 +120,10 @@ def attention(
 
 
 def _tile_options(row_bytes: int, itemsize: int) -> dict[str, int]:
-    """Of a model, whatever the batch: chosen so that a tile's registers and shared memory suffice from sm_80 on.
+    """Return launch options, which depend on the model only. A tile fits in registers and shared memory from sm_80 on.
 
     Args:
-        row_bytes: of a padded head.
+        row_bytes: size of a padded head.
     """
     keys = max(16, min(_KEY_BYTES // itemsize, _TILE_BYTES // row_bytes))
     return {"KEYS": keys, "num_warps": 8 if row_bytes >= 256 else 4, "num_stages": 2}

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache, packed for a transfer and moved many at a time."""
+"""Moves of many KV blocks at a time, and their packing for a transfer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CHUNK = 4096
 
 
 def pack_blocks(pool: Tensor, slots: Tensor) -> Tensor:
-    """Gathers blocks side by side.
+    """Gather blocks into a contiguous tensor.
 
     Args:
-        pool: [slots, slot_elements], rows dense.
+        pool: [slots, slot_elements], with dense rows.
         slots: int64 [blocks], on the pool's device.
 
     Returns:
@@ -27,19 +27,19 @@ def pack_blocks(pool: Tensor, slots: Tensor) -> Tensor:
 
 
 def unpack_blocks(packed: Tensor, pool: Tensor, slots: Tensor) -> None:
-    """The other way; slots are different from each other. See `pack_blocks`."""
+    """Copy packed blocks back to `slots`, which must all be different. See `pack_blocks`."""
     move_blocks(pool, packed, slots, None)
 
 
 def move_blocks(target: Tensor, source: Tensor, target_slots: Tensor | None, source_slots: Tensor | None) -> None:
-    """target[target_slots[i]] = source[source_slots[i]]; None stands for all, in order. See `pack_blocks`."""
+    """Copy target[target_slots[i]] = source[source_slots[i]]. None means all rows in order. See `pack_blocks`."""
     if target.shape[1] != source.shape[1] or target.dtype != source.dtype:
         raise ValueError(
-            f"blocks of {target.shape[1]} {target.dtype} are no blocks of {source.shape[1]} {source.dtype}"
+            f"target blocks have {target.shape[1]} {target.dtype}, source blocks {source.shape[1]} {source.dtype}"
         )
     assert target.stride(1) == source.stride(1) == 1
     rows = [len(slots) for slots in (target_slots, source_slots) if slots is not None]
-    # Where slots are not looked at something has to stand in their place.
+    # Target or source stand in for slots that the kernel does not read.
     device.move[rows[0], triton.cdiv(target.shape[1], _CHUNK)](
         target,
         source,

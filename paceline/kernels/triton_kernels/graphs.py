@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: recorded once for each size of a batch, then replayed by one call.
 
-A step is filled up to the next size: with tokens that are stored nowhere, and with requests that have none. No row
-depends on its batch-mates, so that those that count keep their bits; vendors' matrix products, which `triton` has and
-`triton-invariant` has not, may add in another order for another number of rows, as they may without graphs.
+A step is padded to the next size with tokens that are not stored and requests without tokens. No row depends on other
+rows, so the real rows keep their bits. The exception is the vendor's matrix product, which `triton` uses and
+`triton-invariant` does not: with or without graphs, it may add in another order for another number of rows.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.attention import SPLIT, StaticBatch
 
 _MAX_QUERIES = 16
-"""Tokens of one request: one, and its drafts."""
+"""Most tokens of one request in a recorded step: one token and its drafts."""
 _MAX_TOKENS = 512
-"""Of a step. What is larger is bound by the device, not by launching."""
+"""Most tokens of a recorded step. A larger step is limited by the device, not by its launches."""
 _MAX_GRAPHS = 64
 
 
 class Recording(Protocol):
-    """A computation whose inputs and results stay where they are."""
+    """A recorded computation, whose inputs and results keep their place in memory."""
 
     results: list[Tensor]
 
     def replay(self) -> None:
-        """Compute `results` anew from the present inputs."""
+        """Compute `results` again from the present inputs."""
 
 
 Record = Callable[[Callable[[], list[Tensor]]], Recording]
 
 
 class CudaRecorder:
-    """Makes CUDA graphs, all in one pool of memory; what they leave behind on their way shares it."""
+    """Makes CUDA graphs. All share one memory pool, also for their intermediate values."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], list[Tensor]]) -> Recording:
-        # Kernels are compiled, and vendors' libraries take their memory, outside of the recording.
+        # The first run compiles kernels, and vendor libraries allocate memory. Both must happen before the recording.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
+        # "thread_local", because other threads may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = run()
         return _CudaRecording(graph, results)
@@ -66,7 +66,7 @@ class _CudaRecording:
 
 
 class CalledAgain:
-    """A recording for Triton's interpreter, which has no graphs."""
+    """A recording for Triton's interpreter, which has no graphs: a replay calls the function again."""
 
     def __init__(self, run: Callable[[], list[Tensor]]) -> None:
         self._run = run
@@ -79,7 +79,7 @@ class CalledAgain:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a recording has room for. All are powers of two, `context` times the keys of a split."""
+    """The batch for which a recording has room. All numbers are powers of two; `context` is one times SPLIT keys."""
 
     requests: int
     queries: int
@@ -88,7 +88,7 @@ class Size:
 
 
 def size_of(batch: AttentionBatch) -> Size | None:
-    """The smallest that fits, or None where the step is too large, or nothing."""
+    """Return the smallest size that fits. Return None if the step is too large, or empty."""
     if not batch.context_len or batch.query_start[-1] == 0:
         return None
     queries = triton.next_power_of_2(max(end - begin for begin, end in pairwise(batch.query_start)))
@@ -99,11 +99,11 @@ def size_of(batch: AttentionBatch) -> Size | None:
 
 
 class Graphs:
-    """A forward pass whose small steps are recorded when they first come, and replayed from then on.
+    """A forward pass whose small steps are recorded when their size first comes, and replayed from then on.
 
     Args:
-        recorder: makes what makes recordings; all of one share a pool of memory, and go together.
-        plans: what the kernels keep on the device of the batch seen last, and read in every replay.
+        recorder: makes a recorder. All recordings of one share a memory pool and are dropped together.
+        plans: returns the data of the last batch that the kernels keep on the device and read in every replay.
     """
 
     def __init__(
@@ -160,21 +160,21 @@ class _Graph:
     ) -> None:
         self._inputs = inputs
         self._recording = record(run)
-        # Made before the recording began, outside of its pool: nobody else keeps what it points to.
+        # The plans were made before the recording, outside of its pool. Nothing else keeps the memory that it reads.
         self._read_by_replays = plans()
 
     def run(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> list[Tensor]:
         self._inputs.fill(token_ids, positions, batch)
         self._recording.replay()
-        # The next replay writes to the same place.
+        # Clones, because the next replay writes to the same place.
         return [result[: len(token_ids)].clone() for result in self._recording.results]
 
 
 class _Inputs:
-    """What a recording reads, always in the same place.
+    """The inputs of a recording, always in the same place.
 
     Args:
-        groups: of any batch of the model.
+        groups: the groups of any batch of the model.
     """
 
     def __init__(self, size: Size, groups: Sequence[GroupTables], device: torch.device) -> None:
@@ -192,7 +192,7 @@ class _Inputs:
         )
 
     def fill(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
-        """Takes in a step. Behind it, old tokens stay, but have no slot and belong to no request."""
+        """Copy a step in. Old tokens remain after the step's own, but have no slot and belong to no request."""
         tokens, missing = len(token_ids), len(self.batch.context_len) - len(batch.context_len)
         self.token_ids[:tokens].copy_(token_ids)
         self.positions[:tokens].copy_(positions)

@@ -1,4 +1,4 @@
-"""`Kernels` in Triton: launches; what runs on the GPU is in `device`."""
+"""`Kernels` in Triton. This package launches the kernels; the code that runs on the GPU is in `device`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from paceline.kernels.triton_kernels.tuning import Untuned, gpu_tuner
 
 
 class TritonKernels(ReferenceKernels):
-    """`Kernels` for tensors of one GPU. What is bound by memory alone, and rare, is plain torch.
+    """`Kernels` for tensors of one GPU. Rare operations that are bound by memory only are in plain torch.
 
-    No row depends on its batch-mates, on how a prompt was cut into chunks or on drafts beside it, but for `linear`: the
-    vendor's matrix product may add in another order when the number of rows changes.
+    A row does not depend on other rows of its batch, on how its prompt was cut into chunks, or on drafts. `linear` is
+    an exception: the vendor's matrix product may add in another order when the number of rows changes.
 
     Args:
-        batch_invariant: `linear` too has one order, in a kernel of our own.
+        batch_invariant: compute `linear` in a kernel of our own, whose order is always the same.
 
     Raises:
-        ConfigError: `device` is no GPU. On a CPU there is Triton's interpreter, good for tests alone.
+        ConfigError: `device` is not a GPU. Triton's interpreter allows a CPU instead, for tests.
     """
 
     def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
@@ -42,8 +42,8 @@ class TritonKernels(ReferenceKernels):
         self._batch_invariant = batch_invariant
         self._planned: AttentionBatch | None = None
         self._plans: dict[int, Plan] = {}
-        """Of the batch seen last, by query heads that share a KV head: all layers of a step share them. Each batch has
-        a dict of its own, which a recording can keep."""
+        """Plans of the last batch, by the number of query heads per KV head. Layers of a step share them. Each batch
+        has a new dict, which a recording can keep."""
 
     @property
     def chooser(self) -> TritonChooser:
@@ -111,7 +111,7 @@ class TritonKernels(ReferenceKernels):
 
 
 def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As F.linear of x [tokens, in] and weight [out, in], in tiles of one shape however many tokens there are."""
+    """Compute F.linear of x [tokens, in] and weight [out, in]. Tiles have the same shape for any number of tokens."""
     x = x if x.stride(1) == 1 else x.contiguous()
     assert weight.stride(1) == 1
     size_out, size_in = weight.shape

@@ -1,6 +1,6 @@
-"""Launches the kernels in which a token has nothing to do with another. See `Kernels` for what each computes.
+"""The launch of the kernels in which tokens do not depend on each other. See `Kernels` for what each computes.
 
-A slot below 0 stands for none: a token of padding is stored nowhere.
+A slot below 0 is no slot: padding tokens have it and are not stored.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ GATED_CHOICES: tuple[Options, ...] = (
     {"BLOCK": 2048, "num_warps": 8},
     {"BLOCK": 4096, "num_warps": 8},
 )
-"""Each element is computed alone, so that these are a matter of speed. Where rows are added up there is no choice."""
+"""Only speed depends on the choice, because each element is computed by itself. Kernels with sums have no choice."""
 _NORM_WARP = 256
-"""Elements of a row that a warp adds up; more warps would be another order of adding."""
+"""Elements of a row for each warp. Another number of warps would add in another order."""
 _MAX_WARPS = 16
 _EXACT = {"enable_fp_fusion": False}
-"""For kernels that others are fused from."""
+"""For fused kernels and the kernels that they replace: both must compute the same bits."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
@@ -99,7 +99,7 @@ def rotate_and_store(
     tokens, heads, head_dim = queries.shape
     queries, keys, values = (_with_dense_heads(x) for x in (queries, keys, values))
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    # Without norms something has to stand in the place of their weights.
+    # Without norms, `cos` stands in for their weights, which the kernel does not read.
     query_norm, key_norm, eps = (norms.queries, norms.keys, norms.eps) if norms is not None else (cos, cos, 0.0)
     padded = triton.next_power_of_2(head_dim)
     device.rotate_and_store[tokens, heads + keys.shape[1]](
@@ -151,17 +151,17 @@ def _norm_shape(size: int) -> dict[str, int]:
 
 
 def _norm_warps(padded: int) -> int:
-    """Of a row's length alone: with another number of warps a sum has another order."""
+    """Return the number of warps, from the row's length only: another number would add in another order."""
     return min(_MAX_WARPS, max(1, padded // _NORM_WARP))
 
 
 def _with_dense_heads(x: Tensor) -> Tensor:
-    """[tokens, heads, head_dim], whose heads are dense and may lie apart."""
+    """Return x [tokens, heads, head_dim] with dense heads. The heads may be apart from each other."""
     return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _strides(cache: LayerCache) -> tuple[int, ...]:
-    """Of slots, heads and places, the same for keys and values."""
+    """Return the strides of slots, heads and positions in a block, which keys and values have in common."""
     assert cache.keys.stride() == cache.values.stride()
     assert cache.keys.stride(3) == 1
     return cache.keys.stride()[:3]

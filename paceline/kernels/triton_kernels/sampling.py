@@ -1,4 +1,4 @@
-"""Chooses tokens where the logits are: the host waits for nothing."""
+"""The choice of tokens on the GPU, where the logits are. The host waits for nothing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline.kernels.triton_kernels.device import sampling as device
 
 _BEST = {"BLOCK": 4096, "num_warps": 8}
 _DRAW = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
-"""Not to be tuned: another block or another number of warps would be another order of adding."""
+"""Not tuned, because another block size or number of warps would add in another order."""
 _TOKEN = 0
-"""What the number is for; see `paceline.engine.sampler.Purpose`."""
+"""The purpose of the random number; see `paceline.engine.sampler.Purpose`."""
 
 
 class TritonChooser:
-    """See `TokenChooser`."""
+    """The `TokenChooser` of `TritonKernels`."""
 
     def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> Tensor:
         ways: dict[Callable[[Tensor, Sequence[Draw]], Tensor], list[int]] = {}
@@ -47,7 +47,7 @@ class TritonChooser:
 
 
 def _take(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """These rows; where they are all, they are not copied."""
+    """Return these rows of logits. If they are all rows in order, nothing is copied."""
     return logits if list(rows) == list(range(len(logits))) else logits[_on(logits.device, rows)]
 
 
@@ -69,13 +69,13 @@ def _best(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _draw_in_order(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Cumulates in order of token ids."""
+    """Draw a token of each row. The cumulative sum goes in the order of token ids."""
     floats, ints = _parameters(draws, logits)
     return _draw(logits.double() / floats[0].unsqueeze(1), floats, ints)
 
 
 def _draw_ranked(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Cumulates from the most likely token on, of equal ones from the lowest id on."""
+    """Draw a token of each row. The cumulative sum goes from the most likely token on, with ties in order of ids."""
     floats, ints = _parameters(draws, logits)
     values, order = logits.sort(dim=1, descending=True, stable=True)
     places = _draw(values.double() / floats[0].unsqueeze(1), floats, ints)
@@ -83,7 +83,7 @@ def _draw_ranked(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _parameters(draws: Sequence[Draw], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """fp64 [3, rows]: temperature, min_p, top_p; int64 [3, rows]: seed, position, top_k; all as `draw` takes them."""
+    """Return fp64 [3, rows] (temperature, min_p, top_p) and int64 [3, rows] (seed, position, top_k) for `draw`."""
     floats = [[d.temperature, d.min_p, d.top_p if d.top_p < 1 else math.inf] for d in draws]
     ints = [[d.seed - (d.seed >> 63 << 64), d.position, d.top_k or logits.shape[1]] for d in draws]
     both = (torch.tensor(floats, dtype=torch.float64, device="cpu"), torch.tensor(ints, device="cpu"))
@@ -92,7 +92,7 @@ def _parameters(draws: Sequence[Draw], logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _draw(values: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
-    """Places in rows of logits over temperature, fp64 [rows, vocab]."""
+    """Draw an index into each row of `values`, which are logits over temperature, fp64 [rows, vocab]."""
     rows, size = values.shape
     weights = torch.exp(values - values.amax(1, keepdim=True))
     out = torch.empty(rows, dtype=torch.int64, device=values.device)

@@ -1,4 +1,4 @@
-"""Choosing how a kernel is launched by measuring it, once; what was found is kept on the disk."""
+"""Tuning: launch options of a kernel are measured once, and the best ones are kept on the disk."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Tuner:
     """Finds the fastest of several ways to launch a kernel, all of which must give the same bits.
 
     Args:
-        file: where results are kept, one file for a GPU and a version of Triton; None keeps them in this process.
-        measure: seconds that a launch takes.
+        file: file of the results, one for each GPU and version of Triton; None keeps them in this process.
+        measure: returns the seconds that a launch takes.
     """
 
     def __init__(self, file: Path | None, measure: Callable[[Callable[[], None]], float]) -> None:
@@ -33,7 +33,7 @@ class Tuner:
         self._found = self._read()
 
     def best(self, kernel: str, shape: str, choices: Sequence[Options], launch: Callable[[Options], None]) -> Options:
-        """One of `choices`. A launch is carried out often, where nothing is known yet; one that fails is no choice."""
+        """Return the fastest of `choices`. If it is not known yet, launch each many times; skip those that fail."""
         name = f"{kernel} {shape}"
         if self._found.get(name) not in choices:
             seconds = [self._time(launch, options) for options in choices]
@@ -48,7 +48,7 @@ class Tuner:
             return float("inf")
 
     def _read(self) -> dict[str, Options]:
-        """What is known; a file that is missing or damaged says nothing."""
+        """Return the known results. A missing or damaged file counts as empty."""
         try:
             content = json.loads(self._file.read_text()) if self._file is not None else {}
         except (OSError, ValueError):
@@ -56,7 +56,7 @@ class Tuner:
         return content if isinstance(content, dict) else {}
 
     def _write(self) -> None:
-        """Beside what others have found meanwhile. Only speed depends on it."""
+        """Write the results, and keep those that other processes have written meanwhile. Only speed depends on them."""
         if self._file is None:
             return
         self._found = self._read() | self._found
@@ -66,18 +66,18 @@ class Tuner:
             own.write_text(json.dumps(self._found, indent=1, sort_keys=True) + "\n")
             own.replace(self._file)
         except OSError as error:
-            log.warning("what was measured of kernels is not kept in %s: %s", self._file, error)
+            log.warning("the results of kernel tuning cannot be kept in %s: %s", self._file, error)
 
 
 class Untuned:
-    """Takes the first choice: in Triton's interpreter times mean nothing."""
+    """A tuner that returns the first choice, because times in Triton's interpreter mean nothing."""
 
     def best(self, kernel: str, shape: str, choices: Sequence[Options], launch: Callable[[Options], None]) -> Options:
         return choices[0]
 
 
 def gpu_tuner(device: torch.device) -> Tuner:
-    """Keeps what it finds in the cache folder, whose file is named for the GPU."""
+    """Return a tuner for this GPU. Its file is in the cache folder and has the GPU's name."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device))
     file = env.default_cache_dir() / "tuning" / f"{name}-triton-{triton.__version__}.json"
     return Tuner(file, lambda run: float(triton.testing.do_bench(run)) / 1e3)

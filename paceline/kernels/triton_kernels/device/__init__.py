@@ -1,6 +1,6 @@
-"""Code that runs on the GPU, apart from what launches it. Not typed: to Triton an annotation means something else."""
+"""Code that runs on the GPU, apart from its launches. Not typed, because Triton gives annotations another meaning."""
 
 import triton
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether kernels run on the CPU, in Triton's interpreter. Decided by TRITON_INTERPRET when they are imported."""
+"""Whether kernels run in Triton's interpreter on the CPU. TRITON_INTERPRET decides it on import."""

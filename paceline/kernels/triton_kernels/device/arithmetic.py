@@ -1,4 +1,4 @@
-"""What several kernels compute with."""
+"""Arithmetic that several kernels share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def tanh(x):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """fp32 to the nearest number of DTYPE, as torch rounds."""
+    """Round fp32 to the nearest number of DTYPE, as torch does."""
     if _INTERPRETED and DTYPE.is_bf16():
-        # Triton's interpreter rounds ties up, and loses what a carry adds to the exponent; exact numbers it keeps.
+        # Triton's interpreter rounds ties up and loses a carry into the exponent. It keeps exact numbers.
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
@@ -28,7 +28,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """a @ b + acc in fp32, without TF32."""
+    """Return a @ b + acc in fp32, without TF32."""
     if INTERPRETED:
         # Triton's interpreter multiplies the bits of bf16 as if they were integers. The products are the same.
         a, b = a.to(tl.float32), b.to(tl.float32)

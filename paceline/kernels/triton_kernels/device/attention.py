@@ -1,16 +1,16 @@
 """Attention over the paged cache.
 
-What is computed for a query depends on its position alone: keys are taken in tiles of KEYS at absolute places, tiles
-are gathered into splits of SPLIT at absolute places, and splits are merged in order. A tile or split that a query does
-not see leaves its state exactly as it was. So it makes no difference to the bits whether one program goes through all
-splits or each split has a program of its own (whose states `combine` merges), nor which queries stand beside it.
-The launch has to switch off the fusing of multiply and add, which the compiler chooses anew in every kernel.
+The order of computation for a query depends on its position only. Tiles of KEYS keys and splits of SPLIT keys begin
+at absolute positions, and splits are merged in order. A tile or split that a query does not see leaves its state as it
+was, bit for bit. So the result does not depend on the other queries of the batch, nor on whether one program goes
+through all splits or each split has its own program, whose states `combine` merges. The launch must disable the fusion
+of multiply and add, because the compiler chooses it differently for each kernel.
 
-The state of a softmax under way is (row_max, row_sum, acc): the largest score so far, in powers of two; the sum of the
-weights relative to it; and the so weighted sum of the values. (-inf, 0, 0) has seen nothing.
+The running state of a softmax is (row_max, row_sum, acc): the largest score so far, as an exponent of 2; the sum of the
+weights relative to it; and the sum of the values with these weights. The state before any key is (-inf, 0, 0).
 
-The rows of a tile are pairs (token, head) of one request and one KV head, the GROUP heads of a token side by side.
-`tiles` int32 [tiles, 3] says of each: the request, its first row, and the place of that row in `states`.
+The rows of a tile are pairs (token, head) of one request and one KV head. The GROUP heads of a token are adjacent.
+`tiles` int32 [tiles, 3] has for each tile: its request, its first row, and the place of this row in `states`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from paceline.kernels.triton_kernels.device.arithmetic import dot, tanh
 
 _PACKED = ["query_start", "context_len", "tiles"]
-"""Parts of one tensor, which begin anywhere. A kernel is compiled once for all."""
+"""Parts of one tensor, which begin at any address. A kernel is compiled once for all alignments."""
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_PACKED)
@@ -57,10 +57,10 @@ def attend(
     APART: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Grid: (tiles, kv_heads), or with APART (tiles, kv_heads, splits), split 0 being the first that the tile sees.
+    """Compute attention. Write out [tokens, heads, HEAD_DIM]. Grid: (tiles, kv_heads).
 
-    Writes out [tokens, heads, HEAD_DIM]; with APART instead states fp32 [splits, kv_heads, rows, 2] (row_max, row_sum)
-    and accs fp32 [splits, kv_heads, rows, HEAD_DIM].
+    With APART, write states fp32 [splits, kv_heads, rows, 2] (row_max, row_sum) and accs fp32 [splits, kv_heads, rows,
+    HEAD_DIM] instead. Then the grid is (tiles, kv_heads, splits), where split 0 is the first that the tile sees.
     """
     kv_head = tl.program_id(1)
     tile = tiles + 3 * tl.program_id(0)
@@ -87,7 +87,7 @@ def attend(
         begin = tl.maximum(split * SPLIT, first_key // KEYS * KEYS)
         for first in range(begin, tl.minimum((split + 1) * SPLIT, end), KEYS):
             key = first + tl.arange(0, KEYS)
-            # Outside of what the tile sees, tables and slots may hold anything.
+            # Outside of the keys that the tile sees, tables and slots may hold anything.
             exists = (key >= first_key) & (key < end)
             slot = tl.load(table + key // BLOCK_TOKENS, exists, 0).to(tl.int64)
             place = slot * slot_stride + kv_head * kv_head_stride + key % BLOCK_TOKENS * place_stride
@@ -136,7 +136,7 @@ def combine(
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Merges the states of one row. Grid: (tiles, kv_heads, ROWS); a tile holds the first rows of a request."""
+    """Merge the states of one row. Grid: (tiles, kv_heads, most rows of a tile); a tile is a whole request."""
     kv_head, row, kv_heads = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
     tile = tiles + 3 * tl.program_id(0)
     request = tl.load(tile)
@@ -159,8 +159,8 @@ def combine(
 
 @triton.jit
 def _rows(query_start, context_len, request, first_row, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Token (int64) and position of each row of a tile, and whether there is such a row; one that is not is the last
-    token's once more."""
+    """Return the token (int64) and the position of each row of a tile, and whether the row exists. A row that does not
+    exist has the request's last token."""
     end = tl.load(query_start + request + 1)
     token = tl.load(query_start + request) + (first_row + tl.arange(0, ROWS)) // GROUP
     valid = token < end
@@ -170,14 +170,14 @@ def _rows(query_start, context_len, request, first_row, GROUP: tl.constexpr, ROW
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The state that has seen nothing."""
+    """Return the state before any key."""
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     return row_max, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
 
 
 @triton.jit
 def _merge(row_max, row_sum, acc, other_max, other_sum, other_acc):
-    """The state that has seen what both have seen."""
+    """Return the state after the keys of both states."""
     top = tl.maximum(row_max, other_max)
     base = _finite(top)
     own, other = tl.exp2(row_max - base), tl.exp2(other_max - base)
@@ -186,5 +186,5 @@ def _merge(row_max, row_sum, acc, other_max, other_sum, other_acc):
 
 @triton.jit
 def _finite(row_max):
-    """What to subtract from scores: of a row that has seen nothing all are -inf, and -inf - -inf is no number."""
+    """Return the number to subtract from scores. A row without keys has the maximum -inf, and -inf - -inf is NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)

@@ -1,4 +1,4 @@
-"""Moves blocks of the KV cache, bit by bit."""
+"""Moves of KV blocks that keep all bits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def move(
     SCATTERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """target[target_slots[i]] = source[source_slots[i]], rows of SIZE elements; slots int64, or i itself where the
-    source does not gather, or the target does not scatter. Grid: (rows, SIZE / BLOCK)."""
+    """Copy target[target_slots[i]] = source[source_slots[i]], rows of SIZE elements. Grid: (rows, SIZE / BLOCK).
+
+    Slots are int64. Without GATHERS the source slot is i; without SCATTERS the target slot is i.
+    """
     row = tl.program_id(0).to(tl.int64)
     source_slot = tl.load(source_slots + row) if GATHERS else row
     target_slot = tl.load(target_slots + row) if SCATTERS else row

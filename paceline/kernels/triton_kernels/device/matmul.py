@@ -1,4 +1,4 @@
-"""A matrix product whose bits do not depend on how many rows there are."""
+"""A matrix product whose bits do not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def matmul(
     STEP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """out [tokens, SIZE_OUT] = x [tokens, SIZE_IN] @ weight [SIZE_OUT, SIZE_IN].T + bias, in tiles of one shape.
+    """Compute out [tokens, SIZE_OUT] = x [tokens, SIZE_IN] @ weight [SIZE_OUT, SIZE_IN].T + bias in tiles of one shape.
 
-    Every sum is taken in order of the input dimension by one program. Grid: (tiles of rows, tiles of columns), so that
-    programs which run at the same time share a part of the weight.
+    One program takes each sum, in order of the input dimension. Grid: (tiles of rows, tiles of columns), so that
+    programs that run at the same time share a part of the weight.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,8 +1,8 @@
-"""Kernels in which a token has nothing to do with another. All compute in fp32.
+"""Kernels in which tokens do not depend on each other. All compute in fp32.
 
-A fused kernel has the bits of the kernels that it stands for. So what both compute is one function here, a sum is taken
-over the same vector by the same number of warps, what lies between is rounded as if it had gone to memory, and the
-launch switches off the fusing of multiply and add, which the compiler chooses anew in every kernel.
+A fused kernel gives the same bits as the kernels that it replaces. So both call the same functions, take a sum over the
+same vector with the same number of warps, and round intermediate values as if they had been stored. The launch disables
+the fusion of multiply and add, because the compiler chooses it differently for each kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.kernels.triton_kernels.device.arithmetic import rounded, tanh
 
 @triton.jit
 def rms_norm(out, x, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, UNIT_OFFSET: tl.constexpr):
-    """out, x [rows, SIZE], contiguous. Grid: (rows,)."""
+    """Compute out = norm of x, both [rows, SIZE], contiguous. Grid: (rows,)."""
     dim = tl.arange(0, PADDED)
     inside = dim < SIZE
     offset = tl.program_id(0).to(tl.int64) * SIZE + dim
@@ -27,7 +27,7 @@ def rms_norm(out, x, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, UNIT
 
 @triton.jit
 def add_rms_norm(total, out, x, y, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, UNIT_OFFSET: tl.constexpr):
-    """total = x + y; out = rms_norm(total). All [rows, SIZE], contiguous. Grid: (rows,)."""
+    """Compute total = x + y and out = rms_norm(total). All [rows, SIZE], contiguous. Grid: (rows,)."""
     dim = tl.arange(0, PADDED)
     inside = dim < SIZE
     offset = tl.program_id(0).to(tl.int64) * SIZE + dim
@@ -42,7 +42,7 @@ def add_rms_norm(total, out, x, y, weight, eps, SIZE: tl.constexpr, PADDED: tl.c
 
 @triton.jit
 def _inverse_rms(wide, eps, SIZE: tl.constexpr):
-    """Of a whole row, zero behind its end."""
+    """Return 1 / RMS of a whole row, which is padded with zeros."""
     return tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
 
 
@@ -52,7 +52,7 @@ def _scaled(wide, inverse_rms, factor, UNIT_OFFSET: tl.constexpr, DTYPE: tl.cons
     if UNIT_OFFSET:
         scaled = normed * (1.0 + factor)
     else:
-        # Rounded before the product as well as behind it, as the models of this form are.
+        # Rounded before and after the product, as in the models without a unit offset.
         scaled = normed.to(DTYPE).to(tl.float32) * factor
     return scaled.to(DTYPE)
 
@@ -70,7 +70,7 @@ def rotate(
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
 ):
-    """out [tokens, HEADS, 2 * HALF], contiguous; cos, sin fp32 [tokens, 2 * HALF], contiguous. Grid: (tokens,)."""
+    """Rotate x. out [tokens, HEADS, 2 * HALF] and cos, sin fp32 [tokens, 2 * HALF] are contiguous. Grid: (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     head, pair = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_HALF)
     inside = (head < HEADS)[:, None] & (pair < HALF)[None, :]
@@ -111,7 +111,7 @@ def store_kv(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Token t goes to slots[t] (int64), places[t] (int64), or nowhere where its slot is below 0. Grid: (tokens,)."""
+    """Store token t at slots[t], places[t] (both int64), or nowhere if its slot is below 0. Grid: (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     head, dim = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, DIM)[None, :]
     slot = tl.load(slots + token)
@@ -154,9 +154,9 @@ def rotate_and_store(
     NORMS: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """`rms_norm` of each head of queries and keys, if NORMS; `rotate`; `store_kv`. out [tokens, HEADS, 2 * HALF].
+    """Apply `rms_norm` to each head of queries and keys if NORMS, then `rotate` and `store_kv`.
 
-    Grid: (tokens, HEADS + KV heads): one head of the queries, or one of keys and values.
+    out [tokens, HEADS, 2 * HALF]. Grid: (tokens, HEADS + KV heads): a head of the queries, or one of keys and values.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, PADDED_HALF)
@@ -201,7 +201,7 @@ def _head(
     UNIT_OFFSET: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The two halves of one head, normed if NORMS, and turned."""
+    """Return the two halves of one head, normed if NORMS, and rotated."""
     pair, dim = tl.arange(0, PADDED_HALF), tl.arange(0, PADDED)
     real = pair < HALF
     first = tl.load(source + pair, real, 0.0).to(tl.float32)
@@ -221,7 +221,7 @@ def _head(
 
 @triton.jit(do_not_specialize=["size"])
 def gated(out, gate, up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """out = activation(gate) * up, the activation rounded before the product. All contiguous. Grid: (size / BLOCK,)."""
+    """Compute out = activation(gate) * up, rounded before the product. All contiguous. Grid: (size / BLOCK,)."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(gate + index, index < size, 0.0).to(tl.float32)
     factor = tl.load(up + index, index < size, 0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, and how many drafts they confirm. One program a row: nothing depends on batch-mates."""
+"""The choice of tokens from logits and the check of drafts. Each row has a program, and depends on no other row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HIGHEST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def best(out, logits, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """out int64 [rows]: the first of the largest of fp32 [SIZE]; no number counts as larger than any. Grid: (rows,)."""
+    """Write out int64 [rows]: the first index of the largest of fp32 [SIZE]. NaN is the largest. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     top, place = tl.full([BLOCK], _LOWEST, tl.int32), tl.full([BLOCK], _HIGHEST, tl.int32)
@@ -26,7 +26,7 @@ def best(out, logits, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _order(x):
-    """int32 in the order of fp32, so that comparing has no exceptions. -0 is 0."""
+    """Map fp32 to int32 of the same order, so that NaN can be compared: it is the largest. -0 equals 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(x != x, 0x7FFFFFFF, order)
@@ -46,11 +46,11 @@ def draw(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out int64 [rows]: where the cumulative sum of the kept weights exceeds the row's number times their sum.
+    """Write out int64 [rows]: the index where the cumulative sum of kept weights exceeds the row's random number * sum.
 
-    Kept are the first top_k (int64) of weights fp64 [rows, SIZE]; of them those of at least min_p (fp64); of those the
-    fewest from the first on that have top_p (fp64, inf keeps all) of their sum. The largest weight is 1; where top_k or
-    top_p cut, weights descend. Sums are fp64, block by block. Grid: (rows,).
+    Three filters decide which weights, fp64 [rows, SIZE], are kept: the first top_k (int64); of these, weights of at
+    least min_p (fp64); of these, the fewest from the first on whose sum reaches top_p (fp64; inf keeps all) of the sum.
+    The largest weight is 1. If top_k or top_p cut, weights must descend. Sums are fp64, block by block. Grid: (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     own = weights + row * row_stride
@@ -75,14 +75,14 @@ def draw(
         reached = (below + tl.cumsum(kept, 0) > target) & (index < SIZE)
         found = tl.minimum(found, tl.min(tl.where(reached, index, SIZE), 0))
         below += tl.sum(kept, 0)
-        # A number times the sum may be rounded up to the sum.
+        # The random number times the sum may round up to the sum. Then the last kept weight is chosen.
         last = tl.maximum(last, tl.max(tl.where((kept != 0.0) & (index < SIZE), index, 0), 0))
     tl.store(out + row, tl.where(found < SIZE, found, last).to(tl.int64))
 
 
 @triton.jit
 def _weights(own, first, end, least, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of weights, without those that top_k and min_p cut."""
+    """Return a block of weights, with 0 for weights that top_k or min_p cut."""
     index = first + tl.arange(0, BLOCK)
     weight = tl.load(own + index, (index < SIZE) & (index < end), 0.0)
     return tl.where(weight < least, 0.0, weight)
@@ -90,14 +90,14 @@ def _weights(own, first, end, least, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _within(weight, before, first, limit, BLOCK: tl.constexpr):
-    """A block of weights behind a sum of `before`, without those that top_p cuts; the very first one stays."""
+    """Return a block of weights, with 0 for weights that top_p cuts. `before` sums earlier blocks; index 0 stays."""
     kept = (before + (tl.cumsum(weight, 0) - weight) < limit) | (first + tl.arange(0, BLOCK) == 0)
     return tl.where(kept, weight, 0.0)
 
 
 @triton.jit
 def _uniform(seed, position, PURPOSE: tl.constexpr):
-    """`paceline.engine.sampler.uniform` of int64 whose bits are those of unsigned numbers."""
+    """Compute `paceline.engine.sampler.uniform`. The int64 arguments have the bits of unsigned numbers."""
     state = seed.to(tl.uint64) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     for _ in range(PURPOSE):
         state += 0xD1B54A32D192ED03
@@ -114,11 +114,11 @@ def _mixed(state):
 
 @triton.jit
 def accept(out, tokens, drafts, first_rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Rows [first_rows[r], first_rows[r + 1]) (int32) are those of request r; row i chose tokens[i] (int64), and
-    drafts[i + 1] (int64) was proposed there, but behind its last row.
+    """Verify drafts. Rows [first_rows[r], first_rows[r + 1]) (int32) belong to request r. Row i chose tokens[i] (int64)
+    and had the draft drafts[i + 1] (int64). In the last row of a request nothing was proposed.
 
-    out int64 [requests, WIDTH]: the drafts from the first on that are what was chosen, and the token behind them, then
-    -1; nothing but -1 for a request without rows. Grid: (requests,).
+    Write out int64 [requests, WIDTH]: the first drafts that equal the chosen tokens, the token chosen after them, then
+    -1. A request without rows gets -1 only. Grid: (requests,).
     """
     request = tl.program_id(0)
     first, end = tl.load(first_rows + request), tl.load(first_rows + request + 1)
@@ -126,7 +126,7 @@ def accept(out, tokens, drafts, first_rows, WIDTH: tl.constexpr, PADDED: tl.cons
     chosen = tl.load(tokens + first + index, index < end - first, -1)
     draft = tl.load(drafts + first + index + 1, index < end - first - 1, -1)
     refused = tl.where(chosen == draft, PADDED, index)
-    # Behind the last row nothing was proposed.
+    # In the last row nothing was proposed.
     count = tl.maximum(tl.minimum(tl.min(refused, 0), end - first - 1), 0)
     place = out + request.to(tl.int64) * WIDTH + index
     tl.store(place, tl.where(index <= count, chosen, -1), index < WIDTH)
