@@ -1,4 +1,4 @@
-"""Which cached block needs which."""
+"""The places of sealed blocks in their contexts, which tell the cache policy which block needs which."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from paceline.core.kv_layout import KVLayout
 
 
 def place_of(layout: KVLayout, group: int, block: int, digest: bytes, before: bytes, priority: int = 0) -> Place:
-    """Where a sealed block stands.
+    """Return the place of a sealed block.
 
-    One of full attention needs the block before it. One with a window is read with few others of its group, but never
-    without full attention up to its end; a model that has none needs nothing else for it.
+    A block with full attention needs the block before it. A block with a window is read with few other blocks of its
+    group, but needs the full attention of its context up to its end. If the model has no full attention, such a block
+    needs no other block.
 
     Args:
-        digest: the block's hash.
-        before: that of the block before it in its group; empty where there is none, or it is not known.
-        priority: of the request.
+        group: index of the block's group.
+        block: index of the block in its block table.
+        digest: hash of the block.
+        before: hash of the block before it in its group; empty if there is none or it is unknown.
+        priority: priority of the request; lower is more urgent.
     """
     tokens = layout.groups[group].block_tokens
     end = (block + 1) * tokens
@@ -27,7 +30,10 @@ def place_of(layout: KVLayout, group: int, block: int, digest: bytes, before: by
 
 
 def _full_attention(layout: KVLayout, end: int, digest: bytes) -> Name | None:
-    """The block of full attention with this end: the chain up to there gives it the same hash."""
+    """Return the name of the full-attention block that ends after `end` tokens, or None.
+
+    Blocks with the same end have the same hash: that of the chain up to there.
+    """
     full = [(group.block_tokens, index) for index, group in enumerate(layout.groups) if group.shape.window == 0]
     if not full:
         return None

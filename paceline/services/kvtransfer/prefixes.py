@@ -1,5 +1,5 @@
-"""A prefix that a request lacks comes into the host's cache, from its disk or from another host: once, however many ask
-for it at the same time."""
+"""Brings prefixes into the host's cache, from its disk or another host. Requests that need one prefix at the same time
+share the transfer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline.services.kvtransfer.flights import Flights
 from paceline.services.kvtransfer.ledger import Ledger
 
 PREFIX_SECONDS = 5.0
-"""For all of a prefix, waiting for others included; its request waits, and could have been computed instead."""
+"""Deadline for a whole prefix, including the wait for other requests. The request could compute it instead."""
 
 
 class Prefixes:
-    """Brings prefixes in.
+    """Brings prefixes into the host's cache.
 
     Args:
-        promotions: from the disk, where there is one.
+        promotions: reads blocks from the disk tier; None if there is none.
     """
 
     def __init__(self, layout: KVLayout, ledger: Ledger, fetches: Fetches, promotions: Promotions | None) -> None:
@@ -34,19 +34,19 @@ class Prefixes:
         self._fetches = fetches
         self._promotions = promotions
         self._flights: Flights[asyncio.Event] = Flights()
-        """Of calls, each by the event that wakes it."""
+        """The calls of `bring`, each identified by the event that wakes it."""
 
     async def bring(self, key: Key, source: str, hashes: Sequence[bytes]) -> pb.FetchReply:
-        """Has cached here, if it can, what the disk or another host has of a context. Tells what came from the latter.
+        """Cache the blocks of a context that the disk or another host has. Return what came from the other host.
 
         Args:
-            key: of the request for which it is brought.
-            source: address of the service that has it; empty where only the disk is to be asked.
-            hashes: chain of the context, no more of it than can be reused.
+            key: key of the request that waits for the prefix.
+            source: address of the service that has the prefix; empty if only the disk shall be read.
+            hashes: chain of the part of the context that may be reused, one hash for each BASE_TOKENS tokens.
 
         Raises:
-            BusyError: there are no blocks to bring it into.
-            TransferError: it could not be brought.
+            BusyError: too few blocks are available here.
+            TransferError: the blocks could not be read from the other host.
         """
         is_asked = False
         try:
@@ -57,7 +57,7 @@ class Prefixes:
                     is_asked = True
                     return await self._fetches.run_prefix(key, source, hashes)
         except TimeoutError:
-            if not is_asked:  # others took all the time; the source is not to blame
+            if not is_asked:  # the time passed before the source was asked: it has not failed
                 return pb.FetchReply()
             self._fetches.totals.failures += 1
             raise TransferError(f"the prefix of {key} did not come within {PREFIX_SECONDS:g} s") from None
@@ -65,7 +65,7 @@ class Prefixes:
 
     @contextlib.asynccontextmanager
     async def _flight(self, hashes: Sequence[bytes]) -> AsyncIterator[bool]:
-        """Waits for others that bring what this context lacks first. Yields whether it lacks anything then."""
+        """Wait while another call brings the first block that is missing here. Yield whether any is missing then."""
         woken = asyncio.Event()
         try:
             while not self._flights.ask(woken, lacking := lacking_links(self._layout, self._ledger.slot_of, hashes)):

@@ -1,4 +1,4 @@
-"""The time after a start in which workers of a service that ended say what they hold in its arena."""
+"""The time after a start in which workers of the killed service before this one report their leases in its arena."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.claim import Claim
 
 RECONCILE_SECONDS = 3.0
-"""Workers come back within about a second of our start. Who has not done so by then, and lives, has noticed that its
-session broke, and stops before it could see others in its blocks: this is longer than the grace of a lost session."""
+"""Duration of the reconciliation. Workers come back within about a second. One that lives and has not come back has
+noticed by the end that its session broke, and does not touch its blocks any more: the time exceeds GRACE_SECONDS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claimant:
-    """A worker that has come back."""
+    """A worker that has come back, with its claims."""
 
     worker_id: str
     layout: KVLayout
@@ -27,9 +27,12 @@ class Claimant:
 
 
 class Reconciliation:
-    """Owns the arena of a service that ended, until it is over.
+    """Owns the arena of the service that was killed, until the reconciliation is over.
 
-    Nobody gets a block meanwhile: all who come wait for `over`.
+    No blocks are given out meanwhile: all workers that attach wait for `over`.
+
+    Args:
+        now: time on the ledger's clock, in seconds.
     """
 
     def __init__(self, arena: Arena, now: float) -> None:
@@ -42,7 +45,7 @@ class Reconciliation:
         self._claimants[session] = claimant
 
     def remove(self, session: int) -> None:
-        """It went away again; where it lives, it comes back with newer claims."""
+        """Forget the claims of a worker that went away again. If it lives, it comes back with newer claims."""
         self._claimants.pop(session, None)
 
     def claims(self) -> Iterator[Claim]:
@@ -50,11 +53,11 @@ class Reconciliation:
             yield from claimant.claims
 
     def workers(self) -> dict[int, str]:
-        """Worker ids by session."""
+        """Return worker ids by session."""
         return {session: claimant.worker_id for session, claimant in self._claimants.items()}
 
     def layout(self) -> KVLayout | None:
-        """What the workers agree on; None where nobody came. Raises ConfigError where they do not."""
+        """Return the workers' layout; None if no worker came back. Raises ConfigError if their layouts differ."""
         layouts = [claimant.layout for claimant in self._claimants.values()]
         for other in layouts[1:]:
             if other != layouts[0]:

@@ -1,4 +1,4 @@
-"""What a transport moves here, found out when the service starts: lists of networks lie, bytes do not."""
+"""A test of a transport when the service starts: whether it moves the right bytes, and how fast."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ log = logging.getLogger(__name__)
 
 
 async def self_test(transport: Transport, memory: ArenaMemory, address: str) -> float:
-    """Reads blocks from itself, verifies them, and returns GB/s: the best of some reads, for the first one connects.
+    """Read blocks over a transport from this host itself, and verify them. Return the rate in GB/s; 0 if it failed.
 
-    0 where it failed. What is wrong, or slow, is said in the log. It takes about a second at most. The figure is of one
-    host, so it shows what is broken or slow at its root, and not what a network between hosts adds.
+    The rate is the best of several reads, because the first one also connects. Failures and low rates are logged. The
+    test takes about a second at most. It finds what is broken or slow on this host, not the limits of the network.
 
     Args:
-        transport: serves `memory` and writes into it.
-        memory: of two slots at least. Some of them are overwritten, so none may be in use.
-        address: of the gRPC server here.
+        transport: a transport that serves `memory` and writes into it.
+        memory: memory with two slots or more, none of them in use, because some are overwritten.
+        address: address of the gRPC server here.
     """
     fastest = 0.0
     try:
@@ -48,10 +48,10 @@ async def self_test(transport: Transport, memory: ArenaMemory, address: str) -> 
 
 
 async def _read(transport: Transport, memory: ArenaMemory, address: str, round_: int) -> float:
-    """GB/s of one read of the first slots into those behind them, which held other bytes before.
+    """Read the first slots into the slots after them, whose bytes differ before. Return the rate in GB/s.
 
     Raises:
-        UnavailableError: it failed, or brought something else.
+        UnavailableError: the read failed, or brought other bytes.
     """
     count = max(1, min(memory.slots // 2, _MOST_BYTES // memory.slot_bytes))
     for slot in range(count):

@@ -1,4 +1,4 @@
-"""The kvtransfer service: the wire in front of a host's workers, their memory and its ledger."""
+"""The kvtransfer service: its RPC methods and its socket for workers, on top of the host's sessions and KV memory."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from paceline.services.kvtransfer.owners import describe_leases
 from paceline.services.kvtransfer.sessions import Sessions
 
 _MAX_OPERATIONS = 4096
-"""In one batch: it is applied in one go, and nobody else is served meanwhile."""
+"""Most operations in one batch. The service does nothing else while it applies a batch."""
 
 _MAX_NAMES = 1 << 15
-"""Of blocks in one message."""
+"""Most block names in one message."""
 
 log = logging.getLogger(__name__)
 
@@ -51,22 +51,22 @@ class Snapshot:
     """The state of a host's KV memory, for load reports and metrics."""
 
     counts: Counts = Counts(0, 0, 0, 0, 0)
-    """In blocks. None exist before the first worker came."""
+    """Numbers of blocks by state. All are 0 before the first worker has attached."""
     slot_bytes: int = 0
     fingerprint: str = ""
-    """Of the layout."""
+    """Fingerprint of the KV layout; empty before the first worker has attached."""
     workers: int = 0
     leases: int = 0
     expired_leases: int = 0
     evicted_blocks: int = 0
     block_events: int = 0
-    """Told to gateways so far, or about to be."""
+    """Number of block events so far, which is also the number of the next event."""
     token_bytes: float = 0.0
-    """That a token of a context takes in all groups."""
+    """Bytes that one token of a context takes in all KV groups together."""
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     transfers: Totals = dataclasses.field(default_factory=Totals)
-    """Blocks that came from other hosts."""
+    """Totals of the transfers from other hosts."""
     disk: Sequence[Sample] = ()
     """Counters of the disk tier; empty without one."""
 
@@ -95,7 +95,7 @@ class Snapshot:
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):
-    """Serves workers of one host and services of others. Register it on a gRPC server between `start` and `close`."""
+    """Serves the workers of one host, services of other hosts, and gateways, from `start` to `close`."""
 
     def __init__(self, options: HostOptions) -> None:
         self.sessions = Sessions(options)
@@ -105,11 +105,13 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self._address = ""
 
     async def start(self, address: str = "") -> None:
-        """Call it before workers can come. Raises ConfigError where an arena of this size, or a socket beside it,
-        cannot be made.
+        """Start the service, before workers can attach.
 
         Args:
-            address: where services of other hosts reach this one.
+            address: address at which services of other hosts reach this one.
+
+        Raises:
+            ConfigError: the arena, the disk tier's file or the socket cannot be made.
         """
         self._address = address
         self.sessions.start()
@@ -117,14 +119,14 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self._keeper.start()
 
     async def close(self) -> None:
-        """Ends all sessions and removes the arena. Calls that come later are refused."""
+        """End all sessions and remove the arena. Later calls are refused."""
         await self._keeper.stop()
         await self.socket.close()
         await self.sessions.close()
 
     @property
     def healthy(self) -> bool:
-        """False once the ledger did not prove; only a restart helps then."""
+        """False after the ledger was found inconsistent. Then only a restart helps."""
         return self._keeper.healthy
 
     def snapshot(self) -> Snapshot:
@@ -148,7 +150,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         )
 
     def take_events(self) -> BlockBatch | None:
-        """Blocks that became or ceased to be reusable since the last call; the disk tier hears of them now, too."""
+        """Return the block events since the last call, or None. Also offer the blocks to the disk tier."""
         memory = self.sessions.memory
         if memory is None or not (events := memory.ledger.take_events()):
             return None
@@ -161,7 +163,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachEvent]:
         async with mapped_errors(context):
-            # Random, so that a session of this service's predecessor is not taken for one of ours.
+            # Random, so that a session of an earlier service on this host is not mistaken for one of this service.
             session = secrets.randbits(63) | 1
             try:
                 memory = await self.sessions.enter(session, request)
@@ -183,13 +185,16 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 self._keeper.note_change()
 
     def serve(self, request: pb.BatchRequest, reply: Reply) -> None:
-        """Applies a batch in one go, or lets its sender wait to adopt. Raises PacelineError where its session ended."""
+        """Apply a batch and reply at once, or reply to an adoption when its lease is filled.
+
+        Raises PacelineError if the session has ended, InvalidRequestError if the batch is invalid.
+        """
         memory = self.sessions.check(request.session)
         if len(request.operations) > _MAX_OPERATIONS:
             raise InvalidRequestError(f"a batch may have {_MAX_OPERATIONS} operations, not {len(request.operations)}")
         if any(each.HasField("adopt") for each in request.operations):
             if len(request.operations) > 1:
-                raise InvalidRequestError("an adoption is alone in its request: it may take its time")
+                raise InvalidRequestError("an adoption must be the only operation of its request")
             self._adopt(memory, request.session, request.operations[0], reply)
             return
         self._keeper.note_change()
@@ -244,14 +249,14 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 await memory.exports.run_prefix(key, request.hashes, request.cached_tokens, context.write)
 
     async def Export(self, request: pb.ExportRequest, context: Context) -> None:  # type: ignore[override]
-        # Writing to the context, rather than yielding, lets a cancellation arrive wherever this waits.
+        # It writes to the context rather than yield, so that a cancellation arrives wherever this waits.
         async with mapped_errors(context):
             memory, key = self._exporting(request.fingerprint), key_of(request.key)
             with request_span("export", key.request_id, carrier_of(context.invocation_metadata())):
                 await memory.exports.run(key, request.cached_tokens, context.write)
 
     def _exporting(self, fingerprint: str) -> HostMemory:
-        """Raises PacelineError where a reader with this layout can read nothing here."""
+        """Return the memory to export from. Raises PacelineError if there is none or its layout is not the reader's."""
         memory = self.sessions.need_memory()
         if fingerprint != memory.layout.fingerprint:
             raise PacelineError(
@@ -265,7 +270,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             await self.sessions.need_memory().grpc.send(request, context.write)
 
     async def Reusable(self, request: pb.ReusableRequest, context: Context) -> AsyncIterator[pb.ReusableReply]:
-        # All of it as of one moment, before anything is awaited.
+        # Everything is collected before anything is awaited, so that it is the state of one moment.
         pool, names = pb.Pool(), list[list[bytes]]()
         if (memory := self.sessions.memory) is not None:
             layout, ledger = layout_to_pb(memory.layout), memory.ledger

@@ -1,4 +1,4 @@
-"""Workers of a host come and go, and its KV memory with them."""
+"""The sessions of a host's workers, and the KV memory that is made for them."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ log = logging.getLogger(__name__)
 
 
 class Sessions:
-    """The workers of a host, and the memory that they share; lives from `start` to `close`.
+    """The attached workers of a host and the KV memory that they share, from `start` to `close`.
 
-    There is memory from the first worker on, whose layout it has. A worker with another one gets it anew where nobody
-    else is left.
+    The memory is made for the layout of the first worker. When no worker is left, a worker with another layout gets a
+    new memory.
     """
 
     def __init__(self, options: HostOptions) -> None:
         self.memory: HostMemory | None = None
         self.workers: dict[int, str] = {}
-        """Worker ids by session."""
+        """Ids of the attached workers, by session."""
         self.reconciliation: Reconciliation | None = None
         self.closing = asyncio.Event()
         self._options = options
         self._leaving: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Takes over the arena of this host's service before, if it was killed, and removes those of others. Raises
-        ConfigError where an arena of this size cannot be made."""
+        """Take over the arena of the last service of this host if it was killed, and remove stale arenas of others.
+
+        Raises ConfigError if an arena, or the disk tier's file, of the configured size cannot be made.
+        """
         if self._options.disk is not None:
             self._options.disk.check()
         folder = self._options.arena_dir
@@ -59,7 +61,7 @@ class Sessions:
             self.reconciliation = Reconciliation(left, self._options.clock())
 
     async def close(self) -> None:
-        """Ends all sessions and removes the arena. Who comes later is refused."""
+        """End all sessions and remove the arena. Workers that come later are refused."""
         self.closing.set()
         self.workers.clear()
         self._let_go()
@@ -70,29 +72,31 @@ class Sessions:
         await asyncio.gather(*self._leaving)
 
     def need_memory(self) -> HostMemory:
-        """Raises PacelineError where there is none yet."""
+        """Return the memory. Raises PacelineError if there is none yet."""
         if self.memory is None:
             raise PacelineError("this host has no KV blocks: no worker has come yet")
         return self.memory
 
     def check(self, session: int) -> HostMemory:
-        """The memory that a worker with this session shares. Raises PacelineError where the session is over."""
+        """Return the memory of a session. Raises PacelineError if the session has ended."""
         if session not in self.workers or self.memory is None:
             raise PacelineError(f"session {session} is over; attach again")
         return self.memory
 
     async def enter(self, session: int, request: pb.AttachRequest) -> HostMemory:
-        """Lets a worker in, or one that had its blocks from the service before this one come back.
+        """Begin the session of a worker, which may come back with leases from the service before this one.
+
+        Returns the memory, which the worker shares from now on.
 
         Raises:
-            BusyError, ConfigError, InvalidRequestError, UnavailableError: it cannot be let in.
-            StaleError: it tries to come back, in vain.
+            BusyError, ConfigError, InvalidRequestError, UnavailableError: the worker is refused.
+            StaleError: the worker cannot come back.
         """
         await self._come_back(session, request)
         _check(request)
         layout = layout_from_pb(request.layout)
         if self.memory is not None and self.memory.layout != layout and not self.workers:
-            # What still drains is of sessions that are gone: such a worker writes to a file that is nobody's any more.
+            # Draining leases are of ended sessions. If such a worker still writes, it writes to the removed arena.
             self._let_go()
             await asyncio.gather(*self._leaving)
         if self.closing.is_set():
@@ -112,7 +116,7 @@ class Sessions:
         return self.memory
 
     def leave(self, session: int) -> None:
-        """Its leases end after a grace. Harmless for one that was never let in."""
+        """End a session and its leases, whose blocks drain first. Does nothing if the session never began."""
         if self.reconciliation is not None:
             self.reconciliation.remove(session)
         worker_id = self.workers.pop(session, None)
@@ -123,7 +127,7 @@ class Sessions:
     # ---- coming back
 
     async def _come_back(self, session: int, request: pb.AttachRequest) -> None:
-        """Returns when nobody can come back any more. Raises StaleError where this worker tries to, in vain."""
+        """Wait until the reconciliation is over. Raises StaleError if this worker wanted to come back and could not."""
         if (reconciliation := self.reconciliation) is not None:
             if request.arena_path == str(reconciliation.arena.path):
                 claims = [claim_from_pb(claim, session) for claim in request.claims]
@@ -133,8 +137,11 @@ class Sessions:
             raise StaleError(f"worker {request.worker_id} comes back too late, or its arena could not be kept")
 
     def end_reconciliation(self, now: float) -> None:
-        """Once its time is over: goes on in the predecessor's arena with what workers hold there; without any, or where
-        they contradict each other, begins anew."""
+        """End the reconciliation if its time is over.
+
+        If workers came back, go on with the old arena and their leases. If none came, or their claims contradict each
+        other, remove the old arena; the next worker gets a new one.
+        """
         reconciliation = self.reconciliation
         if reconciliation is None or now < reconciliation.ends:
             return
@@ -142,7 +149,7 @@ class Sessions:
             self.memory = self._take_over(reconciliation)
         except PacelineError as error:
             log.error(
-                "the arena of the service before this one cannot be kept, its workers have to start again: %s", error
+                "the arena of the service before this one cannot be kept; its workers have to start again: %s", error
             )
         if self.memory is None:
             reconciliation.arena.close()
@@ -156,13 +163,13 @@ class Sessions:
         reconciliation.over.set()
 
     def _take_over(self, reconciliation: Reconciliation) -> HostMemory | None:
-        """None where nobody came back. Raises PacelineError where the arena cannot be kept."""
+        """Return the memory in the old arena, or None if no worker came back. Raises PacelineError if this fails."""
         layout, arena = reconciliation.layout(), reconciliation.arena
         if layout is None:
             return None
         slots, rest = divmod(arena.size, layout.slot_bytes)
         if rest or (not self._options.enough_tokens and slots != self._most_slots(layout)):
-            raise ConfigError(f"it has {arena.size} bytes, and is to have {self._options.kv_memory_bytes}")
+            raise ConfigError(f"it has {arena.size} bytes and should have {self._options.kv_memory_bytes}")
         memory = HostMemory(self._options, layout, arena)
         try:
             memory.ledger.restore(list(reconciliation.claims()), self._options.clock())
@@ -181,9 +188,9 @@ class Sessions:
         if slots == 0:
             raise ConfigError(
                 f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "
-                f"{options.kv_memory_bytes}; raise --kv-memory (--kv-tier-memory, where workers have pools)"
+                f"{options.kv_memory_bytes}; raise --kv-memory (--kv-tier-memory, if workers have pools)"
             )
-        # A predecessor under another name, or one whose workers had not gone yet when this service started.
+        # Left by a service with another name, or one whose workers had not ended yet when this service started.
         remove_stale_arenas(options.arena_dir)
         arena = Arena(options.arena_dir, slots * layout.slot_bytes, options.host_id)
         try:

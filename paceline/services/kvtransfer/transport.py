@@ -1,5 +1,5 @@
-"""Ways to pull blocks from another host's arena into one's own: one interface, so that the rest of the service does
-not know which network there is."""
+"""The interface of transports, which read blocks of another host's arena into this host's. The rest of the service does
+not depend on the network."""
 
 from __future__ import annotations
 
@@ -20,56 +20,61 @@ class ArenaMemory(NamedTuple):
         return self.blocks[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def check(self, indices: Sequence[int]) -> None:
-        """Raises ValueError where a slot is not in this arena."""
+        """Raise ValueError if a slot is not in this arena."""
         if any(not 0 <= index < self.slots for index in indices):
             raise ValueError(f"this arena has {self.slots} slots; not all of these are in it: {indices}")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where to read: what the kvtransfer service of another host says of itself."""
+    """The arena of another host, as described by its kvtransfer service."""
 
     host_id: str
     address: str
-    """Of its gRPC server."""
+    """Address of the service's gRPC server."""
     offer: bytes
-    """`Transport.offer` of the transport of the same name there. It came over the wire: whatever it holds, reading
-    with it may fail, and nothing worse."""
+    """`Transport.offer` of the transport with the same name there. It is untrusted input: whatever it contains, a read
+    may fail but must not do anything worse."""
 
 
 class Transport(Protocol):
-    """A way to pull blocks of other hosts, and the one to let others pull from here.
+    """A way to read blocks of other hosts, and to let other hosts read blocks from here.
 
-    Made on a running event loop, for one arena; all methods are called on that loop.
+    It is constructed on a running event loop for one arena. All methods are called on this loop.
     """
 
     @property
     def name(self) -> str:
-        """For logs, metrics, and to find the transport of the same kind on another host."""
+        """Name for logs and metrics. Transports with the same name can read from each other."""
         ...
 
     def offer(self) -> bytes:
-        """What a reader on another host needs to know to read this arena. It also allows to: give it to those only who
-        may read."""
+        """Return the data that a reader on another host needs to read this arena.
+
+        It contains a secret that permits to read. Give it only to services that may read.
+        """
         ...
 
     async def read(self, source: Source, slots: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks of `source` into this arena.
+        """Copy blocks of `source` into this arena.
 
-        Bytes are whatever the source's slots hold while they are read; the caller knows that they are filled, and
-        verifies what came. While a read is under way its slots here hold anything. When it returns or raises, also
-        where its task is cancelled, nothing touches them any more.
+        The bytes are those that the source's slots contain during the read. The caller knows that these slots are
+        filled, and verifies the bytes. During the read the slots here may contain anything. When the read has returned,
+        raised or been cancelled, nothing touches them any more.
 
         Args:
-            slots: pairs (slot there, slot here), each a whole slot. May be empty.
+            source: the arena to read from.
+            slots: pairs (slot there, slot here) of whole slots. May be empty.
 
         Raises:
-            UnavailableError: the source cannot be reached, refuses, or went silent for longer than a deadline.
+            UnavailableError: the source cannot be reached, refuses, or was silent for longer than a deadline.
             ValueError: a slot here is not in this arena.
         """
         ...
 
     async def close(self) -> None:
-        """Ends what is under way, also what others read from here, and frees all there is. Memory of the arena may be
-        unmapped after it. Closing twice is no error."""
+        """End all reads, those of other hosts from here as well, and free all resources.
+
+        After this the arena's memory may be unmapped. Closing twice is no error.
+        """
         ...

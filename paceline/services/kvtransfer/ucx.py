@@ -1,4 +1,4 @@
-"""Blocks over UCX (docs/decisions/0004-ucx-binding.md)."""
+"""The transport over UCX (docs/decisions/0004-ucx-binding.md)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MOST_IDLE = 16
 log = logging.getLogger(__name__)
 
 Place = tuple[str, Offer]
-"""IPv4 address and what is offered there. A source that starts anew has another offer."""
+"""IPv4 address of a source and its offer. A source that restarts has another offer."""
 
 
 def open_ucx(memory: ArenaMemory) -> UcxTransport | None:
-    """UCX where it is installed; otherwise a word in the log, and nothing."""
+    """Return the transport if UCX is installed and starts. Otherwise log the reason and return None."""
     try:
         return UcxTransport(memory)
     except ConfigError as error:
@@ -36,10 +36,10 @@ def open_ucx(memory: ArenaMemory) -> UcxTransport | None:
 
 
 class UcxTransport:
-    """A `Transport`. The library is called on threads of its own; the event loop waits for them.
+    """A `Transport` over UCX. The library is called on separate threads, for which the event loop waits.
 
     Args:
-        silence_seconds: a source from which nothing comes for so long counts as gone.
+        silence_seconds: a read fails if nothing comes from the source for so long.
 
     Raises:
         ConfigError: UCX is not installed, or does not start.
@@ -69,7 +69,7 @@ class UcxTransport:
             pairs = [(there, self._memory.slot(here)) for there, here in slots]
             job = self._threads.submit(self._read, place, pairs, lambda: abandoned.is_set() or self._closing.is_set())
             await _outlast(job, abandoned)
-        except (UnavailableError, OSError, RuntimeError) as error:  # RuntimeError: submitted after the end
+        except (UnavailableError, OSError, RuntimeError) as error:  # RuntimeError: submitted after `close`
             raise UnavailableError(f"cannot read from {source.host_id} by UCX: {error}") from error
 
     async def close(self) -> None:
@@ -82,7 +82,7 @@ class UcxTransport:
         self._serving.close()
 
     def _read(self, place: Place, pairs: Sequence[tuple[int, memoryview]], abandoned: Callable[[], bool]) -> None:
-        """On a thread: when this has returned or raised, nothing touches the memory any more."""
+        """Read blocks on a thread. Nothing touches the memory after this has returned or raised."""
         connection = self._idle.take(place) or UcxConnection(*place)
         try:
             connection.read(pairs, abandoned, self._silence_seconds)
@@ -99,14 +99,14 @@ class UcxTransport:
 
 
 class _IdleConnections:
-    """Connections that wait for the next read of the same source, the one that came last behind all others."""
+    """Connections that are kept for the next read of the same source, the last used one at the end."""
 
     def __init__(self) -> None:
         self._connections: list[tuple[Place, UcxConnection]] = []
         self._lock = threading.Lock()
 
     def take(self, place: Place) -> UcxConnection | None:
-        """One that still stands."""
+        """Remove and return a working connection to a source, or return None."""
         while connection := self._remove(place):
             if connection.stands():
                 return connection
@@ -144,24 +144,23 @@ def _checked(offer: bytes, slot_bytes: int, slots: Sequence[tuple[int, int]]) ->
     if offered.slot_bytes != slot_bytes:
         raise UnavailableError(f"its slots have {offered.slot_bytes} bytes, ours {slot_bytes}")
     if any(not 0 <= there <= MOST_SLOT for there, _ in slots):
-        raise UnavailableError("no arena has all the slots that were asked for")
+        raise UnavailableError("a slot number is out of range")
     return offered
 
 
 async def _resolve(address: str, timeout: float) -> str:
-    """The IPv4 address of a gRPC server's host: that of the library's listener."""
+    """Return the IPv4 address of a gRPC server's host, where the library listens, too."""
     host = address.rpartition(":")[0]
     try:
         async with asyncio.timeout(timeout):
             found = await asyncio.get_running_loop().getaddrinfo(host, None, family=socket.AF_INET)
     except TimeoutError:
-        raise UnavailableError(f"no name server tells where {host} is") from None
+        raise UnavailableError(f"the name {host} was not resolved in time") from None
     return str(found[0][4][0])
 
 
 async def _outlast(job: concurrent.futures.Future[None], abandoned: threading.Event) -> None:
-    """Awaits a thread's work to its very end, whoever cancels meanwhile; tells it so, and lets the cancellation go on
-    when the work has ended."""
+    """Wait for a thread's job to end. If this is cancelled, set `abandoned` and raise only after the end."""
     ended = asyncio.wrap_future(job)
     cancelled: asyncio.CancelledError | None = None
     while not ended.done():
@@ -173,6 +172,6 @@ async def _outlast(job: concurrent.futures.Future[None], abandoned: threading.Ev
             job.cancel()
     if cancelled is not None:
         if not ended.cancelled():
-            ended.exception()  # seen, though nobody wants it
+            ended.exception()  # retrieved, so that asyncio does not log it
         raise cancelled
     ended.result()

@@ -1,4 +1,4 @@
-"""The reader's side of UCX: one connection, for one read at a time."""
+"""The reader's side of UCX: a connection to a source, for one read at a time."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from paceline.services.kvtransfer.ucx_wire import MOST_SLOTS, Offer, pack_reques
 from paceline.services.kvtransfer.ucx_worker import Handle, UcxWorker, failure
 
 BATCH_BYTES = 16 << 20
-"""Asked for at once, so that the deadline is one for so many bytes."""
+"""Most bytes that are requested at once, so that no deadline is for more bytes."""
 _LOOK_SECONDS = 0.02
 
 
 class Abandoned(Exception):
-    """Nobody waits for this read any more."""
+    """The read was given up, because nobody waits for it any more."""
 
 
 class UcxConnection:
-    """A worker of its own and its endpoint at one source.
+    """A UCX worker of its own with an endpoint at one source.
 
-    Closing it ends every message and takes the worker down, so that a transfer under way touches no memory any more,
-    whatever state it was in.
+    Closing the connection ends all its messages and the worker. After this a transfer touches no memory any more,
+    whatever its state was.
 
     Raises:
-        UnavailableError: no connection can be tried.
+        UnavailableError: UCX does not start, or cannot begin to connect.
     """
 
     def __init__(self, ip: str, offer: Offer) -> None:
@@ -35,7 +35,7 @@ class UcxConnection:
         except ConfigError as error:
             raise UnavailableError(str(error)) from error
         self._endpoints: list[Handle] = []
-        self._request = pack_request(offer.token, [])  # a greeting: it asks for nothing
+        self._request = pack_request(offer.token, [])  # a greeting, which requests no slots
         self._sending: list[Handle] = []
         self._receiving: list[Handle] = []
         try:
@@ -46,12 +46,14 @@ class UcxConnection:
 
     @property
     def opening(self) -> bool:
-        """Whether the source has not answered yet. Keep it then rather than close it, if it shall be read again: what
-        is being sent cannot be called off."""
+        """Whether a message to the source, at first the greeting, has not been sent yet.
+
+        Do not close such a connection if the source is to be read again, because a send cannot be cancelled.
+        """
         return bool(self._sending)
 
     def stands(self) -> bool:
-        """Whether the source has not closed it meanwhile, as far as can be told from here."""
+        """Return whether the connection seems to be open still."""
         try:
             self._worker.progress()
         except self._worker.error:
@@ -61,13 +63,18 @@ class UcxConnection:
     def read(
         self, pairs: Sequence[tuple[int, memoryview]], abandoned: Callable[[], bool], silence_seconds: float
     ) -> None:
-        """Reads slots of the source into memory of their size.
+        """Read slots of the source.
 
-        Where it raises, close the connection before you use the memory, unless it is `opening`.
+        If this raises, close the connection before the memory is used again, unless the connection is `opening`.
+
+        Args:
+            pairs: for each block, its slot in the source and the memory for its bytes.
+            abandoned: returns whether to give up.
+            silence_seconds: longest time without progress.
 
         Raises:
-            UnavailableError: the source is gone, or no slot came for so many seconds.
-            Abandoned: `abandoned` said so.
+            UnavailableError: the source is gone, or was silent for too long.
+            Abandoned: `abandoned` returned True.
         """
         at_once = max(1, min(MOST_SLOTS, BATCH_BYTES // self._offer.slot_bytes))
         try:
@@ -78,7 +85,7 @@ class UcxConnection:
             raise UnavailableError(str(error)) from error
 
     def close(self) -> None:
-        """Memory is untouched from now on."""
+        """End the connection. It touches no memory from now on."""
         self._sending.clear()
         self._worker.close(self._endpoints, self._receiving)
 
@@ -99,11 +106,11 @@ class UcxConnection:
         while arrived := self._worker.arrived_tagged():
             into = wanted.pop(int(arrived.sender_tag.value), None)
             if into is None or arrived.length != len(into):
-                raise UnavailableError("the source sent what nobody asked for")
+                raise UnavailableError("the source sent a block that was not requested")
             self._receiving.append(self._worker.receive_tagged(arrived, into))
 
     def _wait(self, left: Callable[[], int], abandoned: Callable[[], bool], silence_seconds: float) -> None:
-        """Until nothing is left; each time that less is left, the deadline begins anew."""
+        """Wait until `left` returns 0. The deadline starts again whenever it returns less than before."""
         heard_at, fewest = time.monotonic(), left() + 1
         while True:
             self._sending = still_under_way(self._sending)
@@ -123,11 +130,11 @@ class UcxConnection:
 
 
 def still_under_way(messages: list[Handle]) -> list[Handle]:
-    """Those that are not completed.
+    """Return the messages that are not completed.
 
     Raises:
-        UnavailableError: one of the others failed. An error holds on to the frames that it went through, so no frame
-            names a message.
+        UnavailableError: a completed message failed. An error keeps the frames of its traceback alive, so no local
+            variable here refers to a message.
     """
     if failures := [why for message in messages if message.completed and (why := failure(message))]:
         raise UnavailableError(f"a message failed: {failures[0]}")

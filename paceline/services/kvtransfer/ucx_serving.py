@@ -1,4 +1,4 @@
-"""The source's side of UCX: a thread that sends slots of the arena to those who may read them."""
+"""The source's side of UCX: a thread that sends slots of the arena to readers that have the offer's token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Reader:
-    """One connection. It has one request under way; the next is heard when all of that has been sent."""
+    """The connection of a reader. Its next request is served after all slots of the last one have been sent."""
 
     endpoint: Handle
     request: bytearray
@@ -30,7 +30,7 @@ class _Reader:
 
 
 class UcxServing:
-    """Owns the listening worker and the thread that alone uses it, from construction to `close`."""
+    """Owns the listening UCX worker, and the only thread that uses it, from construction to `close`."""
 
     def __init__(self, memory: ArenaMemory) -> None:
         self._memory = memory
@@ -44,11 +44,11 @@ class UcxServing:
         self._thread.start()
 
     def close(self) -> None:
-        """Blocks until nothing is sent any more."""
+        """Wait until nothing is sent any more, for at most _CLOSE_SECONDS."""
         self._stopping.set()
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
-            log.error("UCX does not stop sending; its thread is left behind")
+            log.error("UCX does not stop sending; its thread goes on")
 
     def _serve(self) -> None:
         try:
@@ -66,7 +66,7 @@ class UcxServing:
             self._worker.close(endpoints, messages)
 
     def _accept(self) -> bool:
-        """Whether somebody came."""
+        """Accept a connection, if there is one. Return whether there was."""
         if not self._arrivals:
             return False
         arrival, request = self._arrivals.pop(), bytearray(REQUEST_BYTES)
@@ -74,14 +74,14 @@ class UcxServing:
             endpoint = self._worker.accept(arrival)
             self._readers.append(_Reader(endpoint, request, self._worker.receive(endpoint, request)))
         except self._worker.error as error:
-            log.debug("a UCX reader has gone before it was heard: %s", error)
+            log.debug("a UCX reader left before it was accepted: %s", error)
         if len(self._readers) > _MOST_READERS:
-            log.warning("more than %d UCX readers: the oldest has to go", _MOST_READERS)
+            log.warning("more than %d UCX readers: the oldest one is disconnected", _MOST_READERS)
             self._drop(self._readers[0])
         return True
 
     def _attend(self, reader: _Reader) -> bool:
-        """Goes on with what this reader wants; whether there was anything to do."""
+        """Serve a reader as far as possible now. Return whether there was anything to do."""
         failed = ""
         while not failed and reader.sending and reader.sending[0].completed:
             failed = failure(reader.sending.popleft())
@@ -95,12 +95,12 @@ class UcxServing:
         return bool(asks)
 
     def _drop(self, reader: _Reader) -> None:
-        """What is being sent to it fails, in time, in the worker's hands."""
+        """Disconnect a reader. Messages that are being sent to it fail later, in the worker's progress."""
         self._readers.remove(reader)
         reader.endpoint.close_blocking()
 
     def _answer(self, reader: _Reader) -> str:
-        """Sends what was asked for; returns why not."""
+        """Send the requested slots. Return why this failed, or an empty string."""
         try:
             wanted = parse_request(reader.request, self.offer.token, self._memory.slots)
         except ValueError as error:

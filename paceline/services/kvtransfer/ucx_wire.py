@@ -1,7 +1,7 @@
-"""What two UCX transports say to each other: plain numbers, checked before the library hears of them.
+"""The offer and the request of UCX transports. They are plain numbers, which are checked before the library uses them.
 
-A worker address of UCX, which its users usually exchange, ends the process that opens it where a byte of it is wrong.
-So an offer holds a port instead, and the host is the one whose gRPC server handed it out.
+UCX's users usually exchange worker addresses. If one byte of such an address is wrong, the process that opens it ends.
+So an offer has a port instead. The host is that of the gRPC server that sent the offer.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from dataclasses import dataclass
 
 TOKEN_BYTES = 16
 MOST_SLOTS = 256
-"""Of one request."""
+"""Most slots of one request."""
 MOST_SLOT = 2**32 - 1
 
 _OFFER = struct.Struct(f"!4sHQ{TOKEN_BYTES}s")
 _MAGIC = b"PUX1"
 _REQUEST = struct.Struct(f"!{TOKEN_BYTES}sI{MOST_SLOTS}I")
 REQUEST_BYTES = _REQUEST.size
-"""All requests have one size, so that a reader cannot make the source take memory."""
+"""All requests have this size, so that a reader cannot make the source allocate memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Where an arena can be read, and by what right."""
+    """The port at which an arena can be read, and the token that permits it."""
 
     port: int
     slot_bytes: int
     token: bytes
-    """Who shows it may read."""
+    """A reader that sends this token may read."""
 
     def pack(self) -> bytes:
         return _OFFER.pack(_MAGIC, self.port, self.slot_bytes, self.token)
 
     @staticmethod
     def parse(data: bytes) -> Offer:
-        """Raises ValueError where these bytes are no offer."""
+        """Return the offer in these bytes. Raises ValueError if they are no offer."""
         if len(data) != _OFFER.size:
             raise ValueError(f"an offer has {_OFFER.size} bytes, not {len(data)}")
         magic, port, slot_bytes, token = _OFFER.unpack(data)
@@ -47,19 +47,19 @@ class Offer:
 
 
 def pack_request(token: bytes, slots: Sequence[int]) -> bytes:
-    """A request for up to MOST_SLOTS slots; the source sends each as a message whose tag is the place in this list."""
+    """Return a request for up to MOST_SLOTS slots. The source sends each as a message whose tag is its list index."""
     return _REQUEST.pack(token, len(slots), *slots, *(0,) * (MOST_SLOTS - len(slots)))
 
 
 def parse_request(data: bytes | bytearray, token: bytes, slots: int) -> list[int]:
-    """The slots that a reader asks for.
+    """Return the slots that a reader requests.
 
     Args:
-        token: what it must show.
-        slots: how many the arena has.
+        token: the token that the request must contain.
+        slots: number of slots in the arena.
 
     Raises:
-        ValueError: it may not read, or asks for what is not there.
+        ValueError: the token is wrong, or the arena does not have such slots.
     """
     shown, count, *wanted = _REQUEST.unpack(data)
     if not hmac.compare_digest(shown, token):
