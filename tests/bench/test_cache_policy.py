@@ -1,4 +1,4 @@
-"""Replays of traces through the pool."""
+"""Replays of traces against the pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_what_is_found_is_a_prefix() -> None:
 
 
 def test_lru_by_hand() -> None:
-    # [1 2 3], then 4 takes the place of 3, 5 6 those of 4 and 2, so that only 1 is found.
+    # After [1 2 3], block 4 replaces 3. Then 5 and 6 replace 4 and 2, so that only 1 is found.
     assert replay(TRACE[:4], 3, LRU(3)).found == 2 + 1
 
 

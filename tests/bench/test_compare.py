@@ -39,7 +39,7 @@ def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def systems(folder: Path, source: str = SERVER) -> tuple[int, list[str]]:
-    """A port, and the arguments for two systems that have it between them."""
+    """Return a port, and the arguments for two systems that use it in turns."""
     script = folder / "server.py"
     script.write_text(source)
     with socket.create_server(("127.0.0.1", 0)) as server:

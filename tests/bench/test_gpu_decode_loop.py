@@ -50,9 +50,9 @@ def test_the_random_model_counts_in_circles_and_jumps() -> None:
     assert 0.5 < sum(counted) / len(counted) < 1
 
 
-# What numpy says in the interpreter of the rows that fill a step up: they hold anything.
+# Rows that pad a step have arbitrary content, about which numpy warns in Triton's interpreter.
 @pytest.mark.filterwarnings("ignore:overflow ", "ignore:invalid value ", "ignore:divide by zero ")
-# Lookups find something only where the model counts; without it tokens have near competitors.
+# Lookups find drafts only if the model counts, which takes a strong signal. With a weak one, tokens are closer rivals.
 @pytest.mark.parametrize(("method", "signal"), [("ngram", 3.0), ("early_layers", 1.35)])
 def test_the_loop_gives_the_same_tokens_with_drafts_on_triton_kernels(method: Method, signal: float) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
@@ -69,7 +69,7 @@ def test_the_loop_gives_the_same_tokens_with_drafts_on_triton_kernels(method: Me
 
 def test_the_clock_tells_the_gaps_between_steps_from_the_steps() -> None:
     class Steps:
-        """A step that runs the model and drafts with it."""
+        """A runner whose step runs the model and then drafts with it."""
 
         def execute(self, step: Step) -> StepResult:
             for _ in range(3):
@@ -86,5 +86,5 @@ def test_the_clock_tells_the_gaps_between_steps_from_the_steps() -> None:
     assert min(times.idle_ms, times.forward_ms, times.rest_ms) > 0
     clock.watch(Steps())
     runner.execute(Step(()))
-    with pytest.raises(statistics.StatisticsError):  # one step has no gap; those before are forgotten
+    with pytest.raises(statistics.StatisticsError):  # one step has no gap, and earlier steps are forgotten
         clock.times()

@@ -28,7 +28,7 @@ BENCHMARKS = ("kernels", "copies", "handoff", "forward-gemma-3-27b")
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one command has written, by benchmark."""
+    """The figures that one command has written, by benchmark."""
     pytest.importorskip("triton", reason="the package triton is not installed")
     out = tmp_path_factory.mktemp("gpu")
     done = run("bench.gpu", "--out", str(out), "--small", *(f"--only={name}" for name in BENCHMARKS))
@@ -65,7 +65,7 @@ def test_without_a_gpu_they_say_so(module: str, tmp_path: Path) -> None:
 
 
 class MetaWeights(PackedWeights):
-    """Counts matrices; nothing is made."""
+    """Weights that count elements of matrices and make no tensors."""
 
     def __init__(self, config: ModelConfig) -> None:
         device = torch.device("meta")
@@ -83,7 +83,7 @@ def test_the_floor_counts_every_matrix_once(config: ModelConfig, billions: float
     weights = MetaWeights(config)
     MODELS[config.architecture](config, weights, select_kernels(torch.device("meta"), "reference"))
     assert weights.elements == pytest.approx(billions * 1e9, rel=0.01)
-    # Of an embedding that is not the head's too, a step reads a row a token.
+    # If the embedding is not also the head, a step reads only one row of it per token.
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     assert matrix_elements(config) == weights.elements - embedding
 

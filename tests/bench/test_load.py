@@ -80,7 +80,7 @@ class TestFigures:
 
 @asynccontextmanager
 async def http_server(answer: Callable[[bytes], Awaitable[bytes]]) -> AsyncIterator[str]:
-    """Answers every request with the body that `answer` gives for the request's own, and closes."""
+    """Run a server that answers each request with `answer(body of the request)` and closes the connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

@@ -24,7 +24,7 @@ def loaded() -> Loaded:
 def test_adopted_contexts_are_decoded_without_being_computed(loaded: Loaded) -> None:
     computed, adopted = (run(loaded, 2, [[5] * 50] * 3, 8, CPU, max_len=58, adopted=how) for how in (False, True))
     assert [len(tokens) for tokens in adopted.tokens] == [8] * 3
-    # Another context gives other tokens: what is random is read.
+    # The random blocks are read, because the tokens differ from those of the computed context.
     assert adopted.tokens != computed.tokens
 
 
@@ -35,7 +35,7 @@ def test_a_context_ends_with_the_length_that_was_asked_for(loaded: Loaded) -> No
 
 
 def test_no_more_memory_is_taken_than_allowed(loaded: Loaded) -> None:
-    block = loaded.layout.slot_bytes  # of 16 tokens
+    block = loaded.layout.slot_bytes  # bytes of a block of 16 tokens
     assert points(loaded, [16, 64], [1, 4], 4 * block) == [(16, 1), (16, 4), (64, 1)]
 
 

@@ -7,7 +7,7 @@ from bench.systems import ServerError
 
 
 def metrics(**seconds: float) -> str:
-    """As a gateway shows them, with two workers that count alike."""
+    """Return metrics as a gateway shows them, with two workers that have equal counters."""
     lines = []
     for name, value in seconds.items():
         match name.split("__"):

@@ -1,4 +1,4 @@
-"""Where workers run, as bench.placed says."""
+"""Cores and priorities of workers under bench.placed."""
 
 from __future__ import annotations
 

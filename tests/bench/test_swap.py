@@ -18,7 +18,7 @@ def test_a_quantile_lies_within_its_bucket() -> None:
     counts = buckets(METRICS)
     assert counts == {0.005: 2, 0.01: 8, math.inf: 10}
     assert quantile(counts, 0.5) == pytest.approx(0.0075)
-    assert quantile(counts, 0.95) == 0.01  # all that is known is that it took longer
+    assert quantile(counts, 0.95) == 0.01  # the last finite bound: the histogram knows only that it took longer
     assert math.isnan(quantile({math.inf: 0.0}, 0.5))
 
 

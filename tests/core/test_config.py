@@ -1,4 +1,4 @@
-"""Options: where their values come from, what is refused, and in which words."""
+"""Options: the sources of their values, the values that are refused, and the error messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_without_file_and_flags_all_is_default() -> None:
         (10, 20, None, 20),
         (None, 20, 30, 30),
         (10, 20, 30, 30),
-        (10, 20, 64, 64),  # a flag wins with the default, too
+        (10, 20, 64, 64),  # a flag wins even if its value is the default
     ],
 )
 def test_flag_before_table_before_top_before_default(

@@ -1,4 +1,4 @@
-"""Contexts that are equal up to a link have equal links, and no others have."""
+"""Two contexts have the same link if and only if they are equal up to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_layout_and_salt_separate_contexts_even_if_their_letters_move_from_one_t
 
 
 def test_names_do_not_change_between_releases() -> None:
-    # Cached blocks outlive a worker's restart. Whoever changes these values has to change KV_FORMAT.
+    # Cached blocks outlive a worker's restart. A change that gives other values here must also change KV_FORMAT.
     assert links(list(range(BASE_TOKENS)))[0].hex() == "ad32d7bf9ff30bbde9e7522640df4437"
     salted = Context(list(range(40)), "salt")
     assert salted.links("model")[1].hex() == "4c89be72d1f8afb6317181f600dd7d1f"
@@ -85,5 +85,5 @@ def test_a_block_has_the_name_of_the_context_up_to_its_end() -> None:
         full = full_block_names(group, context.links(layout.fingerprint), 150)
         assert len(full) == 150 // group.block_tokens
         assert [context.block_name(layout, index, block, 150) for block in range(len(full))] == list(full)
-        # The last, partial block is named by the tokens that are in it.
+        # The last, partial block is named by the tokens that it has.
         assert context.block_name(layout, index, len(full), 150) == context.name(layout.fingerprint, 150)

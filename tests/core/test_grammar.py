@@ -1,4 +1,4 @@
-"""What can be enforced is accepted, everything else is refused with a reason, and the check always ends."""
+"""The check of grammars accepts those that can be enforced, refuses all others with a reason, and always ends."""
 
 from __future__ import annotations
 

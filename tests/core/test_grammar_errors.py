@@ -1,4 +1,4 @@
-"""What users read: their own mistake in their own words, and what to do about it."""
+"""Error messages for users: they quote the mistake and say how to mend it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any combination of groups fits, wastes little, and block boundaries meet."""
+"""Any combination of groups has a layout that wastes little memory and has common block boundaries."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_block_fits_into_a_slot_and_the_largest_fills_it(shapes: tuple[Gro
     assert layout.slot_bytes % 4096 == 0
     largest = max(shape.elements_per_token for shape in shapes) * BASE_TOKENS * itemsize
     assert layout.slot_bytes - largest < 4096
-    # No block is smaller than half of the largest, unless it has as many tokens as a block may have.
+    # Every block is larger than half of the largest one, unless it has the largest number of tokens.
     for group, size in zip(layout.groups, sizes):
         assert 2 * size > largest or group.block_tokens == 16 * BASE_TOKENS
 
@@ -87,7 +87,7 @@ def test_states_go_with_any_other_groups(
     assert len(states) <= 32
     assert max(group.shape.block_bytes(group.block_tokens, itemsize) for group in layout.groups) <= layout.slot_bytes
     assert layout.alignment <= 512
-    assert layout.alignment == states[0].block_tokens  # a state is needed only where a prefix may end
+    assert layout.alignment == states[0].block_tokens  # states are kept only at positions where a prefix may end
     assert all(layout.alignment % group.block_tokens == 0 for group in layout.groups)
 
 
@@ -98,7 +98,7 @@ def test_of_states_only_that_behind_the_token_before_is_needed(position: int, bl
 
 
 def test_granite_4_h_350m() -> None:
-    """A state of 808 KB a layer, beside 4 KB of keys and values a token."""
+    # Each layer has a state of 808 KB; keys and values take 4 KB per token.
     full = (GroupShape("full", tuple(range(4)), 4, 64),)
     layout = make_layout(full + state_groups("mamba", range(28), ((48, 32, 128), (3, 1792)), full), 2, "granite")
     assert [group.block_tokens for group in layout.groups] == [256] + [512] * 14

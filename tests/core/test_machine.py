@@ -1,4 +1,4 @@
-"""What a process may use, read from a tree of files like those of the kernel."""
+"""Limits of a process, read from a tree of files like the kernel's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write(root: Path, files: dict[str, object]) -> Path:
 
 
 def group(limit: object, use: int, file_cache: int = 0, at: str = "") -> dict[str, object]:
-    """A control group of version 2; sizes in MiB."""
+    """Return the files of a control group of version 2. Sizes are in MiB."""
     half = file_cache * MIB // 2
     stat = f"anon {use * MIB}\nfile {use * MIB}\nactive_file {half}\ninactive_file {half}"
     limit = limit * MIB if isinstance(limit, int) else limit
@@ -54,11 +54,11 @@ def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
     ("files", "mib"),
     [
         (group(1024, 300), 724),
-        (group(1024, 300, file_cache=200), 924),  # the kernel drops file cache before it refuses memory
-        (group(1024, 1100), 0),  # over its limit for a moment
+        (group(1024, 300, file_cache=200), 924),  # the kernel drops file cache before an allocation fails
+        (group(1024, 1100), 0),  # above the limit for a moment
         (group(100, 50, file_cache=90), 100),  # never more than the limit itself
         (group("max", 300), 4096),
-        (group(8192, 300), 4096),  # the host has less than the container may take
+        (group(8192, 300), 4096),  # the host has less memory than the limit
     ],
 )
 def test_a_container_with_a_namespace_of_its_own(tmp_path: Path, files: dict[str, object], mib: int) -> None:
@@ -139,9 +139,9 @@ print(own_kib() - before)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 def test_memory_of_large_messages_is_given_back() -> None:
     def left(what: str) -> int:
-        """KiB."""
+        """Return the KiB that are left."""
         command = [sys.executable, "-c", _PASSES_MESSAGES, what]
         return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
 
     assert left("give back") < 2 << 10
-    assert left("keep") > 8 << 10  # or there is nothing to be mended
+    assert left("keep") > 8 << 10  # otherwise the fix would have nothing to do

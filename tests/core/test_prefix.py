@@ -1,4 +1,4 @@
-"""How much of a context is found in the cache, over one group and over two of different blocks and windows."""
+"""The cached prefix of a context, with one group and with two groups of different block sizes and windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.services.kvtransfer.kv_toolkit import chain, make_layout
 
 
 def blocks_of(layout: KVLayout, context: str) -> dict[tuple[int, bytes], int]:
-    """Every block of a context, as a cache would name it; block b of group g lies in slot 100 * g + b."""
+    """Return the slots of all blocks of a context, by their names. Block b of group g has slot 100 * g + b."""
     blocks = {}
     for index, group in enumerate(layout.groups):
         stride = group.block_tokens // 16
@@ -29,7 +29,7 @@ def without(blocks: dict[tuple[int, bytes], int], *slots: int) -> dict[tuple[int
 
 FULL = make_layout((16, 0))
 MIXED = make_layout((64, 0), (16, 40))
-"""Full attention in blocks of 64 tokens, a window of 40 tokens in blocks of 16."""
+"""A layout with full attention in blocks of 64 tokens, and a window of 40 tokens in blocks of 16."""
 
 
 @pytest.mark.parametrize(

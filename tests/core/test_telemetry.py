@@ -1,4 +1,4 @@
-"""Log lines as people and machines read them, and the trace that they belong to."""
+"""Log lines as text and as JSON, with the trace that they belong to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 
 
 def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a process of its own, because logs and traces are set up once for a whole process."""
+    """Run a program in a process of its own, because logs and traces are set up once per process."""
     prelude = "import logging\nfrom paceline.core.telemetry import *\nlog = logging.getLogger('a.b')\n"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     return subprocess.run(

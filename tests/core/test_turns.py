@@ -1,4 +1,4 @@
-"""Whose turn it is, by a clock that only sleeping moves."""
+"""Turns of prefill and decode, with a clock that moves only while somebody sleeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TARGET = 0.05
 
 
 class Clock:
-    """Nanoseconds; whoever sleeps finds what `events` have done meanwhile."""
+    """A clock in nanoseconds. Sleeping runs the `events` that are due meanwhile."""
 
     def __init__(self) -> None:
         self.now = 1_000 * MS
@@ -36,7 +36,7 @@ class Clock:
         self.events.append((self.now + int(ms * MS), act))
 
     def waited(self, wait: Callable[[], None]) -> float:
-        """Milliseconds that a wait has taken."""
+        """Return the milliseconds that a wait takes."""
         began = self.now
         wait()
         return (self.now - began) / MS
@@ -63,7 +63,7 @@ def prefill(page: memoryview, clock: Clock) -> PrefillTurns:
 
 
 def leave_turn(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns, ms: float = 20) -> None:
-    """Decode computes for so long, and leaves the rest of its target to prefill, which waits for it meanwhile."""
+    """Let decode compute for `ms` milliseconds and leave the rest of its target to prefill, which is waiting."""
     decode.begin()
     clock.pass_ms(ms)
     prefill._may_compute(clock())
@@ -92,7 +92,7 @@ def test_decode_that_has_more_to_do_leaves_the_rest_of_its_target(
     clock.pass_ms(20)
     assert not prefill._may_compute(clock())
     decode.end()
-    clock.after(20, lambda: prefill.begin())  # the next operation; nothing keeps it
+    clock.after(20, lambda: prefill.begin())  # the next operation does not have to wait
     assert 29 <= clock.waited(decode.begin) <= 31
     assert not prefill._may_compute(clock())
 
@@ -135,7 +135,7 @@ def test_decode_goes_on_when_prefill_is_done(clock: Clock, decode: DecodeTurns, 
 
 def test_long_steps_leave_prefill_its_share(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns) -> None:
     leave_turn(clock, decode, prefill, 200)
-    for ms in (30, 60, 90):  # its next operations
+    for ms in (30, 60, 90):  # prefill's next operations
         clock.after(ms, prefill.begin)
     assert 99 <= clock.waited(decode.begin) <= 101
 
@@ -157,10 +157,10 @@ def test_all_decode_workers_leave_the_same_time(
 
 def test_the_dead_are_forgotten(page: memoryview, clock: Clock, prefill: PrefillTurns) -> None:
     decode = DecodeTurns(page, 7, 0.2, clock, clock.sleep)
-    decode.begin()  # and is killed
+    decode.begin()  # the decode worker is killed now
     assert 49 <= clock.waited(prefill.begin) <= 51
-    decode.begin()  # another one in its place
-    decode.end()  # prefill may compute for 200 ms, and is killed
+    decode.begin()  # another decode worker has replaced it
+    decode.end()  # prefill may compute for 200 ms, and is killed now
     assert 49 <= clock.waited(decode.begin) <= 51
 
 
@@ -170,7 +170,7 @@ def test_decode_plans_when_what_prefill_has_finished_was_handed_over(
     leave_turn(clock, decode, prefill)
     assert decode.expecting() == 0
     clock.after(25, lambda: prefill.end(hands_over=True))
-    clock.after(25.5, prefill.begin)  # it goes on
+    clock.after(25.5, prefill.begin)  # prefill goes on
     clock.after(30.5, decode.received)
     assert 31 <= clock.waited(lambda: decode.wait(0.004)) <= 33
     assert decode.expecting() == 0
@@ -181,7 +181,7 @@ def test_decode_waits_for_what_is_handed_over_no_longer_than_that_takes(
     clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
 ) -> None:
     leave_turn(clock, decode, prefill)
-    for ms in range(20, 60, 4):  # many prefill workers, and none of it comes here
+    for ms in range(20, 60, 4):  # as with many prefill workers, of whose blocks none come to this decode worker
         clock.after(ms, lambda: prefill.end(hands_over=True))
         clock.after(ms + 0.5, lambda: prefill._may_compute(clock()))
     assert 37 <= clock.waited(lambda: decode.wait(0.004)) <= 39

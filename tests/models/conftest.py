@@ -10,13 +10,13 @@ from paceline.kernels.interface import AttentionBatch, GroupTables, Taps
 from paceline.models.base import Model
 
 TRIMMED = 2**31 - 1
-"""Stands in a table where nothing may be read; as an index it would raise."""
+"""Table entry for blocks that must not be read. As an index it raises."""
 
 
 class PagedContexts:
-    """The contexts of some requests in a NaN-poisoned pool of shuffled slots, and the model's steps over them.
+    """Contexts of several requests in a pool of NaN with shuffled slots, and the model's steps over them.
 
-    Blocks that fall behind a window are poisoned again and struck from the table, as the engine gives them back.
+    Blocks that a window has left are filled with NaN and removed from the table, as when the engine gives them back.
     """
 
     def __init__(self, model: Model, requests: int, max_tokens: int, dtype: torch.dtype = torch.float32) -> None:
@@ -35,7 +35,7 @@ class PagedContexts:
         self._lengths = [0] * requests
 
     def step(self, tokens: dict[int, list[int]], taps: Taps | None = None) -> dict[int, Tensor]:
-        """Appends tokens to some requests -> fp32 logits [new tokens, vocab] of each."""
+        """Append tokens to some requests. Return the logits of each, fp32 [new tokens, vocab]."""
         starts, positions = [0], []
         for request, new in tokens.items():
             positions.append(torch.arange(self._lengths[request], self._lengths[request] + len(new)))

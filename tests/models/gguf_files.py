@@ -14,7 +14,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:
-    """Rows as llama.cpp keeps them: the two halves of the rotary embedding interleaved."""
+    """Return the rows in llama.cpp's order, with the two halves of the rotary embedding interleaved."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
@@ -27,10 +27,10 @@ def write_gguf(
     quantized: gguf.GGMLQuantizationType | None = None,
     **more: Any,
 ) -> Path:
-    """A GGUF file of a tiny Llama with a byte-level vocabulary; without weights where there is no reference.
+    """Write a GGUF file of a tiny Llama with a byte-level vocabulary. Without a reference it has no weights.
 
     Args:
-        quantized: the type of its matrices; None keeps them as they are.
+        quantized: type of the matrices; None does not quantize them.
     """
     writer = gguf.GGUFWriter(path, architecture)
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĠĠ"]

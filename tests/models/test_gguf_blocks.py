@@ -1,4 +1,4 @@
-"""GGUF's blocks against the `gguf` package."""
+"""Comparison of GGUF blocks with the `gguf` package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from paceline.models.gguf_blocks import BLOCK_TYPES, decode_blocks
 
-# Where the upper bytes of fp16 numbers lie: random ones would be infinite at times.
+# Places of the upper bytes of fp16 numbers. If these were random, some numbers would be infinite.
 UPPER_BYTES = {
     "Q4_0": [1],
     "Q4_1": [1, 3],
@@ -33,7 +33,7 @@ def test_blocks_stand_for_what_gguf_makes_of_them(name: str) -> None:
     matrix = decode_blocks(name, torch.from_numpy(rows), torch.float32)
     assert matrix.shape == (7, 3 * block.elements)
     assert torch.equal(matrix.dequantize(), expected.bfloat16().float())
-    # Kernels multiply a value by its scale without rounding, so that it does not matter whether they fuse.
+    # The product of a value and its scale is exact, so that results do not depend on whether a kernel fuses it.
     per_scale = matrix.shape[1] // matrix.scales.shape[1]
     values = matrix.values.double() * matrix.scales.double().repeat_interleave(per_scale, dim=1)
     assert torch.equal(values, values.float().double())

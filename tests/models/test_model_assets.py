@@ -28,12 +28,12 @@ from tests.models.gguf_files import write_gguf
 
 
 def silent(sentence: str) -> None:
-    """A report that nobody reads."""
+    """Report nothing."""
 
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that pip takes wheels from, and the only one."""
+    """The only folder from which pip can take wheels."""
     folder = tmp_path / "index"
     folder.mkdir()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -100,7 +100,7 @@ class TestConversion:
         visible = [path for path in cache.iterdir() if not path.name.endswith(".lock")]
         assert visible == [folder]
         self.check_converted(folder, reference)
-        # As an older version left it: converted again where blocks are asked for, and only there.
+        # A folder from an older version has no blocks. It is converted again only if blocks are requested.
         (folder / BLOCKS_FILE).unlink()
         resolve_model(str(source), cache, said.append)
         assert said == []

@@ -1,4 +1,4 @@
-"""In bf16 too, a token's logits have the same bits however its prompt was cut and whoever was computed beside it."""
+"""In bf16 too, the bits of a token's logits do not depend on the chunks of its prompt or on other requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def logits_in(contexts: Any, *parts: list[int], beside: list[int] | None = None) -> Tensor:
-    """Of request 0, whose tokens come in `parts`; request 1 has a token in every step where `beside` is given."""
+    """Return the logits of request 0, whose tokens come in `parts`. If `beside` is given, request 1 has one of these
+    tokens in every step."""
     results = []
     for index, part in enumerate(parts):
         tokens = {0: part}

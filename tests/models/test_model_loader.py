@@ -25,7 +25,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
 
 
 def change_tensors(folder: Path, **changes: Tensor | None) -> None:
-    """Replaces, adds or (None) removes tensors; "__" stands for "."."""
+    """Replace, add or (with None) remove tensors. "__" in a name means "."."""
     file = folder / "model.safetensors"
     tensors: dict[str, Tensor | None] = {**load_file(file)}
     tensors.update({name.replace("__", "."): tensor for name, tensor in changes.items()})

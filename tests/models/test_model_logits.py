@@ -1,4 +1,4 @@
-"""Our logits against those of transformers, in fp32, for tiny random checkpoints."""
+"""Comparison of logits with transformers, in fp32, for tiny random checkpoints."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def same(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
 
 
 def check_against_reference(reference: Any, model: Model, paged_contexts: Any, tolerance: float = 2e-5) -> None:
-    """Three ragged requests: whole prompt at once, in chunks, and token by token, in mixed batches."""
+    """Compare three requests in mixed batches: a whole prompt, a prompt in chunks, and a prompt token by token."""
     whole, chunked, single = random_tokens(model.config.vocab_size, 75, 63, 20)
     contexts = paged_contexts(model, 3, 128)
     parts: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
@@ -118,7 +118,7 @@ def test_gemma3(tmp_path: Path, save_gemma3: Any, paged_contexts: Any, changes: 
 def test_granite_hybrid(
     tmp_path: Path, save_granite_hybrid: Any, paged_contexts: Any, changes: dict[str, Any], load: Load
 ) -> None:
-    # The reference computes states in chunks, in another order.
+    # The reference computes states in chunks, and so adds in another order.
     check_against_reference(save_granite_hybrid(**changes), load(tmp_path), paged_contexts, tolerance=2e-4)
 
 
@@ -137,7 +137,7 @@ def test_taps_receive_the_hidden_states_of_the_reference(
     assert list(taps.states) == [0, 2, last]
     for depth in (0, 2):
         same(taps.states[depth], wanted[depth][0], tolerance=2e-4)
-    assert not torch.equal(taps.states[last], taps.states[2])  # the reference shows the last one behind its norm
+    assert not torch.equal(taps.states[last], taps.states[2])  # the reference shows the last layer after the norm
 
 
 def test_a_sharded_checkpoint_computes_the_same(
@@ -192,7 +192,7 @@ def test_logits_are_fp32_whatever_the_dtype(tmp_path: Path, save_llama: Any) -> 
 
 
 class PlainKernels(NativeKernels):
-    """Native kernels that call a pass as it is."""
+    """Native kernels that do not record a forward pass."""
 
     def compile(self, forward: Forward) -> Forward:
         return forward

@@ -1,4 +1,4 @@
-"""Weights that are packed once and shared by all processes of a host."""
+"""Packed weights, which are made once and shared by all processes of a host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose matrices are quantized: what they are made of, and that `gguf` changes no bit."""
+"""Models with quantized matrices: their weights, and that `gguf` changes no bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(folder: Path, quantization: Any, dtype: torch.dtype = torch.bfloat16, k
 
 @pytest.fixture
 def save_converted(tmp_path: Path, save_llama: Any) -> Callable[..., Path]:
-    """A tiny Llama as GGUF, its matrices of the given type, and converted."""
+    """A function that saves a tiny Llama as GGUF with matrices of a given type, converts it, and returns the folder."""
 
     def save(type_name: str = "Q4_1") -> Path:
         reference = save_llama(vocab_size=261, hidden_size=64, intermediate_size=96, num_key_value_heads=2,
@@ -106,7 +106,7 @@ def test_an_unknown_way_is_refused(tmp_path: Path, save_llama: Any) -> None:
 
 
 def change_blocks(folder: Path, name: str, tensor: torch.Tensor | None, type_name: str) -> None:
-    """Replaces, or with None removes, one matrix' blocks."""
+    """Replace the blocks of one matrix, or remove them if `tensor` is None."""
     with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
         tensors = {each: blocks.get_tensor(each) for each in blocks.keys()}  # noqa: SIM118
         types = blocks.metadata()

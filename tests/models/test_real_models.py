@@ -1,4 +1,4 @@
-"""The two bundled models against transformers: equal tokens."""
+"""The two bundled models give the same tokens as transformers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_smollm2_knows_its_capital_and_its_turn_end(real_model: Callable[[str], 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.token_to_id("<|im_end|>") in end_token_ids(folder)
     assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n").ids == [1, 4093, 198, 26843, 2, 198]
-    # Digits stand alone and are cut off first, so that the two newlines stay one token.
+    # Digits are split off first, each as a token of its own, so that the two newlines stay one token.
     assert tokenizer.encode("a\n\n12").tokens == ["a", "ĊĊ", "1", "2"]
     assert (folder / "chat_template.jinja").is_file()
 

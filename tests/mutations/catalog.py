@@ -1,6 +1,6 @@
-"""Mutations: small changes to the source, each of which is a bug that a test has to notice.
+"""Mutations: small changes to the source. Each is a bug that a test must notice.
 
-They are data, in the TOML files beside this one. `python -m tests.mutations.run` applies them one by one. The ledger's
+They are data in the TOML files of this folder. `python -m tests.mutations.run` applies them one by one. The ledger's
 protocol has mutations of its own, in tests/proof/mutations.py.
 """
 
@@ -21,22 +21,22 @@ class Mutation:
     file: str
     """Path of the changed file, relative to the repository."""
     bug: str
-    """What goes wrong, in one sentence."""
+    """The bug in one sentence."""
     before: str
-    """Text that stands in the file exactly once."""
+    """Text that the file contains exactly once."""
     after: str
     tests: tuple[str, ...]
-    """Test files or folders, of which one has to fail."""
+    """Test files or folders. At least one of them must fail."""
 
     def apply(self, source: str) -> str:
-        """Return the mutated source. Raises ValueError if `before` does not stand in it exactly once."""
+        """Return the mutated source. Raises ValueError if it does not contain `before` exactly once."""
         if source.count(self.before) != 1:
             raise ValueError(f"{self.name}: {self.file} contains its text {source.count(self.before)} times")
         return source.replace(self.before, self.after)
 
 
 def load_mutations() -> list[Mutation]:
-    """Return all mutations, by file and in the order of their files."""
+    """Return all mutations, sorted by file, in each file's order."""
     found = []
     for file in sorted(Path(__file__).parent.glob("*.toml")):
         for fields in tomllib.loads(file.read_text())["mutation"]:

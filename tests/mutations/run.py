@@ -1,9 +1,9 @@
-"""Applies mutations one by one and runs the tests that have to notice them.
+"""Apply mutations one by one and run the tests that must notice them.
 
     python -m tests.mutations.run [NAME...] [--wide]
 
-Everything happens in a temporary copy of the tree. A mutation is *caught* if one of its tests fails, and *survives*
-otherwise; with --wide a survivor is also tried on all tests that are no stacks. A survivor is a missing test.
+Everything happens in a temporary copy of the tree. A mutation is *caught* if one of its tests fails; otherwise it
+*survives*. With --wide a survivor is also tried on all tests without stacks. A survivor means that a test is missing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from tests.mutations.catalog import ROOT, Mutation, load_mutations
 
 TEST_SECONDS = 900.0
-"""Tests that take longer have noticed the mutation: something hangs."""
+"""Tests that take longer have noticed the mutation, because something hangs."""
 WIDE = ("tests", "-m", "not stack and not compose", "-n", "2", "--dist", "worksteal")
 
 
 def copy_tree(target: Path) -> None:
-    """Copy the files that git knows or would add, and the compiled kernels."""
+    """Copy all files that git tracks or would add, and the compiled kernels."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -64,7 +64,7 @@ def failing_test(tree: Path, arguments: Sequence[str]) -> str | None:
 
 
 def try_out(tree: Path, mutation: Mutation, wide: bool) -> str | None:
-    """Return what noticed the mutation; None if it survives."""
+    """Return the name of the test that noticed the mutation, or None if it survives."""
     file = tree / mutation.file
     source = file.read_text()
     file.write_text(mutation.apply(source))
@@ -77,12 +77,12 @@ def try_out(tree: Path, mutation: Mutation, wide: bool) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations.run", description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="*", help="mutations to try [all]")
-    parser.add_argument("--wide", action="store_true", help="try survivors on all tests that are no stacks")
+    parser.add_argument("name", nargs="*", help="mutations to try; default: all")
+    parser.add_argument("--wide", action="store_true", help="try survivors on all tests without stacks")
     options = parser.parse_args()
     known = {mutation.name: mutation for mutation in load_mutations()}
     if unknown := set(options.name) - set(known):
-        parser.error(f"there is no mutation {', '.join(sorted(unknown))}")
+        parser.error(f"unknown mutations: {', '.join(sorted(unknown))}")
     survivors = []
     with tempfile.TemporaryDirectory(prefix="paceline-mutations-") as folder:
         copy_tree(Path(folder))

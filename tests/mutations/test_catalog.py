@@ -1,4 +1,4 @@
-"""The mutations fit the source as it is."""
+"""All mutations fit the present source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies as others may write them, and short ways to names."""
+"""Policies as users may write them, and helpers that name blocks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from paceline.core.cache_policy.base import Block, CachePolicy, Name
 
 
 def name(text: str) -> Name:
-    """Of the block behind the context `text`, a letter a block."""
+    """Return the name of the last block of the context `text`, in which each letter is a block."""
     return 0, text.encode()
 
 
 class MostRecent(CachePolicy):
-    """What was offered last goes first: parents would, were it not for the order that all policies keep."""
+    """A policy that evicts the block offered last. This would be a parent, but all policies evict children first."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
@@ -28,7 +28,7 @@ class MostRecent(CachePolicy):
 
 
 class Stubborn(MostRecent):
-    """Wants to evict what others need."""
+    """A policy that always chooses a block that other blocks need."""
 
     def choose(self) -> Name:
         return name("a")

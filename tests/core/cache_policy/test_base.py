@@ -1,4 +1,4 @@
-"""What every policy promises, whoever wrote it."""
+"""Properties that hold for every policy, including those of users."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.core.cache_policy.policies import MostRecent, Stubborn, name
 
 SLOTS = 12
 CONTEXTS = st.text("ab", min_size=1, max_size=6)
-"""A block for each letter; equal beginnings are equal blocks."""
+"""Contexts with one block per letter. Contexts with equal beginnings share blocks."""
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Requests use the blocks of a context and let go of them; room is made at any time."""
+    """Requests that use and release the blocks of contexts, with evictions at any time."""
 
     make: Callable[[int], CachePolicy]
     held = Bundle("held")
@@ -34,7 +34,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.here: set[Name] = set()
 
     def both(self, call: str, *arguments: Any) -> Any:
-        """Equal calls have equal results."""
+        """Call a method of both policies, check that they return the same, and return it."""
         found = getattr(self.policy, call)(*arguments)
         assert getattr(self.twin, call)(*arguments) == found
         return found
@@ -91,7 +91,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.here -= {*gone}
 
     def _needed_here(self, one: Name, kept: set[Name]) -> bool:
-        """Whether a protected block that is here needs this one, or is it."""
+        """Return whether a cached block among `kept` needs this block or is this block."""
         return any(block in self.here and block[1].startswith(one[1]) for block in kept)
 
     @invariant()
@@ -114,7 +114,7 @@ def test_promises_hold_under_any_calls(make: Callable[[int], CachePolicy]) -> No
 
 
 def filled(policy: CachePolicy, *contexts: str) -> None:
-    """Each context is used once, one after the other."""
+    """Use each context once, one after the other."""
     for context in contexts:
         names = [name(context[: end + 1]) for end in range(len(context))]
         for end, one in enumerate(names):

@@ -1,4 +1,4 @@
-"""The default policy learns what to keep."""
+"""The default policy, which learns which blocks to keep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def learner(slots: int) -> Forecast:
 
 
 def hits(make: Callable[[int], CachePolicy], texts: Iterable[str]) -> int:
-    """Of the second half, when it has learned."""
+    """Return the hits in the second half of the requests. The policy learns from the first half."""
     asked = list(texts)
     policy = make(SLOTS)
     found(policy, asked[: len(asked) // 2])
@@ -48,7 +48,7 @@ def test_it_keeps_a_part_of_a_round_that_is_too_large() -> None:
 
 
 def test_it_is_as_good_as_lru_where_that_is_best() -> None:
-    """What was used just now is the likeliest to be used next."""
+    # The most recently used block is the most likely to be used next.
     draw = random.Random(0)
     stack = [f"{number}" for number in range(4 * SLOTS)]
     texts = []

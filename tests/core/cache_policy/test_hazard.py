@@ -1,4 +1,4 @@
-"""What is learned of how soon blocks are asked for again."""
+"""Statistics of how soon blocks are requested again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def test_bins_cover_all_ages() -> None:
 
 
 def run(hazards: Hazards, epochs: int, *loads: tuple[int, int | None]) -> None:
-    """In each epoch ten blocks of each load's class are used; they are asked for after its delay in epochs, if ever."""
+    """Run epochs. Each load is a class and a delay: in each epoch ten blocks of this class are used.
+
+    They are requested again after the delay, in epochs, or never if it is None.
+    """
     for _ in range(epochs):
         for kind, delay in loads:
             for _ in range(10):
@@ -46,7 +49,7 @@ def test_a_block_is_worth_the_more_the_nearer_its_time_comes_and_little_behind_i
 
 
 def test_those_that_still_wait_count() -> None:
-    """Else all of the few that were asked for would look like all that there were."""
+    # If blocks that still wait did not count, the few that were requested again would look like all blocks.
     hazards = Hazards(1)
     for _ in range(90):
         hazards.add(0)

@@ -1,4 +1,4 @@
-"""What each policy evicts first."""
+"""The block that each policy evicts first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.core.cache_policy.policies import name
 
 
 def use(policy: CachePolicy, text: str, place: Place = NOWHERE) -> bool:
-    """A request for one block; whether it was here. Room is made where there is none."""
+    """Request one block, evicting another one if the cache is full. Return whether the block was cached."""
     found = policy.get(name(text)) is not None
     if found:
         policy.hold(name(text))
@@ -50,7 +50,7 @@ def test_arc_keeps_what_was_used_twice_from_a_scan() -> None:
 
 def test_arc_gives_new_blocks_room_where_it_regrets() -> None:
     policy = ARC(4)
-    found(policy, ["a", "b", "c", "d"] * 2)  # all used twice
+    found(policy, ["a", "b", "c", "d"] * 2)  # each is used twice
     rounds = [[f"u{number}", f"v{number}"] * 2 for number in range(10)]
     assert [found(policy, texts) for texts in rounds][-1] == 2
 

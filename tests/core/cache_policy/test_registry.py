@@ -9,7 +9,7 @@ from tests.core.cache_policy.policies import MostRecent
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **policies: str) -> None:
-    """A distribution that names these objects."""
+    """Install a distribution whose entry points name these objects as policies."""
     about = folder / "others-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
