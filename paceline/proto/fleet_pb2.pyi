@@ -62,7 +62,7 @@ class Member(_message.Message):
     epoch: _builtins.int
     """Grows with every start of the service."""
     address: _builtins.str
-    """host:port of the service's gRPC server; of a gateway, of its HTTP server."""
+    """host:port of the service's gRPC server, or of a gateway's HTTP server."""
     host_id: _builtins.str
     """Name of the kvtransfer service whose arena the worker uses."""
     state: _builtins.str
@@ -72,22 +72,22 @@ class Member(_message.Message):
     layout: _builtins.str
     """Fingerprint of the KV layout."""
     max_model_len: _builtins.int
-    """Tokens of the longest context that the worker takes."""
+    """Tokens of the longest context that the worker accepts."""
     max_seqs: _builtins.int
-    """Requests that run on the worker at the same time, at most."""
+    """Most requests that the worker runs at the same time."""
     events: _builtins.str
-    """Path of the Unix socket from which gateways on the same host read events. Decode workers only."""
+    """Path of the Unix socket from which gateways on the same host read events. Only decode workers have it."""
     @_builtins.property
     def load(self) -> Global___LoadReport:
-        """For placing requests. Gateways and workers."""
+        """For placing requests. Only gateways and workers have it."""
 
     @_builtins.property
     def host(self) -> Global___HostReport:
-        """For placing requests and for following the cache. kvtransfer services only."""
+        """For placing requests and for following the cache. Only kvtransfer services have it."""
 
     @_builtins.property
     def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricFamily]:
-        """For people and dashboards. No service decides anything by them."""
+        """For people and dashboards. No decision of a service depends on them."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class LoadReport(_message.Message):
     queued_tokens: _builtins.int
     """Prompt tokens that the worker has accepted and not computed yet."""
     prefill_tokens_per_second: _builtins.float
-    """Measured on large chunks of prompts; 0 before the first one."""
+    """Rate of computing prompts, measured on large chunks; 0 before the first of them."""
     def __init__(
         self,
         *,
@@ -149,7 +149,7 @@ Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
 class HostReport(_message.Message):
-    """The state of a host's cache, and how fast blocks come from other hosts."""
+    """The state of a host's cache, and the rate at which it fetches blocks from other hosts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -160,7 +160,7 @@ class HostReport(_message.Message):
     next_block_event: _builtins.int
     """Number of the next block event that the service will publish."""
     fetched_bytes: _builtins.int
-    """Bytes of KV blocks that were fetched from other hosts, and the seconds which reading and verifying them took."""
+    """Bytes of KV blocks that were fetched from other hosts, and the seconds that reading and verifying them took."""
     fetch_seconds: _builtins.float
     token_bytes: _builtins.float
     """Bytes that one token of a context takes in all KV groups together."""
@@ -192,7 +192,7 @@ class MetricFamily(_message.Message):
     HAS_ROLE_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Without the prefix "paceline:". If it is empty, the samples are only exported as figures."""
+    """Name without the prefix "paceline:". If it is empty, the samples are only exported as figures."""
     help: _builtins.str
     kind: Global___MetricKind.ValueType
     has_role: _builtins.bool
@@ -245,10 +245,10 @@ class MetricSample(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     SUFFIX_FIELD_NUMBER: _builtins.int
     figure: _builtins.str
-    """Name of the value in /fleet, and the label "name" of paceline:worker_stat. Empty if it is in neither."""
+    """Name of the value in /fleet, and its label "name" in paceline:worker_stat. Empty if the value is in neither."""
     value: _builtins.float
     suffix: _builtins.str
-    """Ends the family's name: _total, or _bucket, _count and _sum."""
+    """Suffix of the family's name: _total, or _bucket, _count and _sum."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(

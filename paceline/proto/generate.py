@@ -1,4 +1,4 @@
-"""Writes the Python of the .proto files: `python -m paceline.proto.generate`; with --check it only compares."""
+"""Generates Python from the .proto files: `python -m paceline.proto.generate`. With --check it only compares."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# The files import each other as paceline/proto/….
+# The .proto files import each other by paths from here, as paceline/proto/….
 ROOT = FOLDER.parent.parent
 
 
 def generate(destination: Path) -> None:
-    """Writes modules and type stubs to destination/paceline/proto. Exits with the compiler's words where it fails."""
+    """Write modules and type stubs to destination/paceline/proto. Exit with the compiler's message if it fails."""
     bin_folder = Path(sys.executable).parent
     plugins = [f"--plugin=protoc-gen-{name}={bin_folder / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")]
     outputs = [f"--{kind}_out={destination}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
@@ -27,7 +27,7 @@ def generate(destination: Path) -> None:
 
 
 def stale_files() -> list[str]:
-    """Names of the generated files that differ from what would be written now."""
+    """Return the names of generated files that are out of date or missing."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         fresh = Path(folder, "paceline", "proto")
@@ -38,7 +38,7 @@ def stale_files() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not up to date")
     if not parser.parse_args().check:
         generate(ROOT)
         return 0

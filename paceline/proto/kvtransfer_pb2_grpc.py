@@ -80,63 +80,65 @@ class KVTransferServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """Joins the host's arena. The stream's first message describes the arena; then it stays open for the worker's life.
-        When it breaks, the worker counts as dead and its leases end after a short grace.
+        """Attaches a worker to the host's arena. The stream's first message describes the arena. Then the stream stays open
+        while the worker lives. If it breaks, the worker counts as dead: its leases end, and after a short grace their
+        blocks are given back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reusable(self, request, context):
-        """Asked by gateways: the names of all blocks that can be reused, as of one moment. What happens behind it is in the
-        cluster's stream of block events. Ends when all is told.
+        """Returns the names of all blocks that can be reused, as of one moment. Called by gateways. Later changes are in the
+        cluster's stream of block events.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Ledger(self, request, context):
-        """The block ledger, with the owner of every lease.
+        """Returns the block ledger with the owner of every lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Brings the blocks of a context that is being computed on another host into a reserved lease. Ends when all of them
-        are here and verified: the lease is filled then. Cancelling the call ends the transfer. A lease whose transfer did not
-        succeed has ended.
+        """Reads the blocks of a context that is being computed on another host into a reserved lease. The call ends when all
+        blocks are here and verified and the lease is filled. Cancelling the call ends the transfer. If the transfer does
+        not succeed, the lease ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Export(self, request, context):
-        """Asked by another host's service: names the blocks of a lease as they become complete, and those that are left once
-        the lease is filled. Ending the call says that they have been read.
+        """Names the blocks of a lease as they become complete, and the remaining ones when the lease is filled. Called by
+        another host's service, which ends the call when it has read the blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchPrefix(self, request, context):
-        """Brings into the cache of this host what its disk tier or another host has of a context. Who reserves behind it finds
-        what came.
+        """Reads the blocks of a context that this host's disk tier or another host has into this host's cache. A reservation
+        after this call finds them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportPrefix(self, request, context):
-        """Asked by another host's service: names the cached blocks of the longest known prefix of a context. None of them is
-        evicted until the call ends.
+        """Names the cached blocks of the longest cached prefix of a context. Called by another host's service. None of the
+        blocks is evicted until the call ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """Asked by another host's service: the bytes of blocks that an export has named, in the order of the request.
+        """Returns the bytes of blocks that an export has named, in the order of the request. Called by another host's
+        service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

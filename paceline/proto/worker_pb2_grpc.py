@@ -46,8 +46,8 @@ class PrefillServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Run(self, request, context):
-        """Computes the KV of a context whose blocks a decode worker has reserved, and samples the first token. The first
-        event is Opened, as soon as the work is accepted.
+        """Computes the KV of a context in blocks that a decode worker has reserved, and samples the first token. The first
+        event is Opened, which is sent when the work is accepted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,17 +125,18 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request_iterator, context):
-        """The call lives as long as the attempt: Admit, answered by Admitted, then Handoff or PrefillHere. Before Handoff comes
-        Fetch where the prompt is computed on another host. What happens from then on comes by Events; the call ends behind
-        Finished, or tells by its status why there is none.
+        """Runs one attempt. The gateway sends Work in `admit`, and the worker answers Admitted. Then the gateway sends
+        Handoff or PrefillHere; if the prompt is computed on another host, it sends Fetch before Handoff. Later events of
+        the attempt come by Events. The call ends after Finished. If there is no Finished, the call's status says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Events(self, request, context):
-        """What happens to all attempts of one gateway, in order: a message for each step, because a message costs more than what
-        it says. The first message is empty: from then on attempts may name the stream. With it they end.
+        """Events of all attempts of one gateway, in order. Each step has one message for all of them, because a message costs
+        more than its content. The first message has no events. After it attempts may name the stream. When the stream
+        ends, its attempts end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,7 +222,7 @@ class Decode:
 
 
 class ComputeStub:
-    """Work that needs no decoding. Prefill workers serve it; decode workers do where there is no prefill fleet.
+    """Work that needs no decoding. Prefill workers serve it; decode workers serve it if there are no prefill workers.
     """
 
     def __init__(self, channel):
@@ -238,12 +239,12 @@ class ComputeStub:
 
 
 class ComputeServicer:
-    """Work that needs no decoding. Prefill workers serve it; decode workers do where there is no prefill fleet.
+    """Work that needs no decoding. Prefill workers serve it; decode workers serve it if there are no prefill workers.
     """
 
     def Run(self, request, context):
-        """Computes the context in blocks that the worker reserves and releases itself. The first event is Opened, as soon as
-        the work is accepted; the last one is Computed.
+        """Computes the context in blocks that the worker reserves and releases itself. The first event is Opened, which is
+        sent when the work is accepted. The last event is Computed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -266,7 +267,7 @@ def add_ComputeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Compute:
-    """Work that needs no decoding. Prefill workers serve it; decode workers do where there is no prefill fleet.
+    """Work that needs no decoding. Prefill workers serve it; decode workers serve it if there are no prefill workers.
     """
 
     @staticmethod
