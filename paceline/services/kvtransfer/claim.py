@@ -100,7 +100,7 @@ def restored_lease(claim: Claim, now: float, lease_seconds: float) -> Lease:
 def _add(found: Slots, slots: int, slot: int, name: tuple[int, bytes] | None, key: Key) -> None:
     count, known = found.get(slot, (0, name))
     if not 0 <= slot < slots or (count and (name is None or known != name)):
-        raise ContradictionError(f"{key} claims block {slot}, which does not exist or is claimed otherwise by another")
+        raise ContradictionError(f"{key} claims block {slot}, which does not exist or conflicts with another claim")
     found[slot] = (count + 1, name)
 
 

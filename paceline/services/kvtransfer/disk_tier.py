@@ -286,7 +286,7 @@ def _open(folder: Path, size: int) -> int:
     flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
     try:
         try:
-            file = os.open(folder, flags | os.O_DIRECT, 0o600)  # the page cache would only copy the arena
+            file = os.open(folder, flags | os.O_DIRECT, 0o600)  # a page cache would only copy the arena
         except OSError:
             file = os.open(folder, flags, 0o600)
             log.warning("%s does not support direct I/O: its blocks may take memory as well; is it on a disk?", folder)

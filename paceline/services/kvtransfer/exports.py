@@ -31,7 +31,7 @@ Write = Callable[[pb.ExportEvent], Awaitable[None]]
 
 
 def digest_of(block: memoryview) -> bytes:
-    """Return XXH3-128 of a slot's bytes, to detect damaged and overwritten blocks. Forgery need not be detected."""
+    """Return XXH3-128 of a slot's bytes, which detects damage but not forgery: hosts trust each other."""
     return xxhash.xxh3_128_digest(block)
 
 
@@ -111,9 +111,9 @@ class Exports:
                     self._ledger.release(TRANSFER, reading.adopted.key, self._clock())
 
     async def run_prefix(self, key: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write) -> None:
-        """Name the cached blocks of a context's longest cached prefix, if any. Keep them from being evicted by a lease.
+        """Name the cached blocks of a context's longest cached prefix, if there is one.
 
-        This goes on until the reader ends the call, which cancels this.
+        The reader ends the call, which cancels this. Until then a lease keeps the blocks from being evicted.
 
         Args:
             key: key of the request for which the reader wants the prefix.

@@ -1,4 +1,4 @@
-"""The choice of transports between hosts, by a test at the start. Those that work are preferred to gRPC."""
+"""The choice of transports between hosts, by a test at the start. Transports that pass are preferred to gRPC."""
 
 from __future__ import annotations
 

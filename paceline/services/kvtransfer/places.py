@@ -32,7 +32,7 @@ def place_of(layout: KVLayout, group: int, block: int, digest: bytes, before: by
 def _full_attention(layout: KVLayout, end: int, digest: bytes) -> Name | None:
     """Return the name of the full-attention block that ends after `end` tokens, or None.
 
-    Blocks with the same end have the same hash: that of the chain up to there.
+    Blocks with the same end have the same hash, which names the context up to there.
     """
     full = [(group.block_tokens, index) for index, group in enumerate(layout.groups) if group.shape.window == 0]
     if not full:

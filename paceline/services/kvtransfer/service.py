@@ -159,7 +159,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         first = memory.ledger.event_count - len(events)
         return BlockBatch(self._options.host_id, memory.pool_id, first, tuple(events))
 
-    # ---- the wire
+    # ---- RPC methods, and the socket
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachEvent]:
         async with mapped_errors(context):

@@ -73,7 +73,7 @@ class Transport(Protocol):
         ...
 
     async def close(self) -> None:
-        """End all reads, those of other hosts from here as well, and free all resources.
+        """End all reads from other hosts, and reads of other hosts from here. Free all resources.
 
         After this the arena's memory may be unmapped. Closing twice is no error.
         """

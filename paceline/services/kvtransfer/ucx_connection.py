@@ -15,7 +15,7 @@ _LOOK_SECONDS = 0.02
 
 
 class Abandoned(Exception):
-    """The read was given up, because nobody waits for it any more."""
+    """Raised by a read that was given up because nobody waits for it any more."""
 
 
 class UcxConnection:

@@ -44,7 +44,7 @@ class UcxServing:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait until nothing is sent any more, for at most _CLOSE_SECONDS."""
+        """Stop sending, and wait until the thread has ended, for at most _CLOSE_SECONDS."""
         self._stopping.set()
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
