@@ -26,14 +26,14 @@ def grammars(tmp_path: Path) -> Grammars:
 
 @pytest.fixture
 def byte_model(save_llama: SaveTiny, tmp_path: Path) -> Model:
-    """With the vocabulary of the toy tokenizer."""
+    """A model with the vocabulary of the toy tokenizer."""
     save_llama(vocab_size=VOCAB_SIZE)
     return load(tmp_path)
 
 
 @pytest.fixture
 def answer(byte_model: Model, grammars: Grammars) -> Callable[..., list[Answer]]:
-    """Answers requests, two steps in flight, with drafts."""
+    """A function that answers requests, with two steps in flight and drafts."""
 
     def run(*asks: Ask) -> list[Answer]:
         loop = ConstrainedLoop(byte_model, grammars)

@@ -1,4 +1,4 @@
-"""The decode loop with requests under a grammar, on a model whose tokens are bytes."""
+"""The decode loop with constrained requests, on a model whose tokens are bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAYS = [(1, "none"), (2, "none"), (1, "lookup"), (2, "lookup"), (2, "early")]
 
 
 def schema(value: object, **options: object) -> Constraint:
-    """Compact, so that short outputs suffice."""
+    """Return a constraint to compact JSON under a schema, so that outputs are short."""
     text = json.dumps({**value, "x-guidance": {"whitespace_flexible": False, **options}})  # type: ignore[dict-item]
     return Constraint(ConstraintKind.JSON_SCHEMA, text, ENDS)
 
@@ -40,7 +40,7 @@ def choice(*texts: str) -> Constraint:
 
 @dataclass
 class Answer:
-    """One output. Its tokens are bytes, and the end."""
+    """One output. Its tokens are bytes, except for the end token."""
 
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
@@ -59,18 +59,18 @@ class Ask:
     sampling: SamplingParams
     prompt: str = 'abc {"a": [1, 2], "b": "aaa"} abc'
     output: tuple[int, ...] = ()
-    """What an earlier attempt has generated."""
+    """Tokens that an earlier attempt has generated."""
     only_first_token: bool = False
 
 
 class ConstrainedLoop(Loop):
-    """A loop whose requests may be constrained; the vocabulary is that of the toy tokenizer, padded."""
+    """A loop whose requests may have constraints. Its vocabulary is the toy tokenizer's, padded."""
 
     def __init__(self, model: Model, grammars: Grammars, steps_in_flight: int = 2, drafter: str = "lookup") -> None:
         super().__init__(model, steps_in_flight, drafter, grammars=grammars)
 
     def answer(self, asks: Sequence[Ask]) -> list[Answer]:
-        """Runs requests side by side."""
+        """Run requests at the same time and return their answers."""
         answers = {Key(str(index), 1, 1): Answer() for index in range(len(asks))}
         for key, ask in zip(answers, asks):
             self.engine.add(self._request(key, ask))
@@ -112,7 +112,7 @@ def sampled(constraint: Constraint | None, max_tokens: int = 200, **params: Any)
 
 
 def answers_of_all_ways(model: Model, grammars: Grammars, asks: list[Ask]) -> list[Answer]:
-    """The answers, which are the same in all ways to run the loop."""
+    """Return the answers, and check that they are the same in all ways to run the loop."""
     found = []
     for steps_in_flight, drafter in WAYS:
         loop = ConstrainedLoop(model, grammars, steps_in_flight, drafter)

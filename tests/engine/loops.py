@@ -1,4 +1,4 @@
-"""The decode loop over a pool that shows what was read or written where it should not."""
+"""The decode loop over a pool that reveals wrong reads and writes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CPU = torch.device("cpu")
 MAX_TOKENS = 256
 DRAFTS = 4
 FOREIGN = 7.0
-"""What somebody else has written into a block that was given back."""
+"""Content of a block that was given back, as if another request had written it."""
 
 NO_GRAMMARS = Grammars(Path())
-"""For requests without a constraint."""
+"""Grammars for requests without a constraint."""
 
 Asked = tuple[list[int], SamplingParams]
 
@@ -48,7 +48,7 @@ def load(folder: Path) -> Model:
 
 
 class Head:
-    """A head on the model's hidden states, as a trained one is: it drafts one token from the last state it has seen."""
+    """A head on the model's hidden states, like a trained one. It drafts one token from the last state that it saw."""
 
     fills_kv = False
 
@@ -60,7 +60,7 @@ class Head:
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, torch.Tensor]) -> None:
         spans = zip(inputs.batch.query_start, inputs.batch.query_start[1:])
         for chunk, start, (first, end) in zip(chunks, inputs.starts, spans):
-            # Behind an accepted context its newest token is not computed yet; the state before it is.
+            # The newest token of an accepted context is not computed yet, so use the state of the token before it.
             behind = int(rows.lengths[chunk.row]) - 2 - start
             if 0 <= behind < end - first:
                 self._last[chunk.row] = states[self.taps[0]][first + behind]
@@ -73,7 +73,7 @@ class Head:
 
 
 class Loop:
-    """An engine over a pool of NaN; each request has all of its blocks from the beginning, in shuffled slots."""
+    """An engine over a pool of NaN. Each request gets all its blocks at the beginning, in shuffled slots."""
 
     def __init__(
         self,
@@ -131,11 +131,11 @@ class Loop:
         self.engine.start()
 
     def tables(self) -> list[list[int]]:
-        """Blocks for one request."""
+        """Return block tables for one request."""
         return [[self._slots.pop() for _ in range(group.blocks_for(MAX_TOKENS))] for group in self.layout.groups]
 
     def run_one(self, request: Request) -> None:
-        """Runs a request to its end, and ends the engine."""
+        """Run a request to its end, and stop the engine."""
         self.engine.add(request)
         while not isinstance(event := self._events.get(timeout=30), Sampled) or not (
             event.reason or request.only_first_token
@@ -144,7 +144,7 @@ class Loop:
         self.engine.stop()
 
     def run(self, asked: Sequence[Asked]) -> list[list[Token]]:
-        """Runs requests side by side, each from the first token on."""
+        """Run requests at the same time, each from its first token, and return their output tokens."""
         outputs: dict[Key, list[Token]] = {}
         own: dict[Key, list[list[int]]] = {}
         for index, (prompt, sampling) in enumerate(asked):
@@ -171,7 +171,7 @@ class Loop:
 
 
 def expected(model: Model, asked: Sequence[Asked]) -> list[list[Token]]:
-    """Each request alone, one step at a time, without drafts."""
+    """Return the output tokens of each request when it runs alone, one step at a time, without drafts."""
     outputs = []
     for one in asked:
         loop = Loop(model, 1, "none")

@@ -1,5 +1,7 @@
-"""Blocks between a device's pool and the arena, on toy memories that remember what was computed: nothing is mixed up,
-nothing is told before it is true, and everybody gets all of their tokens, however small the pool."""
+"""Blocks between a device's pool and the arena, on toy memories that remember what was computed.
+
+No content is mixed up, no block is published before it is complete, and all requests get their tokens from any pool.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,8 @@ def filled_request(name: str, computed: int, **sampling: int) -> Request:
     [
         (10.0, 1000.0, {}, True),
         (0.001, 1000.0, {}, False),
-        (10.0, 0.0, {}, False),  # how long computing takes is not known
-        (10.0, 1000.0, {"prompt_logprobs": 1}, False),  # what it told of its prompt would be told twice
+        (10.0, 0.0, {}, False),  # the compute time is not known
+        (10.0, 1000.0, {"prompt_logprobs": 1}, False),  # its prompt logprobs would be sent twice
     ],
 )
 def test_what_is_loaded_more_slowly_than_computed_is_computed(
@@ -109,7 +111,7 @@ def test_blocks_that_are_in_the_pool_are_not_loaded_again() -> None:
     again = filled_request("same", 40)
     pool.admit(again, 0.0)
     (copies,) = pool.take_copies()
-    assert len(copies.loads) == 1  # the last one is not full, and so has no name
+    assert len(copies.loads) == 1  # the last block is not full and so has no name
     assert again.pool_tables is not None
     assert len(set(again.pool_tables[0])) == 3
 

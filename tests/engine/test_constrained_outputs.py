@@ -1,4 +1,4 @@
-"""Outputs under any grammar: valid, and the same however the loop runs ahead and whatever it drafts."""
+"""Outputs under any grammar are valid, and do not depend on running ahead or on drafts."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ SAMPLING = st.builds(
 )
 
 
-# Fixtures are only read; each example has loops of its own.
-PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # to shrink takes minutes
+# Examples only read the fixtures, and each has loops of its own.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking would take minutes
 
 
 examples = settings(max_examples=12, suppress_health_check=list(HealthCheck), phases=PHASES)

@@ -1,4 +1,4 @@
-"""Grammars: where they begin and end an output, what cannot be followed, and which tokens a matcher allows."""
+"""Grammars: where they begin and end in an output, which ones cannot be followed, and the tokens that they allow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.constrained_loop import WAYS, Ask, ConstrainedLoop, choice, la
 from tests.engine.loops import DRAFTS
 from tests.services.gateway.toy_model import END, VOCAB_SIZE
 
-# ---- where it begins, and where it ends
+# ---- where a grammar begins, and where it ends
 
 
 def test_an_output_goes_on_elsewhere_as_it_would_have_gone_on(answer: Any) -> None:
@@ -70,7 +70,7 @@ def test_reports_are_of_the_raw_logits(answer: Any) -> None:
     assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
-# ---- what cannot be followed
+# ---- grammars that cannot be followed
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_grammar_that_leads_nowhere_fails_its_request_alone(answer: Any, text:
 
 
 def test_a_grammar_without_an_end_goes_on_until_it_is_cut(answer: Any) -> None:
-    # A part that eats all that the next part needs.
+    # The first part takes everything that the second part needs.
     (found,) = answer(Ask(sampled(lark("start: /a+/ /a+/"), max_tokens=40)))
     assert (bytes(found.tokens), found.reason) == (b"a" * 40, FinishReason.LENGTH)
 
@@ -102,12 +102,12 @@ def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(grammars: Gram
         Grammars(tmp_path / "nothing").compile(regex("a"))
     with pytest.raises(ModelError, match="eos"):
         grammars.compile(replace(regex("a"), end_token_ids=frozenset()))
-    # An end of another kind than before.
+    # The same grammar with another end token.
     other = matcher_of(grammars, replace(regex("a"), end_token_ids=frozenset({END + 1})), b"a")
     assert allowed(other) == [{END + 1}]
 
 
-# ---- one matcher
+# ---- a single matcher
 
 
 def matcher_of(grammars: Grammars, constraint: Constraint, output: bytes = b"") -> Matcher:
@@ -124,7 +124,7 @@ def test_a_matcher_looks_ahead_along_drafts_and_comes_back(grammars: Grammars) -
     assert allowed(matcher) == [{ord("a")}]
     matcher.advance(list(b"a"), list(b"bcf"))
     assert allowed(matcher) == [{ord("b"), ord("d")}, {ord("c")}, {ord("f"), END}, {END}]
-    # The first draft did not come true.
+    # The first draft was not accepted.
     matcher.advance(list(b"d"), list(b"xx"))
     assert allowed(matcher) == [{ord("e")}]
     matcher.advance(list(b"e"), [END, 5])
@@ -135,7 +135,7 @@ def test_a_matcher_looks_ahead_along_drafts_and_comes_back(grammars: Grammars) -
 
 
 DEAD_END = 'start: "x" ("a" | "b" X)\nX: /[0-9]+/ & /[x-z]+/\n'
-"""Behind "xb" nothing is possible."""
+"""A grammar with no token that may follow "xb"."""
 
 
 def test_a_draft_that_leads_nowhere_is_not_the_end_of_the_output(grammars: Grammars) -> None:

@@ -1,4 +1,4 @@
-"""The decode loop on tiny models: however it runs ahead and whatever it drafts, tokens are those of one at a time."""
+"""The decode loop on tiny models. With any running ahead and any drafts, tokens are those of one request at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engine.loops import Asked, Loop, assert_same, expected, load
 
 
 def requests(vocab_size: int) -> list[Asked]:
-    """Prompts that repeat themselves, so that lookups find something, and every way of choosing tokens."""
+    """Return prompts that repeat themselves, so that lookups find drafts, with every kind of sampling."""
     rng = random.Random(3)
     ways = [
         SamplingParams(),
@@ -52,7 +52,7 @@ def test_tokens_do_not_depend_on_how_the_loop_runs(model: Model, drafter: str, s
 
 @pytest.mark.parametrize("drafter", ["none", "lookup", "model"])
 def test_tokens_do_not_depend_on_where_blocks_lie(model: Model, drafter: str) -> None:
-    """Some requests wait for room in the pool, and those that come behind others load what these have stored."""
+    # Some requests wait for room in the pool, and later requests load blocks that earlier ones have stored.
     asked = requests(model.config.vocab_size)
     wanted = expected(model, asked)
     for contexts in (1, 2.5):
@@ -95,7 +95,7 @@ def test_work_is_seen_as_busy_time_or_bubble(model: Model) -> None:
     assert engine.plan_seconds > 0
     assert engine.output_seconds > 0
     assert engine.bubble_seconds >= 0
-    # Of a single request, the time of its steps is that of all.
+    # There is only one request, so the time of its steps is the time of all steps.
     stats = engine.stats
     in_model, beside = (
         [getattr(stats, f"{phase}_{kind}_seconds") for phase in ("prefill", "decode")] for kind in ("model", "other")

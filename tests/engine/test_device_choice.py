@@ -1,4 +1,4 @@
-"""A runner whose device chooses tokens gives those that the host would have chosen."""
+"""A runner whose device chooses tokens gives the tokens that the host would choose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTH = 14
 
 
 class Counting:
-    """The kernels' chooser, and how many rows it was asked for at a time."""
+    """The kernels' chooser, which also counts the rows of each call."""
 
     def __init__(self, chooser: TokenChooser) -> None:
         self._chooser = chooser
@@ -84,6 +84,6 @@ def test_tokens_are_those_of_the_host(method: str, rule: str) -> None:
     expected = tokens_of(host, rows)
     assert tokens_of(device, rows) == expected
     assert {len(tokens) for tokens in expected.values()} <= {*range(4, LENGTH + 1)}
-    # What reports its logprobs was left to the host, and drafts were verified together.
+    # Rows with logprobs were left to the host, and drafts were verified together.
     assert max(counting.rows) > (2 if drafts is not None and rule == "strict" else 1)
     assert min(counting.rows) >= 1

@@ -1,4 +1,4 @@
-"""Prompt lookup. Models that draft are tested in test_decode_loop.py."""
+"""Prompt lookup. test_decode_loop.py tests drafts by models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's thread: commands in, events out, failure told."""
+"""The engine's thread: it takes commands, sends events, and reports failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BrokenRunner:
 
 
 class SlowRunner(ToyDevice):
-    """Computes when it is allowed to."""
+    """A runner that computes a step only when it is allowed to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class SlowRunner(ToyDevice):
 
 
 class Recorder(ToyDevice):
-    """Names of the requests of each step."""
+    """A device that records the request ids of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Recorder(ToyDevice):
 
 
 class TurnsOfOthers:
-    """Behind each step others have their turn, until they are told to end it."""
+    """Turns that go to other workers after each step, until the test ends these turns."""
 
     page, slot = memoryview(b""), 0
 
@@ -77,7 +77,7 @@ class TurnsOfOthers:
 
 
 class Expecting(TurnsOfOthers):
-    """Others have no turns. Once the first request has come another one is expected, for so many seconds."""
+    """Turns without other workers. After the first request, another one is expected for some seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def start(
 
 
 def stop_amid_two_steps(engine: Engine, runner: SlowRunner) -> None:
-    """Once one is computed and the next one waits behind it."""
+    """Stop the engine while one step is computed and the next one waits after it."""
     assert runner.began.wait(WAIT)
     while engine._launched.empty():
         time.sleep(0.001)
@@ -136,7 +136,7 @@ def test_who_comes_while_others_have_their_turn_is_in_the_next_step() -> None:
     engine.add(make_request("a", list(range(4)), 40))
     turns.began.get(timeout=WAIT)
     assert runner.steps.get(timeout=WAIT) == there
-    turns.ended.put(0.001)  # the second step was planned before anybody knew of others
+    turns.ended.put(0.001)  # the second step was planned before the other requests were known
     turns.began.get(timeout=WAIT)
     assert runner.steps.get(timeout=WAIT) == there
     for name in ("b", "c", "d"):
@@ -238,7 +238,7 @@ def test_what_was_commanded_before_the_stop_is_obeyed_and_told() -> None:
     engine.remove(first)
     assert told.get(timeout=WAIT) == Removed(first)
     engine.remove(second)
-    engine.stop(timeout=0)  # both commands wait for the host thread, which is busy telling
+    engine.stop(timeout=0)  # both commands wait for the host thread, which is busy with events
     go_on.set()
     assert engine.stop()
     assert told.get_nowait() == Removed(second)

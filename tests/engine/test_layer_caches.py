@@ -1,4 +1,4 @@
-"""Whatever groups a model has, each layer finds a place of its own in the blocks, and attention works in it."""
+"""For any groups of a model, each layer has a place of its own in the blocks, and attention works there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS = 3
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[GroupShape, ...]:
-    """Groups of a model whose layers are of any kinds, in any order, some reading the cache of an earlier one."""
+    """Draw groups of a model with layers of any kinds in any order. Some layers read the cache of an earlier one."""
     kinds = draw(
         st.lists(
             st.tuples(st.integers(1, 3), st.sampled_from([1, 5, 8, 24, 64]), st.sampled_from([0, 1, 20, 100])),
@@ -73,7 +73,7 @@ def test_no_two_layers_share_a_byte_and_none_leaves_its_slot(
         for value, view in enumerate(views, 1):
             assert len(view) == SLOTS
             view[1] = value
-        # What one wrote no other one has written over, and the slots beside are as they were.
+        # No layer has overwritten another layer's values, and the neighbouring slots are unchanged.
         for value, view in enumerate(views, 1):
             assert bool((view[1] == value).all())
         assert not pool.view(SLOTS, -1)[[0, 2]].any()
@@ -86,7 +86,7 @@ def test_no_two_layers_share_a_byte_and_none_leaves_its_slot(
 def write_context(
     kernels: Kernels, layout: KVLayout, cache: LayerCache, index: int, rng: random.Random
 ) -> tuple[Tensor, AttentionBatch]:
-    """A context of 40 tokens -> its keys, which are its values too, and the step that has computed the last 7."""
+    """Write a context of 40 tokens. Return its keys, which are its values too, and a batch of its last 7 tokens."""
     group, tokens = layout.groups[index], 40
     slots = rng.sample(range(len(cache.keys)), group.blocks_for(tokens))
     positions = torch.arange(tokens)
@@ -100,7 +100,7 @@ def write_context(
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_layers_without_a_cache_attend_to_that_of_another_layer(backend: str) -> None:
-    """As the last layers of Gemma 3n do: 4 and 5 read what 0 and 2 have stored, whose heads differ in size."""
+    # As in Gemma 3n: layers 4 and 5 read the caches of layers 0 and 2, whose head sizes differ.
     kernels, rng = select_kernels(CPU, backend), random.Random(1)
     shapes = (
         GroupShape("sliding", (0, 1), 2, 24, window=20, readers=((4, 0),)),

@@ -1,6 +1,6 @@
 """Speculation keeps the distribution of sampled tokens: chi-square tests of whole outputs against the exact one.
 
-Every test of a rule has twins in which the rule is broken on purpose; they must fail it.
+Every test of a rule has twins with a broken rule, which must not pass it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ CPU = torch.device("cpu")
 VOCAB = 4
 PROMPT = [1, 3, 0, 1, 3, 0, 1]
 TOKENS = 4
-"""Of each output: the first is sampled with the prompt, and of the others up to two are drafted in a step."""
+"""Tokens of each output. The first is sampled with the prompt; up to two of the others are drafted in a step."""
 REQUESTS = 12_500
 AT_A_TIME = 250
 DRAFTS = 2
 SURE = 1e-9
-"""Chance of what cannot be chance."""
+"""A result with a smaller probability than this is not chance."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model, Any]:
-    """A model, one of the same vocabulary that has other ideas, and the reference of the first."""
+    """A model, another model with the same vocabulary and other probabilities, and the reference of the first one."""
     import transformers
 
     loaded, references = [], []
@@ -71,7 +71,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model, Any]
 
 
 def exact(reference: Any, params: SamplingParams) -> Tensor:
-    """Probability of every output: fp64 [VOCAB ** TOKENS], in order of its tokens."""
+    """Return the probability of every output, fp64 [VOCAB ** TOKENS], in the order of the outputs' tokens."""
     outputs = torch.tensor(list(product(range(VOCAB), repeat=TOKENS)))
     contexts = torch.cat((torch.tensor(PROMPT).expand(len(outputs), -1), outputs), dim=1)
     with torch.inference_mode():
@@ -88,7 +88,7 @@ def counts(
     params: SamplingParams,
     chooser: TokenChooser | None = None,
 ) -> Tensor:
-    """How often every output came, of REQUESTS with seeds of their own: fp64 [VOCAB ** TOKENS]."""
+    """Run REQUESTS requests with different seeds. Return how often each output came, fp64 [VOCAB ** TOKENS]."""
     shapes, layers = model.group_shapes, model.config.num_layers
     shapes += tuple(replace(shape, name="draft", layers=(layers,)) for shape in draft_model.group_shapes)
     layout = make_layout(shapes, 4, "test")
@@ -123,7 +123,10 @@ def counts(
 
 
 def chance(found: Tensor, expected: Tensor) -> float:
-    """The chance that counts deviate from probabilities as much as these (chi-square), rare cells taken together."""
+    """Return the probability that counts deviate at least this much from `expected` (chi-square test).
+
+    Rare outputs are counted as one.
+    """
     wanted = expected / expected.sum() * found.sum()
     rare = wanted < 8
     if rare.any():
@@ -148,7 +151,7 @@ def test_outputs_with_speculation_have_the_distribution_of_the_model(
     assert chance(found, exact(reference, HOT)) > 1e-3
 
 
-# ---- broken on purpose
+# ---- rules that are broken on purpose
 
 
 def accepts_everything(self: Distribution, draft: int, *_: object) -> int:
@@ -222,11 +225,11 @@ def test_a_strict_rule_that_takes_drafts_is_noticed(
 DRAFTS_OF = runner.Rows.drafts_of
 
 
-# ---- the tail
+# ---- the tail of the distribution
 
 TAIL_TOKENS = 64
 TAIL = 2.0**-30
-"""Probability of all of them together; half of the draws below come from the uppermost 2 ** -29."""
+"""Probability of all tail tokens together. The draws below use the upper 2 ** -29, so half of them hit the tail."""
 
 
 def tail_logits() -> Tensor:
@@ -243,7 +246,7 @@ def tail_draws(draft: Draft | None) -> Iterator[int]:
 
 @pytest.fixture
 def uppermost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that choose or accept come from the uppermost 2 ** -29 of their interval."""
+    """Draw random numbers that choose or accept a token from the upper 2 ** -29 of their interval."""
     whole = sampler.uniform
 
     def upper(seed: int, position: int, purpose: Purpose = Purpose.TOKEN) -> float:
@@ -259,7 +262,7 @@ CERTAIN = Distribution(torch.tensor([1.0] + [0.0] * TAIL_TOKENS, dtype=torch.flo
 @pytest.mark.parametrize("draft", [None, Draft(0), Draft(0, CERTAIN)])
 def test_the_tail_is_drawn_as_often_as_it_should(uppermost: None, draft: Draft | None) -> None:
     drawn = [token for token in tail_draws(draft) if token != 0]
-    assert 1800 < len(drawn) < 2200  # half of 4000 are expected
+    assert 1800 < len(drawn) < 2200  # half of the 4000 draws are expected
     found = torch.bincount(torch.tensor(drawn) - 1, minlength=TAIL_TOKENS).double()
     assert chance(found, torch.ones(TAIL_TOKENS, dtype=torch.float64)) > 1e-3
 

@@ -1,4 +1,4 @@
-"""Steps are plain values: another process that replays them over the same KV gives the same tokens."""
+"""Steps are plain values. Another process that replays them over the same KV gives the same tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.tiny_checkpoints import write_llama
 
 CPU = torch.device("cpu")
 SLOTS = 24
-"""Too few for all requests, so that one is preempted."""
+"""Number of slots, too few for all requests, so that one is preempted."""
 LIMITS = Limits(max_batched_tokens=40, max_model_len=256, max_seqs=8, max_drafts=3)
 TEXT = 'abc {"a": [1, 2], "b": "aaa"} abc '
 ADOPTED = 48
@@ -67,7 +67,7 @@ class Recording:
     """KV before the first step."""
     steps: list[bytes] = field(default_factory=list)
     outcomes: list[list[tuple[object, ...]]] = field(default_factory=list)
-    """By step and chunk: tokens, drafts, accepted drafts, prompt scores and the failure."""
+    """Tokens, drafts, accepted drafts, prompt scores and failure, by step and chunk."""
     happened: set[str] = field(default_factory=set)
 
 
@@ -174,5 +174,5 @@ def test_a_process_that_replays_recorded_steps_gives_the_same_tokens_and_kv(tmp_
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
         found, replayed = other.submit(replay, tmp_path, recording.pool, recording.steps).result(120)
     assert found == recording.outcomes
-    # As bits, because NaN is not equal to itself.
+    # Compare bits, because NaN is not equal to itself.
     assert torch.equal(replayed.view(torch.int32), pool.view(torch.int32))

@@ -1,4 +1,4 @@
-"""Inputs are formed from what the rows hold now, whatever was formed before."""
+"""Inputs of a step are made from the present rows and do not depend on earlier inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_tables_and_slots_are_those_of_the_newest_updates() -> None:
 
     rows.update([RowAssigned(1, [7] * 64, 64, 0, SamplingParams(), 64, tables(0), 64)])
     check(7, 0)
-    rows.span([(0, 0, 4)])  # of the same size, in the same vectors
+    rows.span([(0, 0, 4)])  # the same size, so the same vectors are used
     check(7, 0)
     rows.update([RowExtended(1, tables(20), 64)])
     check(7, 20)

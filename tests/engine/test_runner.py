@@ -1,4 +1,4 @@
-"""The runner against `transformers`: the same tokens and logprobs, however contexts are cut, mixed and placed."""
+"""The runner gives the same tokens and logprobs as `transformers`, with any chunks, batches and slots."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MAX_TOKENS = 448
 
 
 class Bench:
-    """A runner over a pool of NaN, and requests whose blocks lie in shuffled slots.
+    """A runner over a pool of NaN, and requests with blocks in shuffled slots.
 
-    Blocks behind a window are struck from their table and poisoned again, as when the engine gives them back.
+    Blocks that a window has left are removed from the table and filled with NaN, as when the engine gives them back.
     """
 
     def __init__(self, model: Model, seed: int, requests: int, dtype: torch.dtype = torch.float32) -> None:
@@ -47,7 +47,7 @@ class Bench:
         self._slots = self.rng.sample(range(slots), slots)
 
     def change_runner(self) -> None:
-        """A runner that has seen none of the requests; what they have in their blocks is all that it finds."""
+        """Replace the runner by a new one, which knows nothing of the requests except the content of their blocks."""
         limits = Limits(MAX_TOKENS * self._count, MAX_TOKENS, self._count)
         self.runner = ModelRunner(self._model, self.layout, self.pool, limits, NO_GRAMMARS)
         self._rows.clear()
@@ -59,14 +59,14 @@ class Bench:
         return Request(Key(name, 1, 1), Context(prompt), len(prompt), params, self.layout, tables)
 
     def run(self, requests: Sequence[Request], longest_chunk: int) -> None:
-        """Steps of some of the requests, in any order and in chunks of any length, until all have their tokens."""
+        """Run steps with random requests and random chunks until all requests have their tokens."""
         while unfinished := [request for request in requests if request.output_len < request.sampling.max_tokens]:
             chosen = self.rng.sample(unfinished, self.rng.randint(1, len(unfinished)))
             lefts = [len(request.token_ids) - request.computed_len for request in chosen]
             self.step([(one, min(left, self.rng.randint(1, longest_chunk))) for one, left in zip(chosen, lefts)])
 
     def step(self, pieces: Sequence[tuple[Request, int]]) -> None:
-        """Computes the next so many tokens of each request."""
+        """Compute the next tokens of each request. A piece is a request and its number of tokens."""
         updates, chunks = [], []
         for request, length in pieces:
             if request.key not in self._rows:
@@ -74,7 +74,7 @@ class Bench:
                 updates.append(self._joined(request))
             start = request.computed_len
             samples = start + length == len(request.token_ids)
-            # A newest token that stands alone may be named by the host or found by the device.
+            # If the newest token is alone in its chunk, either the host gives it or the device already has it.
             follows = samples and length == 1 and self.rng.random() < 0.5
             chunks.append(self._chunk(request, start, length, follows, samples))
         results = self.runner.execute(Step(tuple(chunks), tuple(updates))).chunks
@@ -114,7 +114,7 @@ class Bench:
 
 @pytest.fixture(params=["llama", "gemma3", "granite_hybrid"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Model, transformers.PreTrainedModel]:
-    """A tiny model as we load it, and the reference that saved it."""
+    """A tiny model, loaded by Paceline, and the reference that saved it."""
     reference = request.getfixturevalue(f"save_{request.param}")()
     return load_model(tmp_path, torch.float32, select_kernels(CPU), CPU), reference
 
@@ -134,7 +134,7 @@ def generated(reference: transformers.PreTrainedModel, prompt: list[int], count:
 
 
 def logprobs(reference: transformers.PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """fp32 [tokens, vocab]: row i is about token i + 1."""
+    """Return logprobs, fp32 [tokens, vocab]. Row i is about token i + 1."""
     with torch.no_grad():
         return torch.log_softmax(reference(torch.tensor([tokens])).logits[0].float(), dim=-1)
 
@@ -155,7 +155,7 @@ def test_greedy_tokens_are_those_of_transformers(
 @pytest.mark.parametrize("whole", [False, True], ids=["in chunks", "whole"])
 def test_reports_are_of_the_reference_s_logits(pair: tuple[Model, transformers.PreTrainedModel], whole: bool) -> None:
     model, reference = pair
-    # The first, in one piece, has more rows than are scored at a time.
+    # The first prompt comes in one chunk and has more rows than are scored at a time.
     cases = prompts(400, 33)
     bench = Bench(model, 3, len(cases))
     params = {"max_tokens": 6, "logprobs": 3, "prompt_logprobs": 2}
@@ -201,7 +201,7 @@ def test_steps_write_to_no_block_but_their_own(pair: tuple[Model, transformers.P
     slots = bench.pool.view(-1, bench.layout.slot_bytes // 4)
     before = slots.clone()
     bench.step([(second, 50)])
-    # As bits, because NaN is not equal to itself.
+    # Compare bits, because NaN is not equal to itself.
     changed = (slots.view(torch.int32) != before.view(torch.int32)).any(dim=1).nonzero().flatten().tolist()
     own = {slot for table, group in zip(second.tables, bench.layout.groups) for slot in table[: group.blocks_for(50)]}
     assert changed

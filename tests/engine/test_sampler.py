@@ -1,4 +1,4 @@
-"""Sampling against naive formulas and against expected frequencies."""
+"""Comparison of sampling with naive formulas and with expected frequencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's steps: what is computed in which, what comes of it, and what is counted of it."""
+"""The scheduler's steps: their chunks, their results, and their statistics."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_time_of_a_step_counts_for_each_request_in_it() -> None:
     scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
     device = ToyDevice()
     scheduler.add(make_request("prompt", list(range(40)), 1))
-    for name in "ab":  # as a decode worker adopts them: the first token is there, and behind it nothing is computed
+    for name in "ab":  # as a decode worker adopts them: the first token is known, and nothing is computed after it
         adopted = make_request(name, list(range(20)), 3, computed_len=20)
         adopted.token_ids.append(7)
         scheduler.add(adopted)
@@ -141,7 +141,7 @@ def test_how_fast_prompts_are_computed_is_learned_of_large_steps() -> None:
     device = ToyDevice()
     scheduler.add(make_request("prompt", list(range(700)), 3))
     speeds = []
-    for seconds in (2.0, 1.0, 0.1, 5.0):  # of 256, 222 and 222 tokens, and of one that was sampled
+    for seconds in (2.0, 1.0, 0.1, 5.0):  # chunks of 256, 222 and 222 tokens, and one sampled token
         step = scheduler.plan()
         assert step is not None
         scheduler.apply(step, replace(device.execute(step), seconds=seconds))

@@ -1,4 +1,4 @@
-"""The scheduler and blocks: those that requests fill, have behind them, and lack."""
+"""The scheduler and blocks: blocks that requests fill, give back after a window has left them, and lack."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_blocks_behind_a_window_are_trimmed_and_the_others_kept() -> None:
     scheduler.add(request)
     trims = [event for event in run(scheduler) if isinstance(event, Trimmed)]
     assert {event.group for event in trims} == {0}
-    # 129 tokens computed; the next query, at 129, sees keys from 90 on, in block 5
+    # 129 tokens are computed. The next query, at 129, sees keys from 90 on, which are in block 5.
     assert trims[-1].first_kept_block == 5
     assert request.tables[0][:5] == [NO_SLOT] * 5
     assert NO_SLOT not in request.tables[0][5:]
@@ -77,7 +77,7 @@ def test_starving_preempts_the_newest_and_room_is_made_once_a_plan() -> None:
     assert step is not None
     scheduler.starve(Key("old", 1, 1))
     scheduler.starve(Key("middle", 1, 1))
-    assert not any(isinstance(event, Preempted) for event in scheduler.take_events())  # a step in flight writes
+    assert not any(isinstance(event, Preempted) for event in scheduler.take_events())  # a step still writes
     scheduler.apply(step, device.execute(step))
     preempted = [event.key.request_id for event in scheduler.take_events() if isinstance(event, Preempted)]
     assert preempted == ["new"]
@@ -99,7 +99,7 @@ def test_who_starves_asks_again_as_soon_as_a_preempted_request_is_out_of_the_eng
     assert asks() == 1
     scheduler.starve(Key("old", 1, 1))
     scheduler.plan()
-    assert asks() == 0  # the newest leaves only when the step under way is over
+    assert asks() == 0  # the newest request leaves only after the present step
     scheduler.apply(under_way, device.execute(under_way))
     scheduler.plan()
     assert asks() == 1
@@ -121,7 +121,7 @@ def test_who_starves_asks_again_even_if_the_preempted_request_is_removed() -> No
 
 @dataclass
 class ToyPool:
-    """Counts blocks; a request's blocks are those of its tables."""
+    """A pool that only counts blocks. The blocks themselves are in the requests' tables."""
 
     free: int
     used: dict[Key, int] = field(default_factory=dict)
@@ -173,7 +173,7 @@ def test_every_request_gets_its_tokens_on_a_small_pool(
             request.tables = [list(range(pool.used[request.key]))]
             running[request.key] = request
             scheduler.add(request)
-        # answers arrive late and in their own time
+        # answers arrive at random times
         while answers and data.draw(st.booleans()):
             ask = answers.pop(0)
             if ask.key in pool.used and pool.take(ask.key, FULL.groups[0].blocks_for(ask.token_count)):

@@ -1,4 +1,4 @@
-"""What the decode loop leaves in blocks that others may read: all of it was computed, and nothing is another's."""
+"""Content of blocks that other requests may read: the decode loop has computed all of it from the right context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.loops import DRAFTS, FOREIGN, Loop, assert_same, expected, loa
 
 
 class Late(Speculation):
-    """Drafts nothing at first."""
+    """Speculation that drafts nothing at first."""
 
     def __init__(self) -> None:
         super().__init__(DRAFTS, adaptive=False)
@@ -44,7 +44,7 @@ def test_a_draft_model_that_begins_late_writes_to_no_block_that_was_given_back(s
 
 
 class Pattern(Speculation):
-    """Drafts as many tokens as the pattern says, over and over."""
+    """Speculation with numbers of drafts from a repeated pattern."""
 
     def __init__(self, *pattern: int) -> None:
         super().__init__(DRAFTS, adaptive=False)
@@ -55,7 +55,7 @@ class Pattern(Speculation):
 
 
 def draft_keys(loop: Loop, tables: Sequence[Sequence[int]], model: Model) -> list[list[torch.Tensor | None]]:
-    """For each layer of the draft model, the keys of each token; None where its block was given back."""
+    """Return the keys of each token for each layer of the draft model; None if the token's block was given back."""
     first_layer = loop.layout.groups[len(model.group_shapes)].shape.layers[0]
     layers = {}
     for group, table in list(zip(loop.layout.groups, tables))[len(model.group_shapes) :]:
@@ -102,7 +102,7 @@ def test_what_is_sealed_of_a_draft_models_cache_is_computed(
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(max_tokens=108),  # the last token that is computed fills a block
+        SamplingParams(max_tokens=108),  # the last computed token fills a block
         SamplingParams(max_tokens=107),
         SamplingParams(
             max_tokens=200, temperature=0.8, seed=3, stop_token_ids=frozenset(range(0, 101, 13)), min_tokens=99

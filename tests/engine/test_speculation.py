@@ -1,4 +1,4 @@
-"""How many tokens are drafted, on machines and texts that are known."""
+"""The number of drafts on simulated machines and texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.engine.speculation import Acceptance, Speculation, StepCost
 
 
 def simulate(worth: float, slope: float, draft_seconds: float = 0.0, base: float = 0.03, steps: int = 600) -> float:
-    """Tokens a second with drafts over those without, for one request whose drafts come true with chance `worth`."""
+    """Return the speedup by drafts for one request, each of whose drafts is accepted with probability `worth`."""
     rng = random.Random(1)
     speculation = Speculation(8)
     request = speculation.newcomer()

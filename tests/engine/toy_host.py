@@ -1,4 +1,4 @@
-"""A scheduler above toy memories that remember what was computed; everything around it happens in its own time."""
+"""A scheduler above toy memories that remember what was computed. All other events come at random times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from paceline.engine.step import (
 from tests.engine.toy_requests import next_token
 
 Memory = dict[tuple[int, int], int]
-"""By slot and place in the block: the KV of a token, which is a function of its whole context."""
+"""The KV of a token, which is a function of its whole context, by slot and place in the block."""
 
 
 def kv_of(context: Sequence[int], position: int) -> int:
@@ -40,7 +40,7 @@ def kv_of(context: Sequence[int], position: int) -> int:
 
 
 class Device:
-    """Computes from what is in the pool, and nothing else, once it comes to it."""
+    """A device that computes steps later than they are launched, and only from the content of the pool."""
 
     def __init__(self, layout: KVLayout, rng: random.Random) -> None:
         self.pool: Memory = {}
@@ -76,7 +76,7 @@ class Device:
         return ChunkResult(tokens, max(most - 1, 0))
 
     def _token(self, row: int, context: list[int], position: int) -> None:
-        """Reads what the token sees, and writes its own."""
+        """Check the KV that the token sees, and write its own."""
         for group, table in zip(self._layout.groups, self._tables[row]):
             first = max(0, position - group.shape.window + 1) if group.shape.window else 0
             for seen in range(first, position):
@@ -87,7 +87,7 @@ class Device:
 
 @dataclass
 class Arena:
-    """Blocks for requests, which are cleared as soon as they are given back."""
+    """The arena, in which blocks are cleared as soon as they are given back."""
 
     free: list[int]
     content: Memory = field(default_factory=dict)
@@ -123,13 +123,13 @@ class Wish:
     prompt: list[int]
     max_tokens: int
     adopted: bool
-    """Its prompt is in the arena already, but for the last token."""
+    """Whether the KV of its prompt is in the arena already, except for the last token."""
     leaves: bool
-    """It goes after its first token, and its blocks are handed over."""
+    """Whether the request leaves after its first token, with a handoff of its blocks."""
 
 
 class Host:
-    """A scheduler with everything around it happening in its own time."""
+    """A scheduler whose device, copies and arena answer at random times."""
 
     def __init__(
         self,
@@ -145,12 +145,12 @@ class Host:
         self.directory = PoolDirectory(directory_memory, arena_slots, pool_slots)
         self.device_pool = DevicePool(layout, pool_slots, self.directory)
         self.published: dict[BlockCopy, dict[int, int]] = {}
-        """What others can read in the pool: of each block, what is in its places."""
+        """Content of each block in the pool that others can read, by place."""
         self.scheduler = Scheduler(limits, pool=self.device_pool)
         self.scheduler.stats.prefill_tokens_per_second = 1e3
         self._load_seconds = load_seconds
         self._sealed: dict[int, Memory] = {}
-        """By slot of the arena, what is in blocks that others may read."""
+        """Content of blocks in the arena that others may read, by slot."""
         self.arena = Arena(list(range(arena_slots)))
         self.device = Device(layout, rng)
         self.outputs: dict[str, list[int]] = {}
@@ -180,7 +180,7 @@ class Host:
         raise AssertionError("it does not come to an end")
 
     def _admit(self) -> None:
-        while self._waiting and not self._asks:  # those that are running come first
+        while self._waiting and not self._asks:  # running requests get blocks first
             key, context, wish = self._waiting[0]
             if not self.arena.take(self.layout, key, len(context) + 1):
                 return
@@ -191,7 +191,7 @@ class Host:
             self.scheduler.add(request)
 
     def _request(self, key: Key, context: list[int], wish: Wish) -> Request:
-        """What it has computed is in its blocks of the arena."""
+        """Make a request. If its prompt was adopted, write the prompt's KV into its blocks of the arena."""
         computed = len(context) - 1 if wish.adopted else 0
         for number, group in enumerate(self.layout.groups):
             self._trim(key, number, group.first_needed_block(computed))
@@ -254,7 +254,7 @@ class Host:
         return {place[1]: kv for place, kv in self.device.pool.items() if place[0] == slot}
 
     def _check_published(self) -> None:
-        """What others find by its name has that content."""
+        """Check that blocks that others find by name still have their content."""
         moves = list(self.published)
         found = self.directory.find(moves)
         self.published = {moves[index]: self.published[moves[index]] for index in found.indices}
@@ -292,8 +292,8 @@ class Host:
                     self._note_sealed(self.arena.used[key][group][first : first + len(hashes)])
                 case Filled(key, length):
                     context = self._contexts[key.request_id]
-                    assert length == len(context) - 1  # it has its first token
-                    for group, table in enumerate(self.arena.used[key]):  # all that is there: others will find it
+                    assert length == len(context) - 1  # the request has its first token
+                    for group, table in enumerate(self.arena.used[key]):  # all of it, because others will find it
                         first = table.count(NO_SLOT) * self.layout.groups[group].block_tokens
                         self._check(key, group, first, len(context) - 1)
                     self._release(key)
@@ -315,7 +315,7 @@ class Host:
                     self._asks.append(event)
 
     def _check(self, key: Key, group: int, first: int, end: int) -> None:
-        """The arena has the KV of these tokens."""
+        """Check that the arena has the KV of these tokens."""
         table, size = self.arena.used[key][group], self.layout.groups[group].block_tokens
         context = self._contexts[key.request_id]
         for position in range(first, end):

@@ -1,4 +1,4 @@
-"""Requests to a toy model, and what computes them without a kernel."""
+"""Requests to a toy model, and a device that computes them without kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIXED = make_layout(
 
 
 def next_token(context: Sequence[int]) -> int:
-    """A toy model: any function of the whole context."""
+    """Return the next token of a toy model, an arbitrary function of the whole context."""
     return (sum(context) * 31 + len(context)) % 1000
 
 
@@ -31,7 +31,7 @@ def make_request(
 
 
 class ToyDevice:
-    """A device with rows: it knows what the steps before have given, and accepts some of its drafts."""
+    """A device with rows. It knows the results of earlier steps, and accepts some of its drafts."""
 
     def __init__(self, accept: Callable[[int], int] = lambda most: most) -> None:
         self.contexts: dict[int, list[int]] = {}
@@ -62,7 +62,7 @@ class ToyDevice:
 
 
 def run(scheduler: Scheduler) -> list[object]:
-    """Run all requests, of which no step has been computed yet; return what happens."""
+    """Run all requests of a scheduler that has not planned a step yet, and return the events."""
     events: list[object] = []
     device = ToyDevice()
     while step := scheduler.plan():

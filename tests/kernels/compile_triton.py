@@ -1,9 +1,9 @@
-"""Compiles for real GPUs, without one, every kernel that `TritonKernels` launches for the shapes of known models.
+"""Compile, for GPUs and without a GPU, every kernel that `TritonKernels` launches for the shapes of known models.
 
     TRITON_INTERPRET=0 python -m tests.kernels.compile_triton
 
-Launches are recorded rather than carried out; tensors have shapes alone. Prints a line of JSON for each kernel and
-architecture.
+Launches are only recorded, and tensors have shapes but no content. The command prints a line of JSON for each kernel
+and architecture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Launch = tuple[triton.JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
 def launches(heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, dtype: torch.dtype) -> list[Launch]:
-    """What a layer of this shape launches for a step of a prompt and a long context."""
+    """Return the launches of a layer of this shape for a step with a prompt and a long context."""
     recorded: list[Launch] = []
 
     def record(kernel: triton.JITFunction, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
@@ -76,7 +76,7 @@ def record_sampling_and_moving(kernels: Kernels) -> None:
 def compile_launch(
     kernel: triton.JITFunction, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """One compilation for each architecture, with the types and options of the launch."""
+    """Compile a launch for each architecture, with its types and options, and yield the results."""
     values = dict(zip(kernel.arg_names, args)) | {k: v for k, v in options.items() if k in kernel.arg_names}
     constants = {param.name: values[param.name] for param in kernel.params if param.is_constexpr}
     signature = {name: "constexpr" if name in constants else _type_of(values[name]) for name in kernel.arg_names}
@@ -92,7 +92,7 @@ def compile_launch(
 
 
 def _is_aligned(param: KernelParam, value: object) -> bool:
-    """Whether a launch tells the compiler that an argument is a multiple of 16."""
+    """Return whether a launch tells the compiler that the argument is a multiple of 16."""
     if param.is_constexpr or param.do_not_specialize or param.do_not_specialize_on_alignment:
         return False
     return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)

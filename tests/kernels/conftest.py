@@ -19,11 +19,11 @@ SLOTS = 64
 
 @dataclass
 class PagedCase:
-    """Contexts in a pool whose every other byte is NaN, and whose table entries behind the window point nowhere."""
+    """Contexts in a pool that is NaN everywhere else. Table entries before a window are invalid."""
 
     queries: Tensor
     keys: list[Tensor]
-    """One [context, kv_heads, head_dim] a request, as are the values."""
+    """Keys of each request, [context, kv_heads, head_dim]. Values have the same shape."""
     values: list[Tensor]
     cache: LayerCache
     batch: AttentionBatch
@@ -34,7 +34,7 @@ class PagedCase:
         return self.batch.groups[0]
 
     def only(self, request: int) -> tuple[Tensor, AttentionBatch, GroupTables]:
-        """The same request without its batch-mates."""
+        """Return the queries, batch and group of one request without the others."""
         start, end = self.batch.query_start[request], self.batch.query_start[request + 1]
         group = GroupTables(
             self.group.block_tokens,
@@ -60,14 +60,17 @@ def make_case(
     places: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PagedCase:
-    """lengths: (query tokens, context length) of each request. seed chooses the numbers, places where blocks lie."""
+    """Make a case. `lengths` has (query tokens, context length) of each request.
+
+    `seed` is the seed of the numbers, `places` the seed of the blocks' slots.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
-        # Random numbers of the CPU, on whatever device the test runs.
+        # Make the numbers on the CPU, so that they are the same on all devices.
         return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device(), dtype)
 
-    slot_elements = 2 * kv_heads * block_tokens * head_dim + 24  # with padding behind the block
+    slot_elements = 2 * kv_heads * block_tokens * head_dim + 24  # with padding after the block
     pool = torch.full((SLOTS * slot_elements,), float("nan"), dtype=dtype)
     cache = view_pool(pool, slot_elements, 1, kv_heads, block_tokens, head_dim)[0]
     free = iter(torch.randperm(SLOTS, generator=torch.Generator().manual_seed(places), device="cpu").tolist())
@@ -110,7 +113,7 @@ BACKENDS: dict[str, Callable[[], Kernels]] = {
 
 @pytest.fixture(scope="session", params=[*BACKENDS, "triton"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    """Every backend passes the same suite, on the device that it is made for where there is one."""
+    """Every backend, because all must pass the same tests. Triton runs on a GPU if there is one."""
     if request.param != "triton":
         yield BACKENDS[request.param]()
         return

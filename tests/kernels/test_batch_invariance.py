@@ -1,4 +1,4 @@
-"""A row of a result has the same bits in any batch, in any chunk of a prompt, and on any number of threads."""
+"""A row of a result has the same bits in any batch, with any chunks of a prompt, and with any number of threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def native(threads: int, instruction_set: str) -> NativeKernels:
 
 @pytest.fixture(scope="session", params=instruction_sets())
 def teams(request: pytest.FixtureRequest) -> list[NativeKernels]:
-    """The same instructions, by one thread and by several."""
+    """Kernels with the same instruction set, with one thread and with several."""
     return [native(threads, request.param) for threads in THREADS]
 
 
@@ -109,7 +109,7 @@ def test_operations_on_rows_give_a_row_the_same_bits_beside_any_others(
 
 
 def chunked(case: Any, kernels: Kernels, request: int, chunk: int, softcap: float) -> Tensor:
-    """The queries of one request, so many at a time, each with no more of its context than it may see."""
+    """Compute the queries of one request in chunks. Each chunk gets only the context up to its last token."""
     queries, batch, group = case.only(request)
     count, context = len(queries), batch.context_len[0]
     parts = []

@@ -1,4 +1,4 @@
-"""Blocks move between a device's pool and the arena, bit by bit, and nothing beside them is touched."""
+"""Copies between a device's pool and the arena keep every bit of a block and change nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOTS = 9
 
 
 def blocks(elements: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """[SLOTS, elements] of any bits, also those of no number, with padding behind each block."""
+    """Return [SLOTS, elements] with random bits, including NaN, and with padding after each block."""
     generator = torch.Generator().manual_seed(seed)
     size = (SLOTS, (elements + 7) * dtype.itemsize)
     return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8).view(dtype)[:, :elements]
@@ -42,7 +42,7 @@ def test_copies_give_each_slot_its_block(
 
 def check_copies(pairs: list[tuple[int, int]], size: int, kernel_bytes: int | None, stores: bool) -> None:
     pool, arena = blocks(size, torch.bfloat16, 1).to(DEVICE), blocks(size, torch.bfloat16, 2)
-    if size % 32 == 0:  # as real ones are, which the native library copies
+    if size % 32 == 0:  # as in real blocks, which the native library copies
         pool, arena = pool.contiguous(), arena.contiguous()
     arena = arena.pin_memory() if DEVICE.type == "cuda" else arena
     before = pool.cpu().clone(), arena.clone()

@@ -1,4 +1,4 @@
-"""Tokens that kernels choose are those of the host's sampler."""
+"""Kernels choose the same tokens as the host's sampler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def device_of(chooser: TokenChooser) -> torch.device:
 
 
 def poisoned(rows: Tensor, device: torch.device) -> Tensor:
-    """The same rows on the device; what lies behind each is larger than all, or no number."""
+    """Copy rows to the device, with infinity and NaN after each row."""
     wide = torch.full((rows.shape[0] + 1, rows.shape[1] + 9), NAN)
     wide[:, rows.shape[1] :: 2] = INF
     wide[:-1, : rows.shape[1]] = rows
@@ -83,15 +83,15 @@ def test_tokens_are_those_of_the_host(
     chooser: TokenChooser, rows: list[tuple[SamplingParams, int]], vocab: int, seed: int, coarse: bool
 ) -> None:
     logits = 3 * torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(seed), device="cpu")
-    if coarse:  # many of the same size, as bf16 has them
+    if coarse:  # many equal values, as with bf16
         logits = (logits * 2).round() / 2
     expected = on_host(logits, rows)
     assert on_device(chooser, logits, rows) == expected
-    # A row alone gives the token that it gives beside others.
+    # A row alone gives the same token as in a batch.
     assert [on_device(chooser, logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))] == expected
 
 
-@pytest.mark.parametrize("spread", [0.02, 3.0])  # with the lower one, hundreds are about as likely as the best
+@pytest.mark.parametrize("spread", [0.02, 3.0])  # with 0.02, hundreds of tokens are almost as likely as the best
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.95), (7, 1.0), (40, 0.5), (599, 1.0)])
 def test_many_draws_are_those_of_the_host(chooser: TokenChooser, top_k: int, top_p: float, spread: float) -> None:
     logits = spread * torch.randn(48, 600, generator=torch.Generator().manual_seed(4), device="cpu")
@@ -188,7 +188,7 @@ def test_a_token_that_is_forbidden_is_never_drawn(chooser: TokenChooser, top_k: 
 
 
 def test_the_tail_is_drawn_as_often_as_it_is_likely(chooser: TokenChooser) -> None:
-    """In fp32 the cumulative sum would have no room for it."""
+    # An fp32 cumulative sum would have too few digits for the tail.
     logits = torch.zeros(40, 4096, device="cpu")
     logits[:, 0] = 17.0  # the others together have 1.7e-4
     rows = [(SamplingParams(temperature=2.0, seed=seed), 0) for seed in range(40)]
@@ -206,20 +206,20 @@ def test_the_tail_is_drawn_as_often_as_it_is_likely(chooser: TokenChooser) -> No
 def test_drafts_are_accepted_up_to_the_first_that_was_not_chosen(
     chooser: TokenChooser, requests: list[tuple[list[bool], bool]]
 ) -> None:
-    """Of each request: which drafts are what was chosen, and whether it has rows at all."""
+    # Each request says which of its drafts equal the chosen tokens, and whether it has rows.
     tokens, drafts, first_rows, expected = [], [], [0], []
     for hits, has_rows in requests:
         if has_rows:
             chosen = [100 + index for index in range(len(hits) + 1)]
             tokens += chosen
-            # What stands before the first row is no draft, even if it looks like one.
+            # The entry before the first row is not a draft, even if it looks like one.
             drafts += [100, *(token if hit else 7 for hit, token in zip(hits, chosen))]
             count = (*hits, False).index(False)
             expected.append(chosen[: count + 1])
         else:
             expected.append([])
         first_rows.append(len(tokens))
-    # Behind the last row lies what would be the next draft.
+    # The memory after the last row has values that would be accepted as more drafts.
     device = device_of(chooser)
     held = torch.tensor([*tokens, 105, 105]).to(device), torch.tensor([*drafts, 100, 101, 102, 103]).to(device)
     out = chooser.accept(held[0][: len(tokens)], held[1][: len(tokens)], first_rows)

@@ -1,4 +1,4 @@
-"""bf16 weights in 12 bits are the matrix that they stand for, bit for bit, and so is what is computed with them."""
+"""bf16 weights compressed to 12 bits have the bits of the original matrix, and so do results computed with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kernels() -> NativeKernels:
 
 @pytest.fixture(scope="module")
 def whole() -> NativeKernels:
-    """The same kernels, with weights as they are."""
+    """The same kernels without compression."""
     return NativeKernels(2, SETS[0], compress=False)
 
 
@@ -39,18 +39,18 @@ def compressed(kernels: NativeKernels, weight: Tensor) -> PackedWeight:
 
 
 def make_weight(size_out: int, size_in: int, exceptions: list[int], others: tuple[int, ...] = (1, 3, 200)) -> Tensor:
-    """Sixteen exponents, and others at these places."""
+    """Make a weight with sixteen exponents, and with other exponents at the places `exceptions`."""
     generator = torch.Generator().manual_seed(size_out)
     codes = torch.randint(0, 16, (size_out * size_in,), generator=generator)
     rest = torch.randint(0, 256, (size_out * size_in,), generator=generator)
     exponents = torch.tensor([0, *range(90, 120, 2)])[codes]
     exponents[exceptions] = torch.tensor(others)[torch.arange(len(exceptions)) % len(others)]
-    # Of 0 there are both signs; the processor takes subnormal numbers for it, in any form of the weights.
+    # Zeros have both signs. Subnormal numbers are left out, because the processor treats them as 0.
     bits = (rest >> 7) << 15 | exponents << 7 | torch.where(exponents > 0, rest & 127, 0)
     return bits.to(torch.int32).to(torch.int16).view(BF16).view(size_out, size_in)
 
 
-# The last ones have one tile with two exceptions, the first and last weight of all, and neighbours in another group.
+# The exceptions of the last ones: two in one tile, the first and the last weight, and neighbours in another group.
 SHAPES: list[tuple[int, int, list[int]]] = [
     (1, 32, []),
     (16, 45, []),
@@ -65,7 +65,8 @@ SHAPES: list[tuple[int, int, list[int]]] = [
 def test_a_product_is_that_of_the_whole_matrix(
     kernels: NativeKernels, whole: NativeKernels, size_out: int, size_in: int, exceptions: list[int]
 ) -> None:
-    copies = -(-1024 * max(len(exceptions), 1) // (size_out * size_in))  # of the rows, so that so many exceptions pay
+    # Repeat the rows, so that compression pays in spite of the exceptions.
+    copies = -(-1024 * max(len(exceptions), 1) // (size_out * size_in))
     weight = make_weight(size_out, size_in, exceptions)
     weight = torch.cat((weight, *[make_weight(size_out, size_in, [])] * (copies - 1)))
     packed, expected_of = compressed(kernels, weight), whole.pack(weight)
@@ -87,10 +88,10 @@ def test_a_product_is_that_of_the_whole_matrix(
 def test_nothing_is_lost(size_out: int, size_in: int, data: st.DataObject) -> None:
     kernels, most = NativeKernels(1, SETS[0]), size_out * size_in // 1024
     exceptions = data.draw(st.lists(st.integers(0, size_out * size_in - 1), max_size=most, unique=True))
-    weight = make_weight(size_out, size_in, exceptions, (255, 1, 254))  # infinite, or no number
+    weight = make_weight(size_out, size_in, exceptions, (255, 1, 254))  # exponent 255 means infinite or NaN
     packed, ids = compressed(kernels, weight), torch.arange(size_out)
     assert kernels.fits(packed)
-    # A number that is none comes out as a quiet one.
+    # A NaN comes out as a quiet NaN.
     quiet = torch.where(weight.isnan(), weight.view(torch.int16) | 64, weight.view(torch.int16))
     assert torch.equal(kernels.embed(ids, packed).view(torch.int16), quiet)
 
@@ -104,7 +105,7 @@ def test_it_takes_three_quarters(kernels: NativeKernels, whole: NativeKernels) -
 def test_what_does_not_fit_is_told_and_with_the_rest_one_can_compute(kernels: NativeKernels) -> None:
     weight = compressed(kernels, make_weight(100, 576, [0, 40, 576 * 33, 576 * 99 + 575]))
     assert kernels.fits(weight)
-    starts, x = 7 * 18 * 4 * 192 + 32, torch.randn(40, 576).to(BF16)  # behind the parts and the table of exponents
+    starts, x = 7 * 18 * 4 * 192 + 32, torch.randn(40, 576).to(BF16)  # after the parts and the table of exponents
     exceptions = starts + 4 * 4
     assert weight.data.nbytes == exceptions + 5 * 8
     fitting = set()
@@ -117,7 +118,7 @@ def test_what_does_not_fit_is_told_and_with_the_rest_one_can_compute(kernels: Na
             for rows in (1, 40):
                 kernels.linear(x[:rows], damaged)
             kernels.embed(torch.arange(100), damaged)
-    # Another weight, or another place in the same tile: numbers, which cannot be told from right ones.
+    # These bytes are the weight and its place in the tile, in which damage cannot be noticed.
     assert fitting == {exceptions + 8 * i + byte for i in range(4) for byte in (4, 6, 7)} | {
         exceptions + 32 + byte for byte in (4, 5, 6, 7)
     }

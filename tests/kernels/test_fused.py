@@ -1,4 +1,4 @@
-"""Fused operations have the bits of those that they stand for, on every backend, and touch nothing else."""
+"""Fused operations give the same bits as the separate operations, on every backend, and change nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Random numbers; between its rows, and behind them, lies what may not be read."""
+    """Return random numbers. The memory between and after the rows is NaN and must not be read."""
     wide = torch.full((*shape[:-1], shape[-1] + 5), NAN, dtype=dtype)
     wide[..., : shape[-1]] = torch.randn(shape).to(dtype)
     return wide[..., : shape[-1]]
@@ -38,8 +38,8 @@ def test_add_rms_norm_is_add_and_then_rms_norm(
 
 
 def make_cache(kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, LayerCache]:
-    """Three slots of two layers in blocks of five tokens, with padding; and the second layer's cache. In front of them
-    lies room for one slot more, which is not theirs."""
+    """Make a pool of three slots with blocks of five tokens for two layers, with padding. Return the memory and the
+    second layer's cache. The memory begins with one more slot, which does not belong to the cache."""
     elements = 2 * 2 * kv_heads * 5 * head_dim + 7
     pool = torch.full((4 * elements,), NAN, dtype=dtype)
     return pool, view_pool(pool[elements:], elements, 2, kv_heads, 5, head_dim)[1]
@@ -72,13 +72,13 @@ def test_rotate_and_store_is_its_operations_one_by_one(
     expected = one_by_one(kernels, queries, keys, values, angles, expected_cache, group, norms=own)
     turned = kernels.rotate_and_store(queries, keys, values, *angles, cache, group, own)
     assert torch.equal(turned, expected)
-    # What nobody stores to stays as it was: NaN is unlike itself, its bits are not.
+    # All other memory is unchanged. Compare bits, because NaN is not equal to itself.
     assert torch.equal(pool.view(torch.int16), expected_pool.view(torch.int16))
     assert int((~pool.isnan()).sum()) == 2 * tokens * kv_heads * head_dim
 
 
 def test_a_token_without_a_slot_is_stored_nowhere() -> None:
-    """What stands at the end of a batch that was filled up."""
+    # Such tokens are at the end of a padded batch.
     pytest.importorskip("triton", reason="the package triton is not installed")
     from paceline.kernels import select_kernels
 

@@ -1,4 +1,4 @@
-"""Every backend against the formulas of `Kernels`, written down naively in fp64."""
+"""Comparison of every backend with the formulas of `Kernels`, computed naively in fp64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def naive_attention(case: Any, scale: float, softcap: float) -> Tensor:
-    """One query, one head, one key at a time; sees positions (p - window, p]."""
+    """Compute attention for one query, head and key at a time. A query at p sees positions (p - window, p]."""
     out = torch.zeros_like(case.queries, dtype=torch.float64)
     heads, kv_heads = case.queries.shape[1], case.keys[0].shape[1]
     for request, context in enumerate(case.batch.context_len):
@@ -123,7 +123,7 @@ def test_rms_norm(kernels: Kernels, shape: tuple[int, ...], unit_offset: bool, d
 
 
 def test_rms_norm_squares_in_fp32() -> None:
-    x = torch.full((1, 64), 1000.0, dtype=torch.float16)  # whose square no fp16 holds
+    x = torch.full((1, 64), 1000.0, dtype=torch.float16)  # the square is too large for fp16
     assert torch.equal(ReferenceKernels().rms_norm(x, torch.ones(64, dtype=torch.float16), 1e-5), torch.ones_like(x))
 
 
@@ -158,7 +158,7 @@ def test_linear(kernels: Kernels, bias: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [1, 63, 64, 500])
 def test_logits_are_linear_in_fp32_and_know_their_best(kernels: Kernels, vocab: int, dtype: torch.dtype) -> None:
-    # Whole numbers, so that many are the same; a row of zeros of both signs, and one of negative numbers.
+    # Integers, so that many results are equal; one row with zeros of both signs, and one with negative numbers.
     weight = torch.randint(-2, 3, (vocab, 32)).to(dtype)
     x = torch.randint(-2, 3, (40, 32)).to(dtype)
     x[3] = 0

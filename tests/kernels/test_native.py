@@ -1,4 +1,4 @@
-"""What the native kernels promise about memory, threads, and processes, and what they refuse."""
+"""Memory, threads and processes of the native kernels, and inputs that they refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.kernels.native.library import instruction_sets
 
 BEST = Draw(0.0, 0, 0.0, 1.0, 0, 0)
 SLOTS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 16, 16, 256
-# 256 rows of results of one piece take 256 * 4 * (256 + 2) bytes; those of five tasks and 50 pieces less than 64 MiB.
+# One piece with 256 rows of results takes 256 * 4 * (256 + 2) bytes. Five tasks with 50 pieces take less than 64 MiB.
 LAST_SHARED = 50 * 128
 PRELUDE = """
 import os, resource, signal, sys, threading, time
@@ -35,15 +35,15 @@ def leave_room(megabytes):
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own, for what would end this one."""
-    # One arena: what a thread reserves for its first allocation must not count as what a kernel takes.
+    """Run a program in a process of its own, because it may crash."""
+    # With one malloc arena, memory that a thread reserves for its first allocation is not counted as the kernel's.
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", PRELUDE + textwrap.dedent(program)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def attend(kernels: NativeKernels, long_context: int) -> Tensor:
-    """One query over a long context beside a short prompt: the pieces of the first count for all rows."""
+    """Attend with one query over a long context and a short prompt. Its number of pieces applies to all rows."""
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(SLOTS, 1, BLOCK_TOKENS, HEAD_DIM, generator=generator) for _ in range(2))
     queries = torch.randn(65, HEADS, HEAD_DIM, generator=generator)
@@ -134,7 +134,8 @@ def test_memory_that_is_missing_is_an_error_and_no_end(heads: int, rows: int) ->
 def test_a_context_longer_than_its_block_table_is_refused(instruction_set: str, window: int) -> None:
     kernels = NativeKernels(1, instruction_set)
     cache = LayerCache(*(torch.ones(4, 1, 16, 32) for _ in range(2)))
-    tables = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)  # reading on would find blocks of the other request
+    # Reading beyond a table would find blocks of the other request.
+    tables = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     place = torch.zeros(2, dtype=torch.int64)
     group = GroupTables(16, window, tables, place, place)
     for context in (33, 40, 200):

@@ -1,4 +1,4 @@
-"""Quantized weights compute what the matrix that they stand for computes, bit for bit."""
+"""Quantized weights give the same bits as the dequantized matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels.kernels import TritonKernels
 
 DTYPES = (torch.bfloat16, torch.float32)
-# bits, with offsets, fp32 scales, two scales a block: those of GGUF's types.
+# For each of GGUF's types: bits, has offsets, has fp32 scales, has two scales per block.
 LAYOUTS = {
     "Q4_0": (4, False, False, False),
     "Q4_1": (4, True, False, False),
@@ -36,7 +36,7 @@ def random_matrix(layout: str, size_out: int, size_in: int, dtype: torch.dtype) 
     low, high = (-128, 128) if bits == 8 else (0, 16) if has_offsets else (-8, 8)
     values = torch.randint(low, high, (size_out, size_in), generator=generator, dtype=torch.int8)
     shape = (size_out, -(-size_in // 32) * (2 if two_scales else 1))
-    # Subnormal ones are among them.
+    # Some scales are subnormal.
     scales = (torch.randn(shape, generator=generator) * 0.01).half()
     scales[::7] /= 1000
     offsets = torch.randn(shape, generator=generator).half() if has_offsets else None
@@ -97,7 +97,7 @@ def test_int8_is_within_half_a_step() -> None:
     exact = matrix.values * steps
     assert ((exact - weight).abs() <= steps * 0.5001 + weight.abs() / 1024 + 1e-11).all()
     assert matrix.dequantize()[3].count_nonzero() == 0
-    # bf16 rounds once more.
+    # The result in bf16 is rounded once more.
     torch.testing.assert_close(matrix.dequantize(), exact, rtol=2**-8, atol=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Layers that keep a state: convolution and scan against their formulas, and the same bits however contexts are cut."""
+"""Layers with a state: convolution and scan follow their formulas, and bits do not depend on chunks."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Sizes:
 
 
 class Layer:
-    """Random weights, and the inputs of some contexts."""
+    """A layer with random weights, and its inputs for some contexts."""
 
     def __init__(self, sizes: Sizes, contexts: Sequence[int], dtype: torch.dtype, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape: int) -> Tensor:
-            # Random numbers of the CPU, on whatever device the test runs.
+            # Make the numbers on the CPU, so that they are the same on all devices.
             return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
 
         self.sizes = sizes
@@ -56,12 +56,12 @@ class Layer:
 
 
 class Pool:
-    """Blocks of NaN, whose second layer is the one that is computed."""
+    """A pool of NaN for two layers, of which the second one is computed."""
 
     def __init__(self, layer: Layer) -> None:
         sizes = layer.sizes
         parts = ((sizes.heads, sizes.head_dim, sizes.state_size), (sizes.taps - 1, sizes.channels))
-        slot_bytes = 4 * (2 * sum(map(math.prod, parts)) + 8)  # with padding behind the block
+        slot_bytes = 4 * (2 * sum(map(math.prod, parts)) + 8)  # with padding after the block
         self.bytes = torch.full((SLOTS * slot_bytes // 4,), float("nan"))
         self.scanned, self.convolved = view_states(self.bytes, slot_bytes, 2, parts)[1].parts
         self._layer = layer
@@ -69,9 +69,9 @@ class Pool:
         self.tables = [[next(free) for _ in range(0, len(x), sizes.block_tokens)] for x in layer.x]
 
     def step(self, kernels: Kernels, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[Tensor, Tensor]]:
-        """Tokens [begin, end) of some contexts -> convolved and scanned, of each."""
+        """Compute tokens [begin, end) of some contexts. Return the convolved and scanned results of each."""
         layer, width = self._layer, max(map(len, self.tables))
-        # What a request does not need yet, or any more, lies nowhere.
+        # Table entries that a request does not need yet, or not any more, are invalid.
         tables = torch.full((len(pieces), width), 2**31 - 1, dtype=torch.int32)
         for row, (context, begin, end) in enumerate(pieces):
             first, last = max(0, begin - 1) // layer.sizes.block_tokens, (end - 1) // layer.sizes.block_tokens
@@ -88,12 +88,12 @@ class Pool:
         return list(zip(torch.split(seen, counts), torch.split(found, counts)))
 
     def bits(self) -> Tensor:
-        """As they are now; NaN is equal to itself."""
+        """Return a copy of the pool as integers, in which NaN is equal to itself."""
         return self.bytes.view(torch.int32).clone()
 
 
 def formula(layer: Layer, context: int) -> tuple[Tensor, Tensor]:
-    """Both operations over a whole context, in fp64."""
+    """Return the results of both operations for a whole context, in fp64."""
     sizes, x = layer.sizes, layer.x[context].double()
     padded = torch.cat((torch.zeros(sizes.taps - 1, sizes.channels, dtype=torch.float64), x))
     sums = [(layer.weight.double() * padded[i : i + sizes.taps]).sum(0) + layer.bias.double() for i in range(len(x))]
@@ -127,7 +127,7 @@ def test_convolution_and_scan_are_their_formulas(kernels: Kernels, sizes: Sizes,
 
 @pytest.fixture(scope="module", params=["reference", *instruction_sets()])
 def computers(request: pytest.FixtureRequest) -> list[Kernels]:
-    """Those whose results must have the same bits: the same instructions, by one thread and by several."""
+    """Kernels whose results must have the same bits: the same instruction set with one thread and with several."""
     if request.param == "reference":
         return [ReferenceKernels(), ReferenceKernels()]
     return [NativeKernels(threads, request.param) for threads in (1, 3)]
@@ -158,7 +158,7 @@ def test_a_token_has_the_same_bits_in_any_batch_and_chunk(
             begin = end
         for found, wanted in zip(zip(*parts), whole):
             assert torch.equal(torch.cat(found), wanted)
-    # The same states behind every block, and nothing else was written.
+    # The states after every block are the same, and nothing else was written.
     assert torch.equal(together.bits(), apart.bits())
 
 

@@ -1,4 +1,4 @@
-"""Forward passes that are recorded once and replayed for other tokens."""
+"""Forward passes, which are recorded once and replayed for other tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LENGTHS = [[(1, 5)], [(3, 20), (90, 130)], [(1, 40), (1, 2), (1, 7)]]
 
 
 class Counting:
-    """A small model, and how often Python has gone through it."""
+    """A small model that counts how often its Python code runs."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ def test_a_replay_gives_the_bits_of_the_pass_for_any_number_of_tokens(
 ) -> None:
     model = Counting(kernels)
     replay = kernels.compile(model.forward)
-    # One pool for all: a new one would be recorded anew.
+    # Use one pool for all, because a pass is recorded again for a new pool.
     case = paged_case(kernels, [(1, 5)])
     results = []
     for lengths in LENGTHS:
@@ -178,7 +178,7 @@ def test_what_is_computed_outside_of_the_kernels_is_refused(
 
 
 def test_recording_imports_no_compiler() -> None:
-    """A first token would wait for it, and every worker would keep it in memory."""
+    # A compiler would delay the first token, and stay in the memory of every worker.
     done = subprocess.run([sys.executable, "-c", RECORD], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
@@ -210,7 +210,7 @@ def test_passes_of_two_models_are_recorded_one_after_the_other(
     def first(*args: Any) -> Tensor:
         result = model.forward(*args)
         within.set()
-        second_is_due.wait(0.1)  # recorded meanwhile, the second would end the recording of both
+        second_is_due.wait(0.1)  # if the second pass were recorded meanwhile, it would end both recordings
         return kernels.add(result, result)
 
     def second(*args: Any) -> Tensor:
@@ -234,7 +234,7 @@ def test_tokens_of_another_type_are_refused(kernels: NativeKernels, paged_case: 
 
 
 class CountingOperations(NativeKernels):
-    """Of a replay: how many there are, and how many of those that follow each is computed with."""
+    """Native kernels that remember the operations of a replay, and how many later ones each is joined with."""
 
     operations = 0
     joined: Sequence[int] = ()
@@ -310,7 +310,7 @@ def test_layers_of_one_input_are_computed_together_with_the_same_bits(
         ids = torch.arange(tokens)
         inputs = (ids, ids, [case.cache], case.batch)
         replayed = replay(*inputs)
-        # Four at most; and what is not quantized is apart.
+        # At most four are joined, and operations that are not quantized stay separate.
         assert kernels.joined[1:7] == ([3, 0, 0, 0, 1, 0] if quantize is None else [3, 0, 0, 0, 0, 0])
         assert torch.equal(replayed, forward(*inputs))
 
@@ -322,7 +322,8 @@ def test_nothing_comes_late_from_threads_that_lost_their_core(
     lengths: list[tuple[int, int]],
     quantize: Callable[[Tensor], QuantizedMatrix] | None,
 ) -> None:
-    """Of more threads than cores, some lose theirs amid a task, which another one takes over; later they go on."""
+    # With more threads than cores, a thread can lose its core during a task. Another one takes the task over; later the
+    # first thread goes on.
 
     def passes(kernels: NativeKernels, count: int) -> list[Tensor]:
         replay = kernels.compile(Counting(kernels, hidden=512, quantize=quantize).forward)

@@ -30,7 +30,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         select_kernels(torch.device("cpu"), "cudnn")
 
 
-# Whether Triton's interpreter is used is decided once in a process, and tests may have decided for it.
+# A process decides only once whether to use Triton's interpreter, and other tests of this process may have chosen it.
 
 
 def run(program: str) -> str:

@@ -1,4 +1,4 @@
-"""Blocks arrive where they should, bit by bit, and nothing beside them is touched."""
+"""Copies of blocks by Triton keep every bit and change nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are filled up to a recording's size keep their bits, and what fills them up touches nothing."""
+"""Steps that are padded to a recording's size give the same bits, and the padding changes no memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from paceline.kernels.triton_kernels.graphs import CalledAgain, CudaRecorder, Graphs, Recording, Size, size_of
 
-# What numpy says in the interpreter of the rows that fill a step up: they hold anything.
+# Rows that pad a step have arbitrary content, about which numpy warns in Triton's interpreter.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{kind} ") for kind in ("overflow", "invalid value", "divide by zero")]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,12 +36,12 @@ STEPS = [
     [(1, 5)],
     [(1, 30), (1, 1), (1, 63)],
     [(3, 40), (1, 17), (2, 2)],
-    [(1, 300), (5, 260)],  # in splits
-    [(1, 60), (0, 9), (1, 33)],  # the second has ended
+    [(1, 300), (5, 260)],  # long enough for splits
+    [(1, 60), (0, 9), (1, 33)],  # the second request has ended
     [(0, 9), (1, 20)],
-    [(1, 7)],  # smaller than those before it in the same recording
+    [(1, 7)],  # smaller than the earlier steps of the same recording
 ]
-"""Of each request: queries, context."""
+"""Steps: the number of queries and the context length of each request."""
 
 
 def recorder() -> Callable[[Callable[[], Tensor]], Recording]:
@@ -49,7 +49,7 @@ def recorder() -> Callable[[Callable[[], Tensor]], Recording]:
 
 
 class World:
-    """A model of two groups, and steps over a pool that is NaN where no context lies."""
+    """A model with two groups, and steps over a pool that is NaN outside of contexts."""
 
     def __init__(self) -> None:
         self.kernels = select_kernels(DEVICE, "triton-invariant")
@@ -59,7 +59,7 @@ class World:
         self.elements = self.layout.slot_bytes // 4
 
     def make(self, lengths: list[tuple[int, int]], seed: int) -> tuple[Tensor, Tensor, AttentionBatch, Tensor]:
-        """Inputs of a step, and what the pool holds before it: random contexts."""
+        """Return the inputs of a step, and the pool before it, which has random contexts."""
         generator = torch.Generator().manual_seed(seed)
         pool = torch.full((SLOTS, self.elements), float("nan"))
         free = iter(torch.randperm(SLOTS, generator=generator).tolist())
@@ -137,7 +137,7 @@ def test_a_recording_keeps_what_its_replays_read() -> None:
     ids, positions, batch, pool = world.make([(1, 9)], 1)
     graphs(ids, positions, layer_caches(world.layout, pool.view(-1)), batch)
     read = weakref.ref(plans[0]["a plan"])
-    plans[0] = {}  # as the next batch does
+    plans[0] = {}  # the next batch does this
     gc.collect()
     assert read() is not None
 

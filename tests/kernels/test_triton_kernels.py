@@ -1,4 +1,4 @@
-"""What the Triton kernels promise beyond the suite of all backends: bits that depend on a token's own context alone."""
+"""Properties of the Triton kernels beyond those of all backends: bits depend only on a token's own context."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 DTYPES = [torch.float32, torch.bfloat16]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-"""That a program may have on each architecture."""
+"""Largest shared memory of a program, by architecture."""
 
 
 @pytest.fixture(params=["triton", "triton-invariant"])
@@ -34,14 +34,14 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 
 
 def product(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """[..., m, k] @ [..., k, n], of which each row adds up along k in one order."""
+    """Return [..., m, k] @ [..., k, n], with the same order of additions along k in each row."""
     terms = a[..., :, :, None].astype(dtype) * b[..., None, :, :].astype(dtype)
     return np.add.reduce(terms, axis=-2)
 
 
 @pytest.fixture
 def invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    # A GPU's products do not depend on where in a tile a row lies. With some BLAS the interpreter's do.
+    # On a GPU, products do not depend on a row's place in a tile. In the interpreter they do with some BLAS libraries.
     if DEVICE.type == "cpu":
         monkeypatch.setattr(np, "matmul", product)
     with DEVICE:
@@ -87,7 +87,7 @@ def test_attention_of_odd_shapes_is_that_of_the_reference(
 def test_attention_does_not_depend_on_how_a_prompt_was_cut(
     invariant: Kernels, paged_case: Callable[..., Any], window: int, dtype: torch.dtype
 ) -> None:
-    # Chunks of up to 16 tokens have a program for each split, others one for all.
+    # Chunks of up to 16 tokens have one program per split; larger chunks have one program for all splits.
     case = paged_case(ReferenceKernels(), [(40, 540), (4, 20)], window=window, heads=4, kv_heads=1, dtype=dtype)
     whole = attend(invariant, case)[:40]
     _, _, group = case.only(0)
@@ -150,7 +150,7 @@ def test_rows_may_lie_apart_in_memory(kernels: Kernels) -> None:
 
 
 def test_a_pool_may_have_more_elements_than_32_bits_count(invariant: Kernels) -> None:
-    # Only the pages that are written to are there in fact.
+    # Only pages that are written to take memory.
     slot_elements = 2**30
     pool = torch.empty(3 * slot_elements, dtype=torch.bfloat16)
     planes = [pool.as_strided((3, 1, 16, 16), (slot_elements, 256, 16, 1), first) for first in (0, 256)]
@@ -168,7 +168,7 @@ def test_a_pool_may_have_more_elements_than_32_bits_count(invariant: Kernels) ->
     torch.testing.assert_close(attended, expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # numpy's, under the interpreter
+@pytest.mark.filterwarnings("ignore:overflow")  # from numpy in the interpreter
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
 def test_activations_of_extreme_numbers_are_finite(kernels: Kernels, name: str) -> None:
     gate, up = torch.tensor([[-80.0, -1e-30, 0.0, 1e-30, 80.0]]), torch.ones(1, 5)

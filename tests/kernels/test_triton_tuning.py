@@ -18,7 +18,7 @@ CHOICES = [{"BLOCK": 1}, {"BLOCK": 2}, {"BLOCK": 3}]
 
 
 class Clock:
-    """Launches take the time that they say."""
+    """A clock for launches with known times, by block size."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self._seconds = seconds
@@ -45,7 +45,9 @@ def test_the_fastest_choice_is_found_once_and_kept(tmp_path: Path) -> None:
     assert again.best("gated", "64", CHOICES, later.launch) == {"BLOCK": 2}
     assert later.launched == []
     assert again.best("gated", "128", CHOICES, later.launch) == {"BLOCK": 1}
-    assert again.best("gated", "64", CHOICES[2:], later.launch) == {"BLOCK": 3}  # what was found is no choice any more
+    assert again.best("gated", "64", CHOICES[2:], later.launch) == {
+        "BLOCK": 3
+    }  # the earlier result is not among the choices any more
     assert [path.name for path in file.parent.iterdir()] == ["gpu.json"]
 
 
@@ -84,7 +86,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog:
 
 
 class Countdown:
-    """The launch at this place is the fastest."""
+    """A clock by which the launch with this index is the fastest."""
 
     def __init__(self, place: int) -> None:
         self._left = place + 1

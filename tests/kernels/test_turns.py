@@ -1,4 +1,4 @@
-"""The native kernels take turns between their operations."""
+"""Turns of the native kernels, which they take between operations."""
 
 from __future__ import annotations
 
