@@ -1,4 +1,4 @@
-"""Fixtures that tests of several parts share."""
+"""Fixtures for tests of several parts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paceline.core import env
 from paceline.core.config import Quantization
 from paceline.models.assets import resolve_model
 
-env.share_cores()  # as the command line does; nothing above imports torch
+env.share_cores()  # as the command line does, before torch is imported
 
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
-    # Triton decides when it is imported, which transformers does, that its kernels run in its interpreter.
+    # Triton decides to run kernels in its interpreter when it is imported, and transformers imports it.
     os.environ["TRITON_INTERPRET"] = "1"
 
-# How long an example takes is the machine's affair.
+# Tests may run on slow machines, so no example has a time limit.
 hypothesis.settings.register_profile("paceline", deadline=None)
 hypothesis.settings.load_profile("paceline")
 
@@ -31,9 +31,9 @@ pytest_plugins = ["tests.tiny_checkpoints"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let each of several test processes compute with one thread, because together they use all cores.
+    """Give each of several test processes one compute thread, because together they use all cores.
 
-    Tests of what depends on the number of threads choose it themselves.
+    Tests that depend on the number of threads choose it themselves.
     """
     if hasattr(config, "workerinput"):  # set by pytest-xdist
         torch.set_num_threads(1)
@@ -41,8 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[str]:
-    """URL of a real Redis-protocol server, without persistence, for the whole run: use keys of your own."""
-    # A short path: that of a socket has 107 bytes at most.
+    """URL of a Redis-protocol server without persistence. All tests of a run share it, so each must use keys of its
+    own.
+    """
+    # The path of a Unix socket has at most 107 bytes, so the folder's path must be short.
     with tempfile.TemporaryDirectory(prefix="paceline-redis-") as folder:
         socket = Path(folder) / "redis.sock"
         with ValkeyServer(port=0, data_dir=Path(folder), unix_socket_path=socket):
@@ -51,8 +53,11 @@ def redis_server() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def real_model() -> Callable[..., Path]:
-    """Folder of a bundled model, fetched and converted at first use; "gguf" behind its name asks for its blocks.
-    For tests marked `model`."""
+    """Return a bundled model's folder, fetched and converted at first use. Only for tests marked `model`.
+
+    Args:
+        quantization: with "gguf", the folder also holds the blocks of the GGUF file.
+    """
 
     def resolve(name: str, quantization: Quantization = "none") -> Path:
         return resolve_model(name, env.default_cache_dir(), print, quantization)

@@ -1,4 +1,4 @@
-"""The command line: flags are the fields of the configs, and every mistake is one sentence."""
+"""The command line: flags are the fields of the configs, and each mistake gives one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def paceline(*arguments: str, program: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a process of its own; `program` is Python that comes before it."""
+    """Run the command in a process of its own, after the Python code in `program`."""
     code = f"{program}\nimport sys\nfrom paceline.cli import main\nsys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -122,7 +122,7 @@ def test_a_mistake_in_the_file_is_one_sentence(tmp_path: Path, toml: str, senten
 
 def test_a_flag_wins_over_the_file_even_with_its_default(tmp_path: Path) -> None:
     file = tmp_path / "stack.toml"
-    # Were the flag not to win, the sentence would be about decode workers.
+    # If the file won, the error would be about decode workers.
     file.write_text("[serve]\ndecode = 0\nprefill = -1")
     done = paceline("serve", "--config", str(file), "--decode", "1")
     assert "--prefill must be at least 0" in done.stderr

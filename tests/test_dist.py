@@ -1,4 +1,4 @@
-"""The release is one wheel for all versions of Python, which needs no compiler."""
+"""The release is one wheel for all supported versions of Python, and needs no compiler."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def answered_tokens(stack: subprocess.Popen[str]) -> int:
     """Wait until a stack is ready, ask it for four tokens, and return how many came."""
     assert stack.stdout is not None
     output = ""
-    for line in stack.stdout:  # it ends when the process ends
+    for line in stack.stdout:  # the loop ends when the process ends
         output += line
         if "Ctrl-C stops" in line:
             break

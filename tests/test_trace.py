@@ -1,4 +1,4 @@
-"""How `paceline trace` prints what a gateway tells, and what it says where there is nothing to print."""
+"""How `paceline trace` prints a gateway's answer, and what it says if there is none."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_choices_that_are_not_shown_are_counted() -> None:
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Something that answers HTTP with what a test wants, and keeps the path and the key that it was asked with."""
+    """An HTTP server that answers with the status and body that a test sets, and records the path and the API key."""
     seen: dict[str, Any] = {"status": 200, "body": b"{}"}
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, and the models of `transformers` that they are checked against."""
+"""Tiny checkpoints with random weights, and the `transformers` models that are their references."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SaveTiny = Callable[..., transformers.PreTrainedModel]
 
 @pytest.fixture
 def save_llama(tmp_path: Path) -> SaveTiny:
-    """Saves a tiny random Llama to tmp_path and returns the reference."""
+    """Save a tiny random Llama to tmp_path and return the `transformers` model."""
 
     return functools.partial(write_llama, tmp_path)
 
@@ -23,7 +23,7 @@ def save_llama(tmp_path: Path) -> SaveTiny:
 def write_llama(
     folder: Path, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
 ) -> transformers.PreTrainedModel:
-    """Saves a tiny random Llama to a folder and returns the reference."""
+    """Save a tiny random Llama to a folder and return the `transformers` model."""
     fields: dict[str, object] = {
         "vocab_size": 101,
         "hidden_size": 48,
@@ -41,7 +41,7 @@ def write_llama(
 
 @pytest.fixture
 def save_gemma3(tmp_path: Path) -> SaveTiny:
-    """Saves a tiny random Gemma 3, window 20, to tmp_path and returns the reference."""
+    """Save a tiny random Gemma 3 with a window of 20 tokens to tmp_path and return the `transformers` model."""
 
     def save(max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object) -> object:
         fields: dict[str, object] = {
@@ -64,7 +64,7 @@ def save_gemma3(tmp_path: Path) -> SaveTiny:
 
 @pytest.fixture
 def save_granite_hybrid(tmp_path: Path) -> SaveTiny:
-    """Saves a tiny random Granite hybrid to tmp_path and returns the reference."""
+    """Save a tiny random Granite hybrid to tmp_path and return the `transformers` model."""
 
     return functools.partial(write_granite_hybrid, tmp_path)
 
@@ -72,7 +72,7 @@ def save_granite_hybrid(tmp_path: Path) -> SaveTiny:
 def write_granite_hybrid(
     folder: Path, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
 ) -> transformers.PreTrainedModel:
-    """Saves a tiny random Granite hybrid, Mamba-2 and attention, to a folder and returns the reference."""
+    """Save a tiny random Granite hybrid (Mamba-2 and attention) to a folder and return the `transformers` model."""
     fields: dict[str, object] = {
         "vocab_size": 101,
         "hidden_size": 48,
@@ -103,7 +103,7 @@ def _save(
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
-            # Large enough that every term shows in the logits; norms and biases too are not what they start as.
+            # Large enough that every term changes the logits. Norms and biases, too, differ from their initial values.
             scale = 0.2 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
     model = model.to(dtype).eval()

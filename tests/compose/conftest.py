@@ -1,4 +1,4 @@
-"""The running stack, as compose/test.sh has started it."""
+"""Fixtures for the compose stack, which compose/test.sh has started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Stack:
-    """A compose project with two prefill and two decode workers."""
+    """A running compose project with two prefill and two decode workers."""
 
     def __init__(self, compose: list[str], project: str) -> None:
         self._compose = compose
@@ -31,7 +31,7 @@ class Stack:
         return _output(["docker", *arguments])
 
     def containers(self, service: str) -> list[str]:
-        """Ids of the running ones."""
+        """Return the ids of a service's running containers."""
         labels = {"project": self._project, "service": service}
         filters = [f"--filter=label=com.docker.compose.{name}={value}" for name, value in labels.items()]
         return self.docker("ps", "-q", *filters).split()
@@ -40,7 +40,7 @@ class Stack:
         return json.loads(self.docker("inspect", container))[0]
 
     def python(self, service: str, code: str) -> str:
-        """What `code` prints in the first container of a service."""
+        """Run `code` in the first container of a service and return what it prints."""
         return self.docker("exec", self.containers(service)[0], "python", "-c", code).strip()
 
     def scale(self, service: str, count: int) -> None:
@@ -50,12 +50,12 @@ class Stack:
         return httpx.get(f"{self.url}/fleet", timeout=10.0, trust_env=False).raise_for_status().json()
 
     def workers(self, role: str) -> list[Any]:
-        """Those that take work, in the gateway's eyes."""
+        """Return the workers of a role that the gateway sees as ready."""
         members = self.fleet()["workers"]
         return [worker for worker in members if worker["role"] == role and worker["state"] == "ready"]
 
     def wait(self, what: str, condition: Callable[[], Any], seconds: float = 180.0) -> Any:
-        """The first true answer of `condition`; fails after `seconds`."""
+        """Wait until `condition` returns something true and return it. Fail after `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
@@ -85,7 +85,7 @@ def running_stack() -> Stack:
 
 @pytest.fixture
 def stack(running_stack: Stack) -> Iterator[Stack]:
-    """Whole before a test; made whole again behind it."""
+    """The stack with two workers of each role; fleets that a test has scaled get two again after it."""
     for role in ("prefill", "decode"):
         running_stack.wait_for_workers(role, 2)
     yield running_stack

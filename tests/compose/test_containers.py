@@ -1,4 +1,4 @@
-"""How the containers are made: small, unprivileged, and joined by one memory."""
+"""The containers are small, unprivileged, and share one memory."""
 
 from __future__ import annotations
 

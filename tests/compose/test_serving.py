@@ -1,4 +1,4 @@
-"""What a client gets from the stack, while its containers come and go."""
+"""What a client gets from the compose stack while its containers start and stop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
 
 
 class Stream:
-    """A greedy completion of exact length, read as it comes."""
+    """A greedy streamed completion of an exact number of tokens."""
 
     def __init__(self, client: AsyncOpenAI, prompt: str = PROMPT, tokens: int = 120) -> None:
         self.text = ""
@@ -52,7 +52,7 @@ class Stream:
 
 
 async def begin(*streams: Stream) -> list[asyncio.Task[Stream]]:
-    """Starts streams and waits until each has its first token."""
+    """Start streams and wait until each has its first token."""
     tasks = [asyncio.create_task(stream.read()) for stream in streams]
     begun = asyncio.gather(*(stream.begun.wait() for stream in streams))
     done, _ = await asyncio.wait([*tasks, begun], timeout=120, return_when=asyncio.FIRST_COMPLETED)
@@ -70,7 +70,7 @@ async def ended(*streams: Awaitable[Stream]) -> list[Stream]:
 
 
 def decode_container(stack: Stack) -> str:
-    """The container of the decode worker that has the most streams of this gateway."""
+    """Return the container of the decode worker with the most streams."""
     busiest = max(stack.workers("decode"), key=lambda worker: worker["in_flight"])
     assert busiest["in_flight"] > 0
     return next(c for c in stack.containers("decode") if c[:12] in busiest["worker_id"])

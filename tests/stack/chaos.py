@@ -1,11 +1,11 @@
-"""Kills processes of real stacks at random while streams run: `python -m tests.stack.chaos --seed N`, or `make chaos`.
+"""Kill processes of real stacks at random while streams run: `python -m tests.stack.chaos --seed N`, or `make chaos`.
 
-One stack is that of `paceline serve`. The other one's workers are on two hosts, network namespaces on this machine, and
-the link between them is cut now and then: for moments, and for longer than leases and connections last.
+The first stack is `paceline serve`. The second has its workers on two hosts, which are network namespaces on this
+machine. The link between the hosts is cut now and then, for moments or for longer than leases and connections last.
 
-First every prompt's greedy tokens are taken from the undisturbed stack. Then clients stream, one request after the
-other, until all kills are done; now and then one goes away in the middle. Every request that a client waits for must
-end with the very tokens of the undisturbed run, and in the end nothing may be held.
+The undisturbed stack first computes the greedy tokens of every prompt. Then each client streams one request after
+another until all kills are done; some clients disconnect in the middle. Every request that its client reads to the end
+must give exactly the tokens of the undisturbed stack. At the end no block may be leased.
 """
 
 from __future__ import annotations
@@ -43,54 +43,56 @@ from tests.stack.reference import PROMPTS
 
 MODEL = "smollm2-135m-instruct"
 CUTS = ((0.1, 2.0), (2.0, 8.0), (11.0, 20.0))
-"""Seconds of a cut, at least and at most, by turns: unnoticed, felt, and longer than a lease or a connection lasts."""
+"""Ranges in seconds for the length of a cut. They are used in turn: too short to notice, noticeable, and longer than
+leases and connections last.
+"""
 VICTIM_SECONDS = 120.0
-"""For a process of each role to be there, before the next one is killed."""
+"""Longest wait until every role has a ready process again, before the next kill."""
 SILENCE_SECONDS = 180.0
-"""A stream that says nothing for this long has failed."""
+"""A stream without any output for this many seconds has failed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes wrong."""
+    """The load, and the kills and cuts that disturb it."""
 
     kills: Mapping[str, int]
-    """Processes by role."""
+    """Number of processes to kill, by role."""
     streams: int
     tokens: int
-    """Of each request."""
+    """Tokens that each request generates."""
     pause: tuple[float, float]
-    """Seconds between two kills, and between two cuts, at least and at most."""
+    """Least and most seconds between two kills, and between two cuts."""
     cuts: tuple[tuple[float, float], ...] = ()
-    """Of the link between two hosts: seconds, at least and at most."""
+    """One entry per cut of the link between two hosts: least and most seconds that it lasts."""
     leaves: float = 0.1
-    """How likely a client goes away before its request has ended."""
+    """Probability that a client disconnects before its request has ended."""
     prefill: int = 2
     decode: int = 2
     prompts: tuple[str, ...] = PROMPTS
     model: str = MODEL
     kv_memory: str = "512MiB"
     options: tuple[str, ...] = ()
-    """More of them, for `paceline serve`."""
+    """Further options for `paceline serve`."""
 
 
 @dataclass
 class Report:
-    """What happened."""
+    """The results of one run."""
 
     kills: Counter[str] = field(default_factory=Counter)
     cuts: list[float] = field(default_factory=list)
-    """Seconds of each."""
+    """Seconds that each cut lasted."""
     ended: int = 0
     left: int = 0
     asked_again: int = 0
-    """Times that a client was told, before anything had come, that there is no worker now."""
+    """How often a client got 429 or 503 before any token, because no worker was available."""
     attempts: float = 0
-    """Those of all requests."""
+    """Attempts that workers admitted, over all requests."""
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
     settled_seconds: float = 0.0
-    """From the end of the last stream until nothing was held."""
+    """Seconds from the end of the last stream until no block was leased or in flight."""
     leftovers: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -100,30 +102,30 @@ class Report:
             f"{self.kills.total()} kills ({kills}), {len(self.cuts)} cuts of the link ({sum(self.cuts):.0f} s,"
             f" at most {max(self.cuts, default=0):.0f} s) in {self.seconds:.0f} s; {self.ended} streams ended right,"
             f" {len(self.wrong)} wrong, in {self.attempts:.0f} attempts; {self.left} clients left,"
-            f" {self.asked_again} times one had to ask again; nothing held {self.settled_seconds:.1f} s after the last;"
-            f" {left_behind} left behind"
+            f" {self.asked_again} times a client asked again; no block leased {self.settled_seconds:.1f} s after the"
+            f" last stream; {left_behind} left behind"
         )
 
 
 class Prey(Protocol):
-    """A stack that starts again what is killed."""
+    """A stack that restarts killed processes."""
 
     url: str
     hosts: Sequence[Host]
 
     def living(self, role: str) -> list[int]:
-        """Processes of this role that are ready."""
+        """Return the pids of the ready processes of a role."""
 
     def family(self) -> list[psutil.Process]:
-        """All processes."""
+        """Return all processes of the stack."""
 
     async def settled(self) -> None:
-        """Returns when nothing is held or in flight."""
+        """Wait until no block is leased or in flight."""
 
 
 @contextlib.asynccontextmanager
 async def one_host(plan: Plan, folder: Path) -> AsyncIterator[Prey]:
-    """`paceline serve`."""
+    """Start `paceline serve`."""
     options = (f"--prefill={plan.prefill}", f"--decode={plan.decode}", f"--kv-memory={plan.kv_memory}")
     with serve(folder / "log", plan.model, *options, *plan.options) as stack:
         yield stack
@@ -131,7 +133,11 @@ async def one_host(plan: Plan, folder: Path) -> AsyncIterator[Prey]:
 
 @contextlib.asynccontextmanager
 async def two_hosts(plan: Plan, folder: Path, lease_seconds: float = 10.0) -> AsyncIterator[Prey]:
-    """Services of two hosts, of which each has its share of the workers. Raises NoNamespacesError."""
+    """Start services on two hosts, and spread the workers of each role over both.
+
+    Raises:
+        NoNamespacesError: network namespaces cannot be made on this machine.
+    """
     model = resolve_model(plan.model, default_cache_dir(), print)
     with joined_hosts() as hosts, hosts[0].inside(), Cluster(folder, model, hosts, lease_seconds) as cluster:
         names = [
@@ -150,7 +156,7 @@ async def two_hosts(plan: Plan, folder: Path, lease_seconds: float = 10.0) -> As
 
 
 async def chaos(plan: Plan, seed: int, starting: AbstractAsyncContextManager[Prey]) -> Report:
-    """Runs a plan on a stack of its own."""
+    """Run a plan on a stack of its own, seeded with `seed`, and return the results."""
     report = Report()
     draw = random.Random(seed)
     seen: set[Path] = set()
@@ -179,7 +185,7 @@ async def chaos(plan: Plan, seed: int, starting: AbstractAsyncContextManager[Pre
 
 
 async def attempts(http: httpx.AsyncClient) -> float:
-    """Those that workers admitted, for all requests that have ended so far."""
+    """Return how many attempts workers have admitted, over all requests that have ended so far."""
     metrics = (await http.get("/metrics")).text
     (value,) = re.findall(r"^paceline:request_attempts_total\S* (\S+)", metrics, re.MULTILINE)
     return float(value)
@@ -191,7 +197,7 @@ async def _kill_all(plan: Plan, stack: Prey, draw: random.Random, report: Report
     for role in order:
         await asyncio.sleep(draw.uniform(*plan.pause))
         async with asyncio.timeout(VICTIM_SECONDS):
-            # With nobody left of a role, requests would only wait.
+            # If a role had no process left, requests would only wait.
             while not all((living := {each: stack.living(each) for each in plan.kills}).values()):
                 await asyncio.sleep(0.05)
         if role == "kvtransfer":
@@ -204,7 +210,7 @@ async def _kill_all(plan: Plan, stack: Prey, draw: random.Random, report: Report
 async def _cut_all(plan: Plan, stack: Prey, draw: random.Random, report: Report) -> None:
     for least, most in draw.sample(plan.cuts, len(plan.cuts)):
         await asyncio.sleep(draw.uniform(*plan.pause))
-        # What is sent at the end that is cut fails at once; what is sent at the other one is never heard of.
+        # Packets that the cut host sends fail at once; packets that the other host sends are lost silently.
         host, seconds = draw.choice(stack.hosts), draw.uniform(least, most)
         host.set_link(False)
         try:
@@ -215,17 +221,17 @@ async def _cut_all(plan: Plan, stack: Prey, draw: random.Random, report: Report)
 
 
 class Client:
-    """Asks, and compares what comes."""
+    """A client that streams completions and compares their tokens with the undisturbed stack's."""
 
     def __init__(self, http: httpx.AsyncClient, plan: Plan, report: Report) -> None:
         self._http = http
         self._plan = plan
         self._report = report
         self.expected: dict[str, list[int]] = {}
-        """By prompt: the tokens of the undisturbed stack."""
+        """For each prompt, the tokens of the undisturbed stack."""
 
     async def learn(self) -> None:
-        """Takes each prompt's tokens from the undisturbed stack."""
+        """Record each prompt's tokens from the undisturbed stack."""
         places = asyncio.Semaphore(self._plan.streams)
 
         async def one(prompt: str) -> None:
@@ -235,7 +241,7 @@ class Client:
         await asyncio.gather(*(one(prompt) for prompt in self._plan.prompts))
 
     async def run(self, draw: random.Random, over: asyncio.Event) -> None:
-        """One request after the other until it is over."""
+        """Send one request after another until `over` is set."""
         while not over.is_set():
             prompt = draw.choice(self._plan.prompts)
             patience = draw.randrange(self._plan.tokens) if draw.random() < self._plan.leaves else None
@@ -287,22 +293,22 @@ class Client:
 
 
 class _NoWorkerError(Exception):
-    """Nothing has come yet, and the answer is to ask again later."""
+    """The stack has answered 429 or 503 before any token: the client may ask again later."""
 
 
 class _BrokenError(Exception):
-    """The stream ended in another way than with its tokens."""
+    """The stream ended with an error instead of its tokens."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=32, help="spread over prefill, decode, kvtransfer and Redis")
-    parser.add_argument("--cuts", type=int, default=12, help="of the link between two hosts")
+    parser.add_argument("--cuts", type=int, default=12, help="cuts of the link between two hosts")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--hosts", type=int, choices=(1, 2), help="only on so many [first on one, then on two]")
-    parser.add_argument("--logs", type=Path, help="folder for what the services say [none is kept]")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), help="number of hosts [first one, then two]")
+    parser.add_argument("--logs", type=Path, help="folder for the services' logs [none are kept]")
     arguments = parser.parse_args()
     roles = ("decode", "prefill", "redis", "kvtransfer")
     kills = Counter(roles[index % len(roles)] for index in range(arguments.kills))

@@ -1,4 +1,4 @@
-"""A cluster of services that tests ask."""
+"""A cluster of services, with helpers for tests that send requests to it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TOKENS = 96
 
 
 class Cluster(Services):
-    """Starts with Redis and one kvtransfer for each host.
+    """A cluster that starts with Redis and one kvtransfer service for each host.
 
     Args:
-        hosts: workers of two of them are to each other as on two machines: they share no memory.
+        hosts: each host has its own arena. Workers of different hosts share no memory, as on two machines.
         lease_seconds: see --lease-seconds.
         transport: see --transport.
     """
@@ -46,7 +46,7 @@ class Cluster(Services):
             self.start_kvtransfer(host)
 
     async def wait_workers(self, count: int) -> None:
-        """Until the gateway sees so many prefill and decode workers ready."""
+        """Wait until the gateway sees exactly `count` ready prefill and decode workers."""
         async with asyncio.timeout(30):
             while True:
                 try:
@@ -63,7 +63,7 @@ class Cluster(Services):
             return dict((await client.get("/fleet")).json())
 
     async def settled(self) -> None:
-        """Returns when no host whose kvtransfer lives, or is yet to serve, holds anything any more."""
+        """Wait until every running kvtransfer reports to the gateway and no host has leased or in-flight blocks."""
         async with asyncio.timeout(SETTLE_SECONDS):
             while True:
                 ledgers = [host for host in (await self.fleet())["hosts"] if "error" not in host]
@@ -73,7 +73,7 @@ class Cluster(Services):
                 await asyncio.sleep(0.1)
 
     async def keep(self) -> None:
-        """Starts again whatever ends, as a supervisor does, until cancelled."""
+        """Restart every process that ends, as a supervisor does, until cancelled."""
         while True:
             for name, process in self.processes.items():
                 if not process.alive:
@@ -81,7 +81,7 @@ class Cluster(Services):
             await asyncio.sleep(0.25)
 
     def family(self) -> list[psutil.Process]:
-        """All processes that live."""
+        """Return all running processes."""
         return [psutil.Process(process.popen.pid) for process in self.processes.values() if process.alive]
 
     async def stream(
@@ -91,7 +91,7 @@ class Cluster(Services):
         max_tokens: int = TOKENS,
         request_id: str = "",
     ) -> str:
-        """The text of one greedy request."""
+        """Send one greedy request and return the text of its answer."""
         headers = {"x-request-id": request_id} if request_id else {}
         body = {
             "model": "m",
@@ -117,13 +117,13 @@ class Cluster(Services):
         return text
 
     async def decodes(self, request_id: str) -> str:
-        """Which worker decodes a request that is streamed now."""
+        """Return the id of the worker that decodes a running request."""
         async with httpx.AsyncClient(base_url=self.url, timeout=10) as client:
             told = (await client.get(f"/trace/{request_id}")).json()
         return str(told["parts"][0]["attempts"][-1]["admission"]["decode"]["worker"])
 
     async def trace(self, request_id: str) -> list[str]:
-        """What the command prints of a request."""
+        """Return the lines that `paceline trace` prints for a request."""
         command = [*PACELINE, "trace", request_id, "--url", self.url]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A small OTLP collector: takes traces over HTTP and keeps the spans."""
+"""A small OTLP collector, which receives traces over HTTP and keeps the names of the services in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacks that several test modules share, each started once in a run of all tests."""
+"""Stacks that several test modules share. Each starts once in a run of all tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.stack.processes import Stack, serve
 from tests.stack.stacks import STACKS, Way
 
 
-@pytest.hookimpl(trylast=True)  # after pytest has ordered them by fixtures
+@pytest.hookimpl(trylast=True)  # after pytest has ordered the tests by their fixtures
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that share a stack one after another, so that each stack starts once and no two live at a time."""
+    """Run tests that share a stack one after another, so that each stack starts once and only one runs at a time."""
     order = list(STACKS)
 
     def place(item: pytest.Item) -> int:
@@ -34,7 +34,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def way(request: pytest.FixtureRequest) -> Way:
-    """The model and the options of the shared stack; see `on`."""
+    """The model and options of the shared stack that the mark `on` names."""
     return STACKS[request.param]
 
 
@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest) -> Way:
 def stack(
     way: Way, tmp_path_factory: pytest.TempPathFactory, collector: Collector, real_model: Callable[[str], Path]
 ) -> Iterator[Stack]:
-    """The stack that the test's mark `on` names."""
+    """The shared stack that the mark `on` names."""
     folder = tmp_path_factory.mktemp("stack")
     options = way.options(real_model(way.model), folder)
     with serve(

@@ -1,4 +1,4 @@
-"""Real stacks for tests: `paceline serve` as a user starts it."""
+"""Real stacks for tests, started with `paceline serve` as a user starts them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from bench.services import Process, free_port
 SETTLE_SECONDS = 30.0
 
 HAND_OVER = "--local-prefill-tokens=0"
-"""Prompts of tests are short, and are computed by prefill workers all the same."""
+"""Sends all prompts to prefill workers, although the tests' prompts are short enough for decode workers."""
 
 
 def arenas(processes: Iterable[psutil.Process]) -> set[Path]:
-    """The shared memory that these processes map; other stacks of this machine are none of our business."""
+    """Return the arena files that these processes map. Other stacks on this machine have arenas of their own."""
     paths = set()
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has just ended
             paths |= {Path(each.path) for each in process.memory_maps()}
     return {path for path in paths if path.suffix == ".arena"}
 
 
 def is_settled(ledgers: Iterable[Any]) -> bool:
-    """Whether nothing is held or in flight on these hosts. They must add up at any time."""
+    """Check that the ledgers balance, and return whether no block is leased or in flight on these hosts."""
     assert all(ledger["balanced"] and ledger["adds_up"] for ledger in ledgers)
     return not any(ledger["held"] or ledger["in_flight"] or ledger["leases"] for ledger in ledgers)
 
 
 class Stack:
-    """What runs behind one URL."""
+    """A running `paceline serve` and its URL."""
 
     def __init__(self, process: Process, port: int) -> None:
         self.process = process
@@ -49,9 +49,9 @@ class Stack:
         return dict(httpx.get(f"{self.url}/fleet", timeout=10).json())
 
     async def settled(self) -> None:
-        """Returns when nothing is held or in flight any more: with the steps under way at the latest.
+        """Wait until no block is leased or in flight, which may take until the current steps have ended.
 
-        How long a step takes is the machine's affair; that blocks do not come back at all is ours.
+        The deadline is long because steps are slow on some machines. It fails a test only if blocks are never released.
         """
         async with asyncio.timeout(SETTLE_SECONDS):
             while True:
@@ -60,19 +60,19 @@ class Stack:
                 await asyncio.sleep(0.1)
 
     def living(self, role: str) -> list[int]:
-        """Processes of this role that were ready and have not ended."""
+        """Return the pids of this role's processes that were ready and have not ended."""
         newest = dict(re.findall(rf"^  ({role}\S*) +pid (\d+)", self.process.text, re.MULTILINE))
         return sorted(int(pid) for pid in newest.values() if psutil.pid_exists(int(pid)))
 
     def family(self) -> list[psutil.Process]:
-        """The supervisor and all of its processes."""
+        """Return the supervisor and all of its processes."""
         root = psutil.Process(self.process.popen.pid)
         return [root, *root.children(recursive=True)]
 
 
 @contextlib.contextmanager
 def serve(log: Path, model: str, *options: str, environment: dict[str, str] | None = None) -> Iterator[Stack]:
-    """A whole stack; when it has been stopped nothing of it may be left."""
+    """Start a whole stack and stop it at the end. Then check that no process and no shared memory is left."""
     port = free_port()
     process = Process(log, "serve", model, f"--port={port}", HAND_OVER, *options, environment=environment)
     stack = Stack(process, port)
@@ -88,5 +88,5 @@ def serve(log: Path, model: str, *options: str, environment: dict[str, str] | No
         code = process.stop(signal.SIGINT)
     assert code == 0, process.text
     assert not [child for child in family if child.is_running()]
-    # Pools of workers are beside it.
+    # Pools of workers have files beside the arena's, with the same stem.
     assert not [path for arena in shared for path in arena.parent.glob(f"{arena.stem}*")]

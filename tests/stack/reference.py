@@ -1,4 +1,4 @@
-"""What `transformers` generates: the tokens that Paceline has to give."""
+"""The reference for Paceline's tokens: what `transformers` generates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import transformers
 
 _SHORT = 64
-"""Tokens."""
+"""Prompts of at most this many tokens are computed in one batch."""
 
 PROMPTS = (
     "The capital of France is",
@@ -47,16 +47,19 @@ PROMPTS = (
 
 
 def tokenize(folder: Path, prompts: tuple[str, ...]) -> list[list[int]]:
-    """Token ids of the prompts."""
+    """Return the token ids of each prompt."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return [tokenizer(prompt).input_ids for prompt in prompts]
 
 
 def generate(folder: Path, prompts: tuple[str, ...], max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the prompts, and greedy tokens behind each up to its end or `max_tokens`, in fp32."""
+    """Return the prompts' token ids, and the greedy tokens after each prompt, computed in fp32.
+
+    Generation stops after an end token or `max_tokens` tokens.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     inputs, outputs = tokenize(folder, prompts), [list[int]()] * len(prompts)
-    # Together, but so that short prompts are not padded to the length of long ones.
+    # In two batches, so that short prompts are not padded to the length of long ones.
     short = [index for index, prompt in enumerate(inputs) if len(prompt) <= _SHORT]
     for batch in (short, [index for index in range(len(prompts)) if index not in short]):
         if batch:
@@ -79,5 +82,5 @@ def _generate(model: transformers.PreTrainedModel, prompts: list[list[int]], max
 
 
 def _until(tokens: list[int], ends: list[int]) -> list[int]:
-    """The tokens up to the first that is an end, which is one of them."""
+    """Return the tokens up to the first end token, including it."""
     return tokens[: next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))]

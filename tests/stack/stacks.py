@@ -1,4 +1,4 @@
-"""The stacks that tests share: real models, each cut into processes and steps in another way."""
+"""The stacks that tests share. Each runs a real model with other processes and other step sizes."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ TWO_WORKERS = (
     "--local-prefill-tokens=64",
     "--kv-memory=1GiB",
 )
-# Each pool takes two or three contexts; the tier takes all blocks that running requests hold, and little more.
+# Each pool has room for two or three contexts. The arena has room for little more than the leased blocks.
 POOLS = ("--kv-pool=device", "--kv-pool-memory=12MiB", "--kv-memory=96MiB")
 _DRAFT_LAYERS = 8
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a model in a stack."""
+    """A model and the options with which a stack runs it."""
 
     model: str
     fixed: tuple[str, ...] = ()
     drafts: dict[str, Any] | None = None
     draft_model: bool = False
-    """The drafter is the model's own first layers, as a checkpoint of its own."""
+    """Whether a draft model proposes tokens. It is a checkpoint of the model's own first layers."""
     disk: bool = False
 
     def options(self, model: Path, scratch: Path) -> tuple[str, ...]:
-        """Return the options for `paceline serve`; `scratch` takes a draft model and the disk tier's file."""
+        """Return the options for `paceline serve`. The draft model and the disk tier's file go to `scratch`."""
         drafts = self.drafts
         if self.draft_model:
             shorten(model, _DRAFT_LAYERS, scratch / "draft")
@@ -64,9 +64,9 @@ STACKS: dict[str, Way] = {
     "gemma pools": Way(GEMMA, POOLS, ADAPTIVE_NGRAM),
     "gemma float32": Way(GEMMA, ("--dtype=float32", "--prefill=0", "--kv-memory=1GiB")),
 }
-"""Stacks by name. The outcomes of the first stack of each model are those that its other stacks must give."""
+"""Stacks by name. All stacks of a model must give the same outcomes as its first one."""
 
 
 def on(*names: str) -> pytest.MarkDecorator:
-    """Mark a test to run on each of these shared stacks."""
+    """Return a mark that runs a test on each of these shared stacks."""
     return pytest.mark.parametrize("way", names, indirect=True, scope="session")

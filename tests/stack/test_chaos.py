@@ -1,4 +1,4 @@
-"""Processes die while streams run, and no client notices; `make chaos` does it for longer."""
+"""Processes are killed while streams run, and no client notices. `make chaos` does this for longer."""
 
 from __future__ import annotations
 

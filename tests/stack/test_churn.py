@@ -1,4 +1,4 @@
-"""A thousand mixed requests, many of which clients cancel at random: nothing leaks."""
+"""A thousand mixed requests, many of them cancelled at random, leak nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 REQUESTS = 1000
 CONCURRENCY = 16
 GROWTH_BYTES = 64 << 20
-"""Allocators keep some memory; leaking the state of a thousand requests would take far more."""
+"""Allowed growth of one process. Allocators keep some memory; leaking the state of a thousand requests would take far
+more.
+"""
 
 
 @on("default")
@@ -40,7 +42,7 @@ async def test_a_thousand_requests_leave_nothing_behind(stack: Stack) -> None:
                 "stop": ["a"] if rng.random() < 0.2 else None,
                 "presence_penalty": 0.5 if rng.random() < 0.1 else 0,
             }
-            # Some clients leave before a request can be placed, on any machine.
+            # On any machine, some clients disconnect before their request can be placed.
             patience = rng.choice((0.02, 0.2, 1.0)) * rng.random() if rng.random() < 0.4 else 120
             async with slots:
                 try:
@@ -72,5 +74,5 @@ async def settled(stack: Stack) -> None:
 
 
 def private_bytes(stack: Stack) -> dict[int, int]:
-    """Return the memory that each process shares with nobody, so neither the arena nor the model's file, by pid."""
+    """Return by pid the memory that a process shares with no other, so without the arena and the model's file."""
     return {process.pid: process.memory_full_info().uss for process in stack.family()}

@@ -1,5 +1,7 @@
-"""Workers with pools of their own, too small for all requests, above a tier that is always full: tokens are those of
-workers that compute in the arena, over evictions, swaps and restarts."""
+"""Decode workers with pools that are too small for all requests, above an arena that is always full.
+
+Their tokens equal those of workers that compute in the arena, in spite of evictions, swaps and restarts.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 REQUESTS = 12
 MAX_TOKENS = 120
 LEAST = {"swap_outs": 0, "swap_ins": REQUESTS, "stored_blocks": 0, "device_blocks": 0, "blocks_total": 0}
-"""Counters of a decode worker, and the value that each has to exceed."""
+"""Counters of a decode worker. Each must exceed its value here."""
 
 
 @pytest.fixture(scope="session")
 def outcomes() -> Outcomes:
-    """What workers that compute in the arena have answered to the crowd, by model."""
+    """Outcomes of `crowd` on workers that compute in the arena, by model."""
     return {}
 
 
 def crowd() -> list[Request]:
-    """Return greedy and sampled requests, of which every third begins alike."""
+    """Return greedy and sampled requests. Every third one begins with the same 96 tokens."""
     rng = random.Random(7)
     shared = [rng.randrange(100, 40_000) for _ in range(96)]
     found = []
@@ -63,7 +65,7 @@ async def test_a_crowd_gets_the_same_tokens_from_pools_as_in_the_arena(
 @on("pools", "gemma pools")
 async def test_tokens_survive_evictions_and_restarts(stack: Stack, way: Way, outcomes: Outcomes) -> None:
     wanted = outcomes[way.model] if way.model in outcomes else await ask_all(stack, way.model)
-    async with asyncio.timeout(400):  # chance decides how many requests wait at a time
+    async with asyncio.timeout(400):  # it is random how many requests wait at the same time
         while not all(decode_stats(stack).get(name, 0) > least for name, least in LEAST.items()):
             assert differences(wanted, await ask_all(stack, way.model)) == []
             await asyncio.sleep(1.5)  # until the next heartbeat

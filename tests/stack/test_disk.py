@@ -1,4 +1,4 @@
-"""A disk tier below the shared memory: blocks that were evicted are found again, and give the same tokens."""
+"""A disk tier below the arena: evicted blocks are read from the disk, and give the same tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.stack.stacks import Way, on
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 PROMPTS = {"aggregated": (1, 700), "pools": (5, 400)}
-"""By stack: how many prompts of how many tokens its memory has room for; three times as many it has not."""
+"""By stack: how many prompts of how many tokens fit into its memory. Three times as many do not fit."""
 
 
 @on(*PROMPTS)

@@ -1,4 +1,6 @@
-"""Greedy tokens through HTTP are those of `transformers` in fp32, and in bf16 the same however the stack is cut."""
+"""Greedy tokens through HTTP equal those of `transformers` in fp32. In bf16, all stacks of a model give the same
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,21 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 MAX_TOKENS = 40
 SHORT_AND_LONG = (*PROMPTS[::3], PROMPTS[7])
 VOCABULARY = 49_152
-"""Token ids of both models that requests may name."""
+"""Vocabulary size that bounds the token ids in requests; both models have at least as many tokens."""
 
 Outcomes = dict[str, list[Outcome]]
 
 
 @pytest.fixture(scope="session")
 def outcomes() -> Outcomes:
-    """What the first stack of each model has answered to `mixed`."""
+    """Outcomes of `mixed` on the first stack of each model."""
     return {}
 
 
 def mixed(salt: str) -> list[Request]:
-    """Return requests of all kinds, and longer greedy ones. A salt hides them from what the cache has of others."""
+    """Return requests of all kinds, and longer greedy ones. `salt` keeps them from using the cached blocks of other
+    runs.
+    """
     plain = {"max_tokens": MAX_TOKENS, "temperature": 0, "stream": True, "return_token_ids": True}
     greedy = [Request({"prompt": prompt, **plain}) for prompt in PROMPTS[::6]]
     return [replace(each, body={**each.body, "cache_salt": salt}) for each in (*requests(20, 5, VOCABULARY), *greedy)]
@@ -68,7 +72,7 @@ def differing_prompts(tokens: list[list[int]], expected: list[list[int]]) -> lis
 
 
 async def complete_all(url: str, model: str, inputs: list[list[int]]) -> list[list[int]]:
-    """Return the greedy tokens after each prompt, all asked for at once."""
+    """Send all prompts at once and return the greedy tokens after each."""
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 
         async def complete(prompt: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Services started one by one, as in a cluster; some of them die while requests run."""
+"""Services started one by one, as in a cluster. Some of them are killed while requests run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory, real_model: Callable[[str], Path]) -> Iterator[Cluster]:
-    """Two workers of each role. At the end nothing of their shared memory is left."""
+    """A cluster with two workers of each role. After the tests its shared memory must be gone."""
     running = Cluster(tmp_path_factory.mktemp("cluster"), real_model("smollm2-135m-instruct"))
     try:
         names = [running.start_worker(role, number) for role in ("prefill", "decode") for number in (0, 1)]
@@ -34,7 +34,7 @@ def services(tmp_path_factory: pytest.TempPathFactory, real_model: Callable[[str
 
 @pytest.fixture
 async def cluster(services: Cluster) -> Cluster:
-    """All services; those that an earlier test ended are started again, Redis first."""
+    """The cluster, in which processes that an earlier test ended run again. Redis restarts first."""
     dead = [name for name, process in services.processes.items() if not process.alive]
     for name in sorted(dead, key="redis".__ne__):
         services.start_again(name)
@@ -46,7 +46,7 @@ async def cluster(services: Cluster) -> Cluster:
 async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Cluster) -> None:
     expected = await cluster.stream()
 
-    # a flush, then the death of Redis, while requests run
+    # Redis is flushed and then stopped while requests run.
     async with asyncio.timeout(120):
         running = [asyncio.create_task(cluster.stream()) for _ in range(3)]
         await asyncio.sleep(0.5)
@@ -57,7 +57,7 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
         assert await asyncio.gather(*running) == [expected] * 3
     assert await cluster.stream() == expected
 
-    # a decode worker dies under its requests
+    # A decode worker is killed while it runs requests.
     async with asyncio.timeout(120):
         begun = asyncio.Event()
         doomed = asyncio.create_task(cluster.stream(lambda count: begun.set(), request_id="doomed"))
@@ -72,13 +72,13 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
         assert f"length; {TOKENS} tokens in " in lines[-1]
         assert any("0 bytes moved, path: shared memory" in line for line in lines)
 
-    # a prefill worker dies; without any the decode worker computes prompts
+    # One prefill worker is killed, then the other; without any, the decode worker computes prompts.
     cluster.processes["prefill-0"].popen.kill()
     assert await cluster.stream() == expected
     cluster.processes["prefill-1"].popen.kill()
     assert await cluster.stream() == expected
 
-    await cluster.settled()  # the blocks of dead workers come back
+    await cluster.settled()  # the blocks of the killed workers are released
 
 
 async def test_workers_come_and_go_until_none_is_there(cluster: Cluster) -> None:
@@ -86,7 +86,7 @@ async def test_workers_come_and_go_until_none_is_there(cluster: Cluster) -> None
     cluster.wait_ready(cluster.start_worker("decode", 2))
     await cluster.wait_workers(5)
 
-    # a drained worker finishes what it runs and takes nothing new
+    # A draining worker finishes its requests and takes no new ones.
     async with asyncio.timeout(180):
         running = [asyncio.create_task(cluster.stream()) for _ in range(6)]
         await asyncio.sleep(1.0)
@@ -98,7 +98,7 @@ async def test_workers_come_and_go_until_none_is_there(cluster: Cluster) -> None
     await cluster.wait_workers(3)
     assert await cluster.stream() == expected
 
-    # without a decode worker requests get 503, until one comes
+    # Without a decode worker requests get 503, until one starts.
     for name in ("decode-1", "decode-2"):
         assert cluster.processes.pop(name).stop() == 0
     async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as client:

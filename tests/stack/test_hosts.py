@@ -1,4 +1,4 @@
-"""Prompts are computed on one host and continued on another one."""
+"""Prompts are computed on one host and decoded on another one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.stack.cluster import Cluster
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 PROMPT = " ".join(f"{number} riders in a pace line take turns at the front." for number in range(40))
-"""549 tokens: more than one step takes, so that blocks travel while others are computed."""
+"""549 tokens. They need more than one step, so blocks are transferred while others are computed."""
 
 
 @pytest.fixture(scope="module", params=["grpc"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """The way in which blocks travel between the hosts."""
+    """Name of the transport between the hosts."""
     if why := missing(request.param):
         pytest.skip(why)
     return str(request.param)
@@ -31,7 +31,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 def hosts(
     tmp_path_factory: pytest.TempPathFactory, real_model: Callable[[str], Path], transport: str
 ) -> Iterator[Cluster]:
-    """Two hosts, of which host 1 decodes."""
+    """Two hosts, with a decode worker on host 1."""
     folder, model = tmp_path_factory.mktemp("hosts"), real_model("smollm2-135m-instruct")
     with Cluster(folder, model, ONE_HOST, lease_seconds=4.0, transport=transport) as running:
         running.wait_ready(running.start_worker("decode", 0, host=1))
@@ -41,7 +41,9 @@ def hosts(
 
 @pytest.fixture
 async def cluster(hosts: Cluster) -> AsyncIterator[Cluster]:
-    """The two hosts without a prefill worker; a test may start one on host 0, and kill services."""
+    """The two hosts without a prefill worker. A test may start one on host 0, and kill services; they run again
+    afterwards.
+    """
     await hosts.wait_workers(1)
     yield hosts
     if "prefill-0" in hosts.processes:
@@ -52,12 +54,12 @@ async def cluster(hosts: Cluster) -> AsyncIterator[Cluster]:
 
 
 async def answer(cluster: Cluster, prompt: str) -> str:
-    """Return the first tokens of an answer, which are others if blocks have come wrong."""
+    """Return the first tokens of an answer. They differ if blocks were transferred wrongly."""
     return await cluster.stream(prompt=prompt, max_tokens=32)
 
 
 async def transfers(cluster: Cluster) -> dict[str, float]:
-    """Return the counters of transfers to host 1, as of its last report."""
+    """Return the transfer counters of host 1 as of its last report."""
     hosts = [each for each in (await cluster.fleet())["workers"] if each["worker_id"] == "host-1"]
     return {name: value for name, value in hosts[0]["stats"].items() if name.startswith("transfer")}
 
@@ -68,7 +70,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
     await cluster.wait_workers(2)
 
-    # Blocks that decode's host has cached are neither computed again nor moved; all blocks of a new prompt are.
+    # Blocks that the decode host has cached are neither computed again nor transferred. All blocks of a new prompt are.
     new = "A new beginning. "
     assert await answer(cluster, PROMPT) == expected[0]
     texts = await asyncio.gather(*(answer(cluster, new + PROMPT + str(number)) for number in range(4)))
@@ -77,7 +79,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
         while (seen := await transfers(cluster)).get(f"transfers_{transport}", 0) < 4:
             await asyncio.sleep(0.1)
     assert seen["transfer_failures"] == 0
-    assert seen["transfer_bytes"] > 4 * 500 / 16 * 368_640 * 0.5  # four prompts of some 500 tokens
+    assert seen["transfer_bytes"] > 4 * 500 / 16 * 368_640 * 0.5  # four prompts of about 500 tokens
 
     # Without the other host the decode worker computes the prompts itself, and the tokens are the same.
     assert cluster.processes.pop("prefill-0").stop() == 0
@@ -101,7 +103,7 @@ async def test_a_client_does_not_notice_a_death_amid_a_transfer(cluster: Cluster
         while not any(ledger["in_flight"] for ledger in (await cluster.fleet())["hosts"]):
             await asyncio.sleep(0.02)
         cluster.processes[victim].popen.kill()
-        if victim == "kvtransfer-1":  # nothing goes on without it; its worker and its memory are still there
+        if victim == "kvtransfer-1":  # Requests need it. Its worker still runs, and its arena still exists.
             cluster.processes[victim].popen.wait(10)
             cluster.start_again("kvtransfer-1")
         texts = await asyncio.gather(*tasks)
@@ -116,7 +118,7 @@ async def test_a_host_that_stands_still_stops_nobody(cluster: Cluster) -> None:
     await cluster.wait_workers(2)
     prompt = f"A host that sleeps. {PROMPT}"
     expected = await answer(cluster, prompt)
-    # The service of host 0 stands still: its worker lives, and nothing can be read from it.
+    # The service of host 0 is stopped: its worker runs on, but nobody can read the host's blocks.
     cluster.processes["kvtransfer-0"].popen.send_signal(signal.SIGSTOP)
     try:
         async with asyncio.timeout(60):

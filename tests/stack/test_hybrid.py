@@ -1,4 +1,4 @@
-"""A hybrid of Mamba-2 and attention in real stacks: its states are cached, handed over, evicted and lost like KV."""
+"""A hybrid of Mamba-2 and attention in real stacks. Its states are cached, handed off, evicted and lost like KV."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reference(model: Path) -> transformers.PreTrainedModel:
 
 
 def generated(reference: transformers.PreTrainedModel, prompt: str | list[int]) -> list[int]:
-    """Return the greedy tokens of `transformers`. A token of the toy model is a byte."""
+    """Return the greedy tokens of `transformers`. The toy model's tokens are bytes."""
     ids = torch.tensor([list(prompt.encode()) if isinstance(prompt, str) else prompt])
     output = reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
@@ -46,7 +46,9 @@ def generated(reference: transformers.PreTrainedModel, prompt: str | list[int]) 
 
 
 async def complete_all(url: str, prompts: Sequence[str | list[int]]) -> list[tuple[list[int], int]]:
-    """Ask all prompts at once; return the tokens of each answer, and how many tokens of its prompt were cached."""
+    """Send all prompts at once. Return for each the tokens of its answer, and how many tokens of the prompt were
+    cached.
+    """
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
 
         async def complete(prompt: str | list[int]) -> tuple[list[int], int]:
@@ -60,18 +62,18 @@ async def complete_all(url: str, prompts: Sequence[str | list[int]]) -> list[tup
 
 
 async def check_tokens(url: str, expected: Sequence[list[int]]) -> None:
-    """Check that all prompts get these tokens at first, and that one gets them also after a cached prefix."""
+    """Check the tokens of all prompts without a cache, and the tokens of one prompt with a cached prefix."""
     assert [tokens for tokens, _ in await complete_all(url, ASKED)] == expected
-    # In little memory its blocks may have been evicted; then they are cached again.
+    # If memory is small, the prompt's blocks may have been evicted. The first request then caches them again.
     (back,) = await complete_all(url, ASKED[7:8])
     (warm,) = await complete_all(url, ASKED[7:8])
     assert back[0] == warm[0] == expected[7]
-    assert warm[1] == 512  # of 540 tokens; the last piece fills no block
+    assert warm[1] == 512  # of 540 tokens, because the last part fills no block
 
 
 @contextlib.asynccontextmanager
 async def checked(plan: Plan, folder: Path, expected: Sequence[list[int]]) -> AsyncIterator[Prey]:
-    """A stack whose tokens have been checked, before processes are killed."""
+    """Start a stack and check its tokens before any process is killed."""
     async with one_host(plan, folder) as stack:
         await check_tokens(stack.url, expected)
         yield stack
@@ -106,8 +108,8 @@ async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
     answer = generated(reference, first)
     turns = [first, [*first, *answer, *other], other]
     expected = [answer, *(generated(reference, turn) for turn in turns[1:])]
-    # Decode's host has 576 tokens of the second turn, of which it has decoded 36, and fetches the rest. The host that
-    # computes the second turn has the first turn's prompt, in whole blocks.
+    # The decode host has cached 576 tokens of the second turn, of which it has decoded 36. It fetches the other blocks.
+    # The prefill host has cached only the whole blocks of the first prompt.
     with Cluster(tmp_path, model, ONE_HOST) as cluster:
         names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
         cluster.start_gateway()
@@ -122,7 +124,7 @@ async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
 
 
 async def transfers(cluster: Cluster) -> float:
-    """Return the number of transfers to host 1, as of its last report."""
+    """Return the number of transfers to host 1 as of its last report."""
     (stats,) = [each["stats"] for each in (await cluster.fleet())["workers"] if each["worker_id"] == "host-1"]
     assert stats.get("transfer_failures", 0) == 0
     return float(stats.get("transfers_grpc", 0))

@@ -1,4 +1,4 @@
-"""The real stack through the `openai` SDK, sync and async."""
+"""A real stack through the `openai` SDK, sync and async."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_every_service_logs_the_request_id_and_joins_the_trace(
         return [line for line in logged if "find-me" in str(line["request_id"])]
 
     services = {"gateway", "prefill-0", "decode-0"}
-    deadline = time.monotonic() + 10  # a service logs a request once it has ended, which the client need not await
+    deadline = time.monotonic() + 10  # services log a request after it has ended, maybe after the client has its answer
     while {line["service"] for line in lines()} != services and time.monotonic() < deadline:
         time.sleep(0.1)
     assert {line["service"] for line in lines()} == services

@@ -1,4 +1,4 @@
-"""Two hosts with a prefill and a decode worker each: requests find the cache that has their prefix."""
+"""Two hosts with a prefill and a decode worker each. Requests find the cache that has their prefix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER = 24
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory, real_model: Callable[[str], Path]) -> Iterator[Cluster]:
-    """Of all tests, without a gateway."""
+    """The two hosts with their workers, which all tests share, without a gateway."""
     with Cluster(tmp_path_factory.mktemp("cluster"), real_model("smollm2-135m-instruct"), ONE_HOST) as running:
         names = [running.start_worker(role, host, host=host) for host in (0, 1) for role in ("prefill", "decode")]
         running.wait_ready(*names)
@@ -35,7 +35,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory, real_model: Callable[[str]
 
 @pytest.fixture
 async def cluster(workers: Cluster) -> AsyncIterator[Cluster]:
-    """All workers, also who was stopped by a test before, and a gateway that has been told nothing yet."""
+    """All workers, restarted if an earlier test stopped them, and a new gateway that has no hints yet."""
     stopped = [name for name, process in workers.processes.items() if not process.alive]
     for name in stopped:
         workers.start_again(name)
@@ -47,24 +47,24 @@ async def cluster(workers: Cluster) -> AsyncIterator[Cluster]:
 
 
 class Hints:
-    """What Redis tells gateways of the hosts' blocks."""
+    """The block events of all hosts, as Redis gives them to gateways."""
 
     def __init__(self, client: redis.Redis, layout: str) -> None:
         self.client = client
         self.layout = layout
 
     async def batches(self) -> list[BlockBatch]:
-        """The newest last."""
+        """Return the batches of events, the newest last."""
         batches = [BlockBatch.from_entry(entry) for _, entry in await self.client.xrange(blocks_stream("default"))]
         return [batch for batch in batches if batch is not None]
 
     async def tell_of(self, context: Sequence[int]) -> None:
-        """Returns when the gateway knows all full blocks of a context."""
-        links = Context(context[:-1]).links(self.layout)  # the newest token is never computed
+        """Wait until the gateway knows all full blocks of a context."""
+        links = Context(context[:-1]).links(self.layout)  # the KV of the newest token is not computed yet
         async with asyncio.timeout(10):
             while links[-1] not in [event.hash for batch in await self.batches() for event in batch.events]:
                 await asyncio.sleep(0.05)
-        await asyncio.sleep(0.2)  # it reads on as soon as there is something
+        await asyncio.sleep(0.2)  # the gateway reads the events as soon as Redis has them
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def tokens(seed: str, count: int = 320) -> list[int]:
 
 
 class Answer:
-    """What came of a prompt, and how much of it was not computed."""
+    """The answer to a prompt, and how many of the prompt's tokens were cached."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         (choice,) = body["choices"]
@@ -105,13 +105,13 @@ async def ask(cluster: Cluster, prompt: Sequence[int], salt: str = "") -> Answer
 
 
 async def cached_blocks(cluster: Cluster) -> dict[int, int]:
-    """Of each host, by number."""
+    """Return the number of cached blocks of each host, by host number."""
     hosts = (await cluster.fleet())["hosts"]
     return {int(host["host_id"].removeprefix("host-")): host["cached"] for host in hosts}
 
 
 async def same_as_cold(cluster: Cluster, prompt: Sequence[int], answer: Answer) -> None:
-    """Another tenant asks the same: nothing of it is cached, and the tokens are the same."""
+    """Check that an answer equals that of another tenant, for whom nothing is cached."""
     cold = await ask(cluster, prompt, salt="another tenant")
     assert cold.cached == 0
     assert answer.token_ids == cold.token_ids
@@ -123,7 +123,7 @@ async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: H
     for turn in range(3):
         for number, conversation in enumerate(conversations):
             answer = await ask(cluster, conversation)
-            # All of the turns before, answers too, but for what fills no block.
+            # All earlier prompts and answers are cached, except for the tokens that fill no block.
             before = len(conversation) - 40 - 1 if turn else 0
             assert answer.cached == before // 16 * 16, (turn, number)
             last = list(conversation)
@@ -133,14 +133,14 @@ async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: H
         if turn == 0:
             await hints.client.flushall()
         if turn == 1:
-            # A gateway that starts anew asks the hosts what they have.
+            # A new gateway asks the hosts for their lists of blocks.
             cluster.processes["gateway"].stop()
             await hints.client.flushall()
             cluster.start_again("gateway")
             await cluster.wait_workers(4)
             await asyncio.sleep(2)
     at_last = await cached_blocks(cluster)
-    assert all(at_last[host] > at_first[host] for host in (0, 1))  # they have spread
+    assert all(at_last[host] > at_first[host] for host in (0, 1))  # both hosts got conversations
     await same_as_cold(cluster, last, answer)
     await cluster.settled()
 

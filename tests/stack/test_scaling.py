@@ -1,4 +1,4 @@
-"""Workers are added and drained while streams run: no token, no request and no attempt is lost."""
+"""Workers are added and drained while streams run. No token, request or attempt is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTLE_SECONDS = 60.0
 
 
 def streams() -> list[Request]:
-    """Return greedy and sampled requests that run for some seconds."""
+    """Return greedy and sampled requests that run for several seconds."""
     rng = random.Random(11)
     asked = []
     for index in range(STREAMS):
@@ -34,7 +34,7 @@ def streams() -> list[Request]:
 
 
 async def scale(stack: Stack, **workers: int) -> None:
-    """Ask for workers, and wait until the gateway sees them, and those that are too many have ended."""
+    """Request numbers of workers by role. Wait until the gateway sees them all ready and no worker drains."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=30) as client:
         (await client.post("/fleet/scale", json=workers)).raise_for_status()
         async with asyncio.timeout(SETTLE_SECONDS):
@@ -47,7 +47,7 @@ async def scale(stack: Stack, **workers: int) -> None:
 
 
 async def failures(stack: Stack) -> list[list[str]]:
-    """Return for each stream why its attempts ended early."""
+    """Return for each stream the reasons why its attempts ended early."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=30) as client:
         traces = [(await client.get(f"/trace/scaled-{index}")).json() for index in range(STREAMS)]
     parts = [part for trace in traces for part in trace["parts"]]

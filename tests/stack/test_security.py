@@ -1,4 +1,4 @@
-"""What strangers and mad neighbours can do to a stack of real services: nothing. And tenants do not meet."""
+"""Unauthorized peers and hostile input do a stack of real services no harm, and tenants share no blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzStack]:
 
 
 async def cached_tokens(stack: FuzzStack, **fields: Any) -> int:
-    """Of a prompt of 80 tokens; returns when its blocks have come back."""
+    """Send a prompt of 80 tokens and return how many of them were cached. Its blocks must be released afterwards."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
     async with httpx.AsyncClient(timeout=60) as client:
         reply = await client.post(f"http://{stack.addresses['gateway']}/v1/completions", json=body)

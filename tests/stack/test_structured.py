@@ -1,4 +1,4 @@
-"""Structured output from the real stack through the `openai` SDK, with speculation on."""
+"""Structured output from a real stack through the `openai` SDK, with speculative decoding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASKED: list[Any] = [{"role": "user", "content": "Name a city, its country, and h
 
 
 class City(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # otherwise a model may add properties for ever
+    model_config = ConfigDict(extra="forbid")  # otherwise the model may add properties without end
 
     name: str = Field(max_length=30)
     country: Literal["France", "Japan", "Brazil"]
