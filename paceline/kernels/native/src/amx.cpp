@@ -1,4 +1,4 @@
-// For x86-64 with matrix tiles, which take all bf16 products, of one row and of many.
+// Kernels for x86-64 with AMX. Matrix tiles compute all bf16 products, of one row and of many.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// What Python calls, through ctypes.
+// The functions that Python calls through ctypes.
 
 #include <cstring>
 #include <new>
@@ -32,7 +32,7 @@ bool has_amx() {
     unsigned a, b, c, d;
     constexpr unsigned bf16_and_tiles = 1u << 22 | 1u << 24;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & bf16_and_tiles) != bf16_and_tiles) return false;
-    // Linux gives a process the tiles when it asks for them (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+    // On Linux a process must ask for the tiles (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 #else
     return false;
@@ -53,7 +53,7 @@ struct InstructionSet {
     void (*leave)();
 };
 
-// The best first.
+// Best first.
 const InstructionSet kInstructionSets[] = {
 #ifdef PACELINE_X86
     {"amx", [] { return has_avx512() && has_amx(); }, &amx_kernels, release_tiles},
@@ -83,11 +83,11 @@ void pack(Type type, const void* weight, int64_t out, int64_t in, void* packed) 
 }  // namespace
 }  // namespace paceline
 
-// Nothing else is seen from outside: another build of this library in the same process must not mix with it.
+// Nothing else is exported, because another build of this library in the same process must not mix with this one.
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Names of the instruction sets that run here, the best first, separated by spaces.
+// Writes the names of the instruction sets that run here, best first, separated by spaces. Returns their length.
 int paceline_instruction_sets(char* names, int size) {
     int used = 0;
     for (const auto& set : paceline::kInstructionSets) {
@@ -100,20 +100,20 @@ int paceline_instruction_sets(char* names, int size) {
     return used;
 }
 
-// What this was compiled with: sizes of Op and Step, and how many kinds of operations there are.
+// Tells the sizes of Op and Step and the number of kinds of operations with which this library was compiled.
 void paceline_layout(int64_t* op_bytes, int64_t* step_bytes, int64_t* kinds) {
     *op_bytes = sizeof(paceline::Op);
     *step_bytes = sizeof(paceline::Step);
     *kinds = paceline::kKinds;
 }
 
-// Bytes of a packed matrix.
+// Returns the bytes of a packed matrix.
 int64_t paceline_packed_bytes(int32_t type, int64_t out, int64_t in) {
     return paceline::packed_elements(type, out, in) * (type == paceline::kBf16 ? 2 : 4);
 }
 
-// Asks for large pages for what will be written there. Weights are read from end to end; with these without a miss of
-// the TLB on every 4 KiB.
+// Asks for large pages for memory that will be written. Weights are read from end to end, and large pages avoid a TLB
+// miss every 4 KiB.
 void paceline_use_large_pages(void* to, int64_t bytes) {
 #ifdef __linux__
     using paceline::kHugePage;
@@ -134,7 +134,7 @@ void paceline_pack(int32_t type, const void* weight, int64_t out, int64_t in, vo
     }
 }
 
-// Bytes of a bf16 matrix that is compressed; 0 where that does not pay.
+// Returns the bytes of a bf16 matrix after compression; 0 if it does not pay.
 int64_t paceline_compressed_bytes(const void* weight, int64_t out, int64_t in) {
     using namespace paceline;
     const Coding coding(static_cast<const uint16_t*>(weight), out * in);
@@ -147,13 +147,13 @@ void paceline_compress(const void* weight, int64_t out, int64_t in, void* to) {
     paceline::compress(paceline::Coding(from, out * in), from, out, in, to);
 }
 
-// Whether these bytes may be used as a compressed matrix [out, in].
+// Returns whether these bytes may be used as a compressed matrix [out, in].
 int paceline_is_compressed(const void* data, int64_t bytes, int64_t out, int64_t in) {
     return paceline::is_compressed(data, bytes, out, in);
 }
 
-// A team of `threads`, or of as many as can be had, that runs programs with one instruction set; null where that is not
-// there, or no memory.
+// Starts a team of `threads`, or fewer if the system gives no more, which runs programs with one instruction set.
+// Returns null if the instruction set does not run here, or if there is no memory.
 void* paceline_team_start(int threads, const char* instruction_set) {
     const auto* set = paceline::find(instruction_set);
     try {
@@ -164,18 +164,18 @@ void* paceline_team_start(int threads, const char* instruction_set) {
 }
 void paceline_team_stop(void* team) { delete static_cast<paceline::Team*>(team); }
 
-// Lets the team take turns with those of other workers; `page` outlives it, and a prefill worker's `slot` is negative.
+// Lets the team take turns with teams of other workers. `page` must outlive it; a prefill worker's `slot` is negative.
 void paceline_team_take_turns(void* team, void* page, int slot) {
     static_cast<paceline::Team*>(team)->take_turns({static_cast<paceline::TurnPage*>(page), slot});
 }
 
-// Runs a program; returns 0, or an Error of program.h.
+// Runs a program. Returns 0, or an Error of program.h.
 int paceline_run(void* team, const paceline::Op* ops, int64_t count, const paceline::Step* step) {
     return static_cast<paceline::Team*>(team)->run(ops, count, *step);
 }
 
-// Copies blocks: target[target_slots[i]] = source[source_slots[i]]. Past the caches, which belong to what is being
-// computed meanwhile. Blocks begin on multiples of 64 bytes, and have as many.
+// Copies blocks: target[target_slots[i]] = source[source_slots[i]]. Writes bypass the caches, because the computation
+// that runs meanwhile needs them. Addresses and sizes of blocks are multiples of 64 bytes.
 void paceline_copy_blocks(char* target, const char* source, int64_t block_bytes, int64_t count,
                           const int64_t* target_slots, const int64_t* source_slots) {
     for (int64_t i = 0; i < count; ++i) {

@@ -1,14 +1,14 @@
 // Attention over the paged cache.
 //
-// A context is cut at fixed positions into pieces of kPiece keys. Each piece is a softmax of its own; pieces are joined
-// in their order. So a row's result depends on its own context alone: not on where blocks lie, which rows are computed
-// beside it, or whether one thread takes all pieces of a row or several share them.
+// A context is cut at fixed positions into pieces of kPiece keys. Each piece has a softmax of its own, and pieces are
+// joined in order. So a row's result depends on its own context only: not on the places of blocks, not on other rows of
+// the batch, and not on whether one thread takes all pieces of a row or several threads share them.
 
 constexpr int64_t kMostPartialBytes = 64 << 20;
 constexpr float kNothing = -1e30f;  // the maximum of no scores; unlike -inf it can be subtracted from itself
 
-// What one piece gives to its rows, and what the pieces so far have given: maximum of the scores in base 2, sum of
-// weights, weighted values.
+// The result of one piece for its rows, or of all pieces so far: maximum of the scores (in base 2), sum of weights, and
+// weighted sum of values.
 struct Partial {
     float *max, *sum, *values;
 };
@@ -33,7 +33,7 @@ struct Attention {
     int64_t first_piece(const Rows& rows) const { return first_key(rows) / kPiece; }
     int64_t end_piece(const Rows& rows) const { return (end_key(rows) + kPiece - 1) / kPiece; }
 
-    // Of the rows that have most.
+    // Pieces of the rows that have most.
     int64_t most_pieces() const {
         int64_t most_ = 0;
         for (int64_t r = 0; r < step.requests; ++r)
@@ -50,7 +50,7 @@ struct Attention {
         return {floats + max_rows * width, floats + max_rows * (width + 1), floats};
     }
 
-    // One thread's memory for a piece; weights and scores of one block of rows.
+    // One thread's memory for a piece. `weights` and `scores` are those of one block of rows.
     struct Space {
         T *queries, *keys, *values, *weights;
         float* scores;
@@ -71,29 +71,29 @@ struct Attention {
                 static_cast<T*>(parts[3]), static_cast<float*>(parts[4]), partial_at(parts[5]), partial_at(parts[6])};
     }
 
-    // Columns [from, to) of a piece, in whole depths: so sums begin and end at the same places for every row.
+    // Columns [from, to) of a piece, multiples of kDepth, so that sums begin and end at the same places for every row.
     struct Span {
         int64_t from, to;
     };
-    // What queries at positions [first, last] see of it; empty where that is nothing.
+    // Returns the columns that queries at positions [first, last] see of it; empty if there are none.
     Span seen(int64_t base, int64_t first, int64_t last) const {
         const int64_t from = group.window ? most(0, first - group.window + 1 - base) : 0;
         return {from / kDepth * kDepth, least(kPiece, round_up(most(0, last + 1 - base), kDepth))};
     }
 
-    // Few rows do not repay the packing of keys. Tiles can take keys as they lie in their blocks and multiply them by
-    // packed queries instead: each score is the same sum in the same order.
+    // For few rows, packing of keys does not pay. Instead, tiles can read keys directly from their blocks and multiply
+    // them by packed queries. Each score is the same sum in the same order.
     bool keys_stay(const Rows& rows) const {
         return kTiles<T> && count(rows) <= kRowBlock && dim == depth && group.block_tokens % kLanes == 0;
     }
 
-    // Of what a piece reads.
+    // The prefetch of the keys and values of a piece.
     using Prefetch = typename Paged<T>::Prefetch;
     Prefetch prefetch_of(const Rows& rows, int64_t piece) const {
         return {rows, piece * kPiece, least((piece + 1) * kPiece, end_key(rows))};
     }
 
-    // Into space.queries, packed where keys stay.
+    // Copies queries to space.queries, packed if keys stay in their blocks.
     void take_queries(const Rows& rows, const Space& space) const {
         const auto find = [&](int64_t row) {
             const int64_t token = rows.begin + row / shared_by, head = rows.kv_head * shared_by + row % shared_by;
@@ -112,7 +112,7 @@ struct Attention {
         }
     }
 
-    // Scores of keys in the columns of `span`, for packed queries. What no row sees may be anything.
+    // Computes scores of keys in the columns of `span` for packed queries. Scores that no row sees may be anything.
     void score_in_place(
         const Rows& rows, int64_t base, Span span, Prefetch& prefetch, const Space& space, Worker& worker) const {
         alignas(64) float products[kPiece * kRowBlock];
@@ -142,7 +142,7 @@ struct Attention {
             }
     }
 
-    // Softmax weights of one row, which sees `count` columns from `first` on, in Vectors * kLanes columns.
+    // Computes softmax weights of one row of Vectors * kLanes columns, which sees `count` columns from `first` on.
     template <int Vectors>
     void weigh(const float* scores, T* weights, int64_t first, int64_t count, float* max_, float* sum_) const {
         const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -173,7 +173,7 @@ struct Attention {
         *sum_ = sum_lanes(sum);
     }
 
-    // The weights of rows [row, row + height), whose scores are in columns [span.from, span.to) of a piece.
+    // Computes the weights of rows [row, row + height), whose scores are in columns [span.from, span.to) of a piece.
     void weigh_rows(const Rows& rows, int64_t base, int64_t row, int64_t height, Span span, const Space& space) const {
         static_assert(kPiece == 8 * kLanes && kDepth == 2 * kLanes, "the cases below");
         for (int64_t i = 0; i < height; ++i) {
@@ -193,7 +193,7 @@ struct Attention {
         }
     }
 
-    // Leaves in space.piece what a piece gives to rows [row, row + height).
+    // Computes the result of a piece for rows [row, row + height) in space.piece.
     void attend_rows(
         const Rows& rows, int64_t base, int64_t row, int64_t height, Prefetch& prefetch, const Space& space,
         Worker& worker) const {
@@ -208,7 +208,7 @@ struct Attention {
             multiply(worker, space.queries + row * depth, depth, space.keys + i * depth, depth * kLanes, depth, height,
                      2, space.scores + i, kPiece);
         weigh_rows(rows, base, row, height, span, space);
-        // Tiles that were made for sixteen keys stay as they are: changing them takes longer than some idle rows.
+        // Keep tiles that are configured for sixteen keys: a new configuration takes longer than some idle rows.
         const int64_t tile_height = scored ? most(height, kLanes) : height;
         for (int64_t d = 0; d < width; d += kOutBlock) {
             prefetch.issue(paged, kPrefetchAtProduct);
@@ -218,7 +218,7 @@ struct Attention {
         }
     }
 
-    // The same for all rows, whose queries were taken.
+    // The same for all rows, after take_queries().
     void attend(const Rows& rows, int64_t piece, Prefetch& prefetch, const Space& space, Worker& worker) const {
         const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
         const Span span = seen(base, rows.first_position, end - 1);
@@ -235,8 +235,8 @@ struct Attention {
         clear(space.piece, row_count, round_up(row_count, kLanes));
     }
 
-    // Rows that have seen nothing. `join` takes whole lanes: behind the last row, too, they must not be just anything,
-    // for arithmetic with subnormal numbers is slow.
+    // Sets rows to the result of no keys. `join` computes whole lanes. Lanes after the last row must be set too,
+    // because arithmetic with subnormal numbers is slow.
     static void clear(const Partial& partial, int64_t first, int64_t end) {
         for (int64_t row = first; row < end; ++row) {
             partial.max[row] = kNothing;
@@ -258,7 +258,7 @@ struct Attention {
             store(total.max + first, top);
             store(total.sum + first, load(total.sum + first) * old_factors + sum * factors);
             for (int64_t i = 0; i < least(kLanes, row_count - first); ++i) {
-                if (sum[i] == 0.0f) continue;  // it sees nothing of this piece
+                if (sum[i] == 0.0f) continue;  // the row sees nothing of this piece
                 const f32x16 factor = splat(factors[i]), old_factor = splat(old_factors[i]);
                 for (int64_t d = (first + i) * width; d < (first + i + 1) * width; d += kLanes)
                     store(total.values + d, fma(load(total.values + d), old_factor, load(piece.values + d) * factor));
@@ -282,7 +282,7 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
     using Prefetch = typename Attention<T>::Prefetch;
     struct Task {
         Rows rows;
-        Prefetch next;  // of what is most likely this thread's next task
+        Prefetch next;  // prefetch for what is probably this thread's next task
     };
     const auto find = [&](int64_t task) {
         const Rows rows = attention.tasks.rows_of(task);
@@ -306,7 +306,7 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
     });
 }
 
-// The same, with the pieces of a row shared by threads.
+// The same, but threads share the pieces of a row.
 template <class T>
 static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t pieces, char* partials) {
     Team& team = attention.team;
@@ -316,7 +316,7 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
         Rows rows;
         int64_t number;
         char* partial;
-        Prefetch next;  // of what is most likely this thread's next piece
+        Prefetch next;  // prefetch for what is probably this thread's next piece
     };
     const auto find = [&](int64_t index) {
         const Rows rows = attention.tasks.rows_of(index / pieces);

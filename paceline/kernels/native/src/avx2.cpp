@@ -1,4 +1,4 @@
-// For x86-64 with AVX2: the portable kernels in wider registers, with the same results.
+// Kernels for x86-64 with AVX2: the portable kernels with wider registers and the same results.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// For x86-64 with AVX512-BF16.
+// Kernels for x86-64 with AVX512-BF16.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// Choosing tokens from logits. What is drawn is drawn in fp64: fp32 would cut off the tail.
+// The choice of tokens from logits. Random draws are in fp64, because fp32 would cut off the tail.
 
 // `paceline.engine.sampler.uniform`, for a token.
 static inline double uniform(const Draw& draw) {
@@ -13,10 +13,10 @@ static inline double uniform(const Draw& draw) {
 
 // e^x for x of at most 0, within 2 ulp; 0 below -708.
 static inline f64x8 exp(f64x8 x) {
-    const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, which is then in the low bits
+    const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, in the low bits
     const f64x8 shifted = x * 1.4426950408889634 + magic, power = shifted - magic;
     const f64x8 rest = (x - power * 0.693147180369123816490) - power * 1.90821492927058770002e-10;
-    f64x8 sum = 1.0 + f64x8{};  // Taylor's series, which is exact enough for |rest| <= ln(2) / 2
+    f64x8 sum = 1.0 + f64x8{};  // Taylor series, which is exact enough for |rest| <= ln(2) / 2
 #pragma GCC unroll 13
     for (int i = 13; i > 0; --i) sum = fma(rest * (1.0 / i), sum, 1.0 + f64x8{});
     const f64x8 scaled = bits<f64x8>(bits<u64x8>(sum) + (bits<u64x8>(shifted) << 52));
@@ -29,13 +29,14 @@ struct Candidate {
     double weight;
 };
 
-// Whether the first stands ahead of the second in order of likelihood, and of token where they are equally likely.
+// Returns whether `a` comes before `b`: the more likely one first, and the lower token if equally likely.
 static inline bool is_ahead(const Candidate& a, const Candidate& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
 }
 
-// Puts so many of [0, n) that are ahead of the others in front that their weights, or they where each counts as one,
-// reach the goal with the last one of them, which is put behind the others. Returns how many; all, if they do not.
+// Moves the first candidates of [0, n), in the order of `is_ahead`, to the front: as few as reach the goal with the sum
+// of their weights, or with Counts by their number. The last of them in this order is put last. Returns how many they
+// are, or n if all candidates do not reach the goal.
 template <bool Counts>
 static int64_t select(Candidate* all, int64_t n, double goal) {
     const auto measure = [](const Candidate& one) { return Counts ? 1.0 : one.weight; };
@@ -46,7 +47,7 @@ static int64_t select(Candidate* all, int64_t n, double goal) {
     };
     int64_t begin = 0, end = n;
     double before = 0;
-    uint64_t random = 0;  // what becomes the pivot: no order of logits makes this slow
+    uint64_t random = 0;  // chooses the pivot, so that no order of logits is slow
     while (end - begin > 1) {
         const int64_t last = end - 1;
         random = random * 6364136223846793005 + 1442695040888963407;
@@ -70,7 +71,7 @@ static int64_t select(Candidate* all, int64_t n, double goal) {
     return begin < end ? begin + 1 : end;
 }
 
-// One row of logits and how a token is drawn from it. The largest logit has the weight 1.
+// A draw of a token from one row of logits. The largest logit has the weight 1.
 class Drawing {
   public:
     Drawing(const float* logits, int64_t size, float largest, const Draw& draw)
@@ -83,11 +84,11 @@ class Drawing {
 
   private:
     static constexpr int64_t kBlock = 1024, kWide = 8;
-    // Of tokens by likelihood; the last one has all that are less likely than e^-40 beside the best.
+    // Bins of tokens by likelihood. The last bin has all tokens whose likelihood is below e^-40 of the best.
     static constexpr int64_t kBins = 641;
-    static constexpr double kBinsOfOne = 16.0;  // where likelihood falls by e
+    static constexpr double kBinsOfOne = 16.0;  // bins in which the likelihood falls by a factor of e
 
-    // Of the eight tokens from `first` on: how far below the largest they are, as powers of e; behind the last one -inf.
+    // Logarithms of the weights of eight tokens from `first` on: 0 for the largest logit; -inf after the last token.
     f64x8 powers_at(int64_t first) const {
         float own[kWide];
         const int64_t count = least(kWide, size_ - first);
@@ -108,7 +109,7 @@ class Drawing {
         return __builtin_convertvector(bins < most ? bins : most, i64x8);
     }
 
-    // Cumulates in order of tokens.
+    // Draws with the cumulative sum in order of tokens.
     int64_t draw_in_order(Worker& worker) const {
         const int64_t blocks = (size_ + kBlock - 1) / kBlock;
         double* sums = static_cast<double*>(worker.scratch.take(blocks * sizeof(double)));
@@ -122,7 +123,7 @@ class Drawing {
             total += sums[block];
         }
         const double target = uniform(draw_) * total;
-        int64_t chosen = 0;  // the block that reaches the target, or the last one that has anything
+        int64_t chosen = 0;  // the block that reaches the target, or the last with any weight
         double before = 0, next = 0;
         for (int64_t block = 0; block < blocks && next <= target; ++block) {
             if (sums[block] == 0) continue;
@@ -142,7 +143,7 @@ class Drawing {
         return token;
     }
 
-    // Cumulates from the most likely token on: bin by bin, and token by token where it matters.
+    // Draws with the cumulative sum from the most likely token on: by bins, and by tokens in the bins that matter.
     int64_t draw_ranked(Worker& worker) const {
         double* bins = static_cast<double*>(worker.scratch.take(kBins * sizeof(double) + size_ * sizeof(Candidate)));
         Candidate* all = reinterpret_cast<Candidate*>(bins + kBins);
@@ -154,7 +155,7 @@ class Drawing {
         }
         double mass = 0;
         for (int64_t bin = 0; bin < kBins; ++bin) mass += bins[bin];
-        const Bin last = bin_at(bins, draw_.top_p * mass);  // in which top_p cuts
+        const Bin last = bin_at(bins, draw_.top_p * mass);  // the bin in which top_p cuts
         int64_t count = gather(last.index, all);
         count = select<false>(all, count, draw_.top_p * mass - last.before);
         const double goal = beyond(uniform(draw_) * (last.before + weight_of(all, count)));
@@ -165,10 +166,10 @@ class Drawing {
 
     struct Bin {
         int64_t index;
-        double before;  // the weight of those ahead of it
+        double before;  // sum of weights in the bins before it
     };
 
-    // The first one with which the weight reaches the goal, or the last one that has any.
+    // Returns the first bin with which the weight reaches the goal, or the last bin that has any weight.
     static Bin bin_at(const double* bins, double goal) {
         Bin found{0, 0};
         double before = 0;
@@ -179,7 +180,7 @@ class Drawing {
         return found;
     }
 
-    // The tokens of a bin that have any weight. Returns how many.
+    // Gathers the tokens of a bin that have any weight. Returns how many.
     int64_t gather(int64_t bin, Candidate* all) const {
         int64_t count = 0;
         for (int64_t i = 0; i < size_; i += kWide) {
@@ -190,7 +191,7 @@ class Drawing {
         return count;
     }
 
-    // Cumulates the top_k best tokens from the most likely one on.
+    // Draws from the top_k best tokens, with the cumulative sum from the most likely one on.
     int64_t draw_of_best(Worker& worker) const {
         Candidate* all = static_cast<Candidate*>(worker.scratch.take(size_ * sizeof(Candidate)));
         const double bound = bound_of_best(all);
@@ -206,7 +207,7 @@ class Drawing {
         return all[select<false>(all, count, goal) - 1].token;
     }
 
-    // Of powers: where top_k groups of tokens have one that is not below it, the top_k best tokens are not either.
+    // Returns a lower bound of the top_k best tokens' powers: top_k groups of tokens have a token that is not below it.
     double bound_of_best(Candidate* groups) const {
         constexpr int64_t kGroup = 4 * kLanes;
         const int64_t count = size_ / kGroup;
@@ -221,7 +222,7 @@ class Drawing {
         return groups[last].logit * scale_ - largest_;
     }
 
-    // Adds those of the eight tokens from `first` on that are hits and have any weight. Returns how many there are then.
+    // Adds the tokens among eight from `first` on that are hits and have any weight. Returns the new count.
     int64_t add(int64_t first, f64x8 powers, i64x8 hits, Candidate* all, int64_t count) const {
         const f64x8 weights = weigh(powers);
         for (int64_t lane = 0; lane < kWide; ++lane)
@@ -236,7 +237,7 @@ class Drawing {
         return sum;
     }
 
-    // The least that is larger: what is drawn is the first token whose cumulative weight exceeds a target.
+    // Returns the next larger number, because the first token whose cumulative weight exceeds the target is drawn.
     static double beyond(double target) { return __builtin_nextafter(target, __builtin_inf()); }
 
     const float* logits_;
@@ -249,7 +250,7 @@ static int64_t choose_one(const float* logits, int64_t size, const Draw& draw, W
     uint64_t rank = 0;
     raise_rank(&rank, logits, 0, size);
     const float largest = logits[place_of(rank)];
-    // From what is no number, or infinite, nothing can be drawn.
+    // Nothing can be drawn if the largest logit is NaN or infinite.
     if (draw.temperature == 0 || !(largest - largest == 0)) return place_of(rank);
     return Drawing(logits, size, largest, draw).token(worker);
 }

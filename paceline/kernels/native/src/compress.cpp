@@ -8,12 +8,12 @@ namespace paceline {
 namespace {
 
 constexpr int kCodes = 16, kNoCode = 16;
-constexpr int64_t kMostExceptions = 1024;  // one in so many weights: more of them would take too much time
+constexpr int64_t kMostExceptions = 1024;  // at most one exception in this many weights, because exceptions are slow
 
 }  // namespace
 
 Coding::Coding(const uint16_t* weight, int64_t count) : exceptions(count) {
-    // Of every fourth weight each: else one count waits for the last one of the same exponent.
+    // Four separate counts, because an increment would wait for the previous one of the same exponent.
     int64_t parts[4][256] = {}, counts[256];
     for (int64_t i = 0; i < count; ++i) ++parts[i % 4][weight[i] >> 7 & 0xff];
     for (int i = 0; i < 256; ++i) counts[i] = parts[0][i] + parts[1][i] + parts[2][i] + parts[3][i];
@@ -43,7 +43,7 @@ void compress(const Coding& coding, const uint16_t* weight, int64_t out, int64_t
     }
     uint32_t tile = 0;
     const auto pack_tile = [&](uint8_t* parts, int64_t stride, int64_t first_out, int64_t first_in) {
-        uint8_t codes[kTileWeights] = {}, rest[kTileWeights] = {};  // of packed weights
+        uint8_t codes[kTileWeights] = {}, rest[kTileWeights] = {};  // in the order of packed weights
         const int64_t depth = in - first_in < kDepth ? in - first_in : kDepth;
         for (int64_t lane = 0; lane < kLanes && first_out + lane < out; ++lane) {
             const uint16_t* from = weight + (first_out + lane) * in + first_in;

@@ -1,20 +1,20 @@
-// Matrices of bf16 in 12 bits; see kFormatCompressed of program.h. They become packed weights in registers, sixty-four by
-// about ten instructions, and go through the same sums.
+// Matrices of bf16 in 12 bits; see kFormatCompressed of program.h. They become packed weights in registers, with about
+// ten instructions for 64 weights, and are added up in the same order.
 
-constexpr int64_t kAheadOfParts = 8192;  // that are fetched
+constexpr int64_t kAheadOfParts = 8192;  // bytes by which parts are prefetched
 
-// Past the second cache: parts are read once, and what a core needs between two passes stays there.
+// Bypasses the L2 cache: parts are read only once, and other data of the core should stay there.
 static inline void fetch_parts(const uint8_t* parts, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(parts + kAheadOfParts + line, 0, 0);
 }
 
-// Makes rows of packed weights out of parts.
+// Decodes parts to rows of packed weights.
 struct Decoder {
     __m512i high, low;
 
     explicit Decoder(const ExponentTable& table) : high(repeat(table.high)), low(repeat(table.low)) {}
 
-    // Two of the four rows of a part.
+    // Decodes two of the four rows of a part.
     void operator()(const uint8_t* part, int half, u32x16 (&rows)[2]) const {
         const __m512i nibbles = _mm512_set1_epi8(15), signs = _mm512_set1_epi8(-128);
         const __m512i codes = _mm512_and_si512(read<__m512i>(part) >> (4 * half), nibbles);
@@ -26,7 +26,7 @@ struct Decoder {
         rows[1] = bits<u32x16>(_mm512_unpackhi_epi8(lower, upper));
     }
 
-    // A tile whose parts are `stride` apart, but for its exceptions.
+    // Unpacks a tile, whose parts are `stride` apart, without its exceptions.
     void unpack(const uint8_t* parts, int64_t stride, bf16* to) const {
         for (int i = 0; i < 2 * kTileParts; ++i) {
             u32x16 rows[2];
@@ -43,7 +43,7 @@ private:
 
 // A matrix [outputs, in].
 struct Compressed {
-    static constexpr int64_t kMostOut = kTaskOut;  // of one task
+    static constexpr int64_t kMostOut = kTaskOut;  // outputs of one task
     static constexpr Columns kColumns = {8, kRowBlock};
 
     const uint8_t* parts;
@@ -64,7 +64,7 @@ struct Compressed {
 
     int64_t groups(int64_t first) const { return outputs - first > kLanes ? 2 : 1; }
 
-    // Of kOutBlock outputs: their parts, and what is an exception from a place on.
+    // The parts of kOutBlock outputs, and their next exception.
     struct Block {
         const uint8_t* parts;
         const Exception* next;
@@ -78,7 +78,7 @@ struct Compressed {
                 static_cast<uint32_t>(tile), static_cast<uint32_t>(groups(first))};
     }
 
-    // Packed weights of kOutBlock outputs, [groups][in][16].
+    // Unpacks the weights of kOutBlock outputs to [groups][in][16].
     void unpack(int64_t in, int64_t first, bf16* to) const {
         Block own = block(in, first);
         const Decoder decode(*table);
@@ -99,7 +99,7 @@ struct Compressed {
         return packed + first % kOutBlock * in;
     }
 
-    // Sums of a block for x [in / 2][Rows][2]; `out`: [Rows][kTaskOut].
+    // Computes the sums of a block for x [in / 2][Rows][2]; `out`: [Rows][kTaskOut].
     template <int Rows, int Groups>
     void multiply_columns(Block own, const bf16* x, int64_t in, bool fetches, float* out) const {
         constexpr int64_t stride = Groups * kPartBytes;
@@ -119,7 +119,7 @@ struct Compressed {
         };
         const int64_t end = in / kDepth;
         for (int64_t depth = 0; depth < end; ++depth) {
-            // Up to the next exception all stays in registers.
+            // Up to the next exception, weights stay in registers.
             const int64_t whole = least(end, own.next_tile() / Groups);
             for (int64_t i = depth * kTileParts; i < whole * kTileParts; ++i, own.parts += stride, x += 8 * Rows) {
                 if (fetches) fetch_parts(own.parts, stride);
@@ -152,7 +152,7 @@ struct Compressed {
                 store(out + row * kTaskOut + group * kLanes, sums[row][group]);
     }
 
-    // The same for any number of rows that go together.
+    // The same for any number of rows up to kColumns.block.
     void multiply_few(const Block& own, const bf16* x, int64_t in, int64_t rows, bool fetches, float* out) const {
         switch (rows) {
 #define PACELINE_ROWS(N)                                                                     \
@@ -165,8 +165,8 @@ struct Compressed {
         }
     }
 
-    // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order. Many rows: all is unpacked
-    // once for all of them.
+    // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order. For many rows, all weights
+    // are unpacked once.
     template <class Finish>
     static void multiply_slices(const Input<bf16>& input, Worker& worker, int64_t chunk, const Slice<Compressed>* slices,
                                 int64_t count, const Finish& finish) {

@@ -1,4 +1,4 @@
-// Linear layers and the embedding, whatever form their weights have.
+// Linear layers and the embedding for any form of weights: packed, quantized or compressed.
 
 template <class T>
 struct Form {

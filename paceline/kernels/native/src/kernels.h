@@ -1,6 +1,6 @@
-// All kernels for one instruction set. The including file has named it PACELINE_ISA and its table PACELINE_TABLE, and
-// told the compiler which instructions it may use; only then do the definitions below begin, so that none of them is
-// shared between instruction sets.
+// All kernels for one instruction set. Before it includes this file, a source file defines PACELINE_ISA (its name) and
+// PACELINE_TABLE (its table), and tells the compiler which instructions it may use. So instruction sets share none of
+// the definitions below.
 
 namespace paceline {
 namespace PACELINE_ISA {

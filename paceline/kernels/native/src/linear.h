@@ -1,8 +1,8 @@
 // Linear layers and the embedding, over packed weights.
 
-constexpr int64_t kChunkBytes = 1 << 20;  // of x that stay in a core's second cache while all weights pass by
-constexpr int64_t kPartDepth = 320;       // along `in`, so many of a block of weights stay in its first cache
-constexpr int64_t kTaskOut = 64;          // outputs of one task where there are many
+constexpr int64_t kChunkBytes = 1 << 20;  // bytes of x that stay in a core's L2 cache while all weights pass
+constexpr int64_t kPartDepth = 320;       // values along `in` for which a block of weights stays in the L1 cache
+constexpr int64_t kTaskOut = 64;          // outputs of one task if there are many
 
 template <class T>
 static inline void finish(const float* sums, const T* bias, T* out, int64_t count) {
@@ -16,24 +16,25 @@ static inline void finish(const float* sums, const T* bias, T* out, int64_t coun
     }
 }
 
-// Weights of kOutBlock outputs, and those that the thread will probably read next.
+// Weights of kOutBlock outputs, and the weights that the thread will probably read next.
 template <class T>
 struct Panel {
     const T* weights;
-    const char* next;  // null where there is none
-    int64_t groups;    // of kLanes outputs
+    const char* next;  // null if there are none
+    int64_t groups;    // groups of kLanes outputs
 };
 
-// How some weights want few rows of bf16: `block` of them together as [in / 2][rows of the block][2], up to `most` in all.
+// The column layout of x, which some weights need for up to `most` rows of bf16: `block` rows at a time, each block
+// [in / 2][rows of the block][2].
 struct Columns {
     int64_t block, most;
 };
 
-// Rows of padded length, and how they are cut into tasks.
+// Rows of padded length, cut into chunks for tasks.
 template <class T>
 struct Input {
     const T* x;
-    const T* columns;  // the same as `Columns` says, where the weights want it
+    const T* columns;  // the same rows in the layout of `Columns`; null if the weights do not need it
     int64_t stride, in, rows;
     int64_t chunk = rows_of_chunk(), chunks = (rows + chunk - 1) / chunk;
 
@@ -43,14 +44,14 @@ struct Input {
         return round_up((rows + count - 1) / count, kRowBlock);
     }
 
-    // Calls finish(row, sums) for the rows of a chunk; sums: fp32 [count][kOutBlock] of its products with the panels.
+    // Calls finish(row, sums) for the rows of a chunk; sums: fp32 [count][kOutBlock], products of row and panels.
     template <class Finish>
     void multiply_chunk(Worker& worker, int64_t index, Panel<T>* panels, int64_t count, const Finish& finish) const {
         alignas(64) float sums[kRowBlock * kTaskOut];
         const int64_t begin = index * chunk, end = least(rows, begin + chunk);
         const int64_t row_blocks = (end - begin + kRowBlock - 1) / kRowBlock;
-        // One row block reads its weights once, as they lie, as fast as memory gives them. More of them take a part of
-        // the depth at a time, for all panels, and have the time to fetch what comes next.
+        // One row block reads its weights once, in the order of memory, as fast as memory delivers them. Several row
+        // blocks take a part of the depth at a time, for all panels, and have time to prefetch the next weights.
         const int64_t parts = row_blocks > 1 ? (in + kPartDepth - 1) / kPartDepth : 1;
         const int64_t part = round_up((in + parts - 1) / parts, kDepth);
         const int64_t lines = (kOutBlock * kDepth * int64_t(sizeof(T)) / 64 + row_blocks - 1) / row_blocks;
@@ -71,7 +72,7 @@ struct Input {
     }
 };
 
-// [in / 2][rows][2] of x, whose rows are `stride` apart; in: a multiple of kDepth. Writes up to 64 bytes more.
+// Packs rows of x, `stride` apart, as [in / 2][rows][2]. in: a multiple of kDepth. Writes up to 64 bytes more.
 template <class T>
 static void pack_columns(const T* x, int64_t stride, int64_t in, int64_t rows, T* to) {
     for (int64_t k = 0; k < in; k += kDepth) {
@@ -82,7 +83,7 @@ static void pack_columns(const T* x, int64_t stride, int64_t in, int64_t rows, T
     }
 }
 
-// Rows of op.a in length `in`: where op.n0 is less, copies with zeros behind each.
+// Returns the rows of op.a with length `in`. If op.n0 is less, they are copies padded with zeros.
 template <class T>
 static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in, const Columns& columns) {
     const int64_t rows = op.rows * step.tokens, bytes = rows * in * sizeof(T);
@@ -120,7 +121,7 @@ struct Slice {
 // A matrix [outputs, in] in bf16 or fp32.
 template <class T>
 struct Packed {
-    static constexpr int64_t kMostOut = kTaskOut;  // of one task
+    static constexpr int64_t kMostOut = kTaskOut;  // outputs of one task
 
     const T* weights;
     int64_t outputs;
@@ -129,7 +130,7 @@ struct Packed {
     static int64_t depth(int64_t in) { return padded<T>(in); }
     static Columns columns(const Op&) { return {}; }
 
-    // Packed weights of the sixteen outputs from `first` on.
+    // Returns packed weights of the sixteen outputs from `first` on.
     const T* sixteen(int64_t first, int64_t in, Worker&) const { return weights + first * in; }
 
     // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order.
@@ -148,7 +149,7 @@ struct Packed {
     }
 };
 
-// One linear layer, or several of the same input, which follow each other in the program.
+// One linear layer, or several consecutive layers of the program with the same input.
 template <class T, class Matrix>
 static void linear_layers(const Op& op, const Step& step, Team& team) {
     if (op.rows * step.tokens == 0) return;
@@ -160,7 +161,7 @@ static void linear_layers(const Op& op, const Step& step, Team& team) {
         Matrix matrix;
         const T* bias;
         T* out;
-        int64_t outputs, width, end;  // its blocks of outputs end there, those of all layers counted
+        int64_t outputs, width, end;  // end: number of output blocks of the layers up to this one
     };
     struct {
         Layer own[kMostJoined];
@@ -189,7 +190,7 @@ static void linear_layers(const Op& op, const Step& step, Team& team) {
     });
 }
 
-// Two linear layers, each rounded as it would be alone, and what joins them: activation(gate, up).
+// out = activation(gate, up) of two linear layers, each rounded as it would be by itself.
 template <class T, class Matrix, class Activation>
 static void gated_layers(const Op& op, const Step& step, Team& team, const Activation& activation) {
     if (op.rows * step.tokens == 0) return;
@@ -210,7 +211,7 @@ static void gated_layers(const Op& op, const Step& step, Team& team, const Activ
     });
 }
 
-// to[size] = row `lane` of sixteen packed ones, times the factor.
+// to[size] = row `lane` of sixteen packed rows, times the factor.
 template <class T>
 static void copy_row(const T* packed, int64_t lane, int64_t size, float factor, T* to) {
     constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
@@ -223,7 +224,7 @@ static void copy_row(const T* packed, int64_t lane, int64_t size, float factor, 
     }
 }
 
-// Rows of the matrix; an embedding is one.
+// The embedding: copies rows of the matrix.
 template <class T, class Matrix>
 static void embed_tokens(const Op& op, const Step& step, Team& team) {
     const int64_t* ids = op.a ? static_cast<const int64_t*>(op.a) : step.token_ids;

@@ -1,12 +1,12 @@
-// The head: logits, and the best token of each row.
+// The logits layer, which also finds the best token of each row.
 
-// Of a number and its place: higher where the number is larger, or where it is the same and stands further ahead.
+// The rank of a number and its place: higher if the number is larger, or if it is equal and its place is lower.
 static inline uint64_t rank_of(int32_t order, int64_t place) {
     return uint64_t{static_cast<uint32_t>(order) ^ 1u << 31} << 32 | ~static_cast<uint32_t>(place);
 }
 static inline int64_t place_of(uint64_t rank) { return static_cast<uint32_t>(~rank); }
 
-// The same as `order_of`; behind the last number there are none.
+// `order_of` of up to sixteen numbers. Lanes after the last number have the order of -inf.
 static inline i32x16 orders_at(const float* values, int64_t count) {
     if (count >= kLanes) return order_of(load(values));
     float lanes[kLanes];
@@ -15,13 +15,13 @@ static inline i32x16 orders_at(const float* values, int64_t count) {
     return order_of(load(lanes));
 }
 
-// Raises the highest rank of a row where one of the numbers that stand at [first, first + count) has a higher one.
+// Raises a row's highest rank if one of the numbers at places [first, first + count) has a higher rank.
 static inline void raise_rank(uint64_t* rank, const float* values, int64_t first, int64_t count) {
     i32x16 largest = INT32_MIN + i32x16{};
     for (int64_t i = 0; i < count; i += kLanes) largest = max(orders_at(values + i, count - i), largest);
     const int32_t top = max_lane(largest);
     uint64_t known = __atomic_load_n(rank, __ATOMIC_RELAXED);
-    if (rank_of(top, first) <= known) return;  // as of most
+    if (rank_of(top, first) <= known) return;  // the usual case
     int64_t place = 0;
     while (max_lane(orders_at(values + place, count - place)) != top) place += kLanes;
     while (orders_at(values + place, 1)[0] != top) ++place;
@@ -30,7 +30,7 @@ static inline void raise_rank(uint64_t* rank, const float* values, int64_t first
     }
 }
 
-// A linear layer whose results are widened; by the way, the place of the first of each row's largest.
+// A linear layer with results in fp32. It also finds the first place of the largest number of each row.
 template <class T, class Matrix>
 static void logits_layer(const Op& op, const Step& step, Team& team) {
     const int64_t rows = op.rows * step.tokens;

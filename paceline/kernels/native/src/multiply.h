@@ -1,5 +1,5 @@
-// The matrix product that linear layers and attention are made of. Each output adds up along `in` in one order,
-// whatever number of rows stands beside it.
+// The matrix product of linear layers and attention. Each output adds up along `in` in the same order for any number of
+// rows.
 
 constexpr int64_t kRowBlock = 32;  // rows and outputs of one block
 constexpr int64_t kOutBlock = 32;
@@ -20,9 +20,9 @@ static inline f32x16 multiply_add(const bf16* x, const bf16* w, f32x16 sum) {
     return dot_pairs(read<u32x16>(w), read<uint32_t>(x) + u32x16{}, sum);
 }
 
-// What else a product does: it can go on from the sums that are in `out`, and fetch memory that will be needed later,
-// so many cache lines for each kDepth of `in`, where tiles compute; or, where one row block reads its weights from
-// memory, those that come next.
+// Options of a product. add: continue from the sums in `out`. lines, ahead: if tiles compute, prefetch this many cache
+// lines from `ahead` on for each kDepth of `in`. comes_from_memory: one row block reads its weights from memory, so
+// prefetch the weights that come next.
 struct Extra {
     bool add = false;
     int64_t lines = 0;
@@ -30,8 +30,8 @@ struct Extra {
     bool comes_from_memory = false;
 };
 
-// Vectors and tiles fetch weights so many bytes before they multiply them. Where there are two groups, what comes next
-// behind the end of one lies behind the other.
+// Distance in bytes by which vectors and tiles prefetch weights. With two groups, the weights that come after the first
+// group's end lie after the second group.
 constexpr int64_t kAheadOfVectors = 4096, kAheadOfTiles = 2048;
 
 template <int Rows, int Groups, class T>
@@ -87,7 +87,7 @@ static inline void multiply_lanes(
 }
 
 // out[rows, 16 * groups] = x[rows, in] * w, in fp32.
-//   rows: up to kRowBlock; groups: 1 or 2, whose weights are w_stride apart; in: of bf16 a multiple of kDepth.
+//   rows: up to kRowBlock; groups: 1 or 2, with weights w_stride apart; in: for bf16 a multiple of kDepth.
 template <class T>
 static inline void multiply(
     Worker&, const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, int64_t groups,
@@ -96,7 +96,7 @@ static inline void multiply(
     multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra);
 }
 
-// Whether a tile takes sixteen rows of x for the price of a few.
+// Whether tiles multiply sixteen rows of x at the cost of a few rows.
 template <class T>
 constexpr bool kTiles = false;
 
@@ -110,10 +110,10 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// The compiler does not know what the tile instructions read: before them, all memory must be written.
+// The compiler does not know which memory tile instructions read. So all writes must be done before them.
 static inline void finish_writes() { asm volatile("" ::: "memory"); }
 
-// Tiles 0 to 3 are sums, of row blocks 0 0 1 1 and groups 0 1 0 1; 4 and 5 are x, 6 and 7 weights.
+// Tiles 0 to 3 are the sums of row blocks 0 0 1 1 and groups 0 1 0 1; tiles 4 and 5 are x, 6 and 7 weights.
 static inline void configure_tiles(Worker& worker, int rows) {
     if (worker.tile_rows == rows) return;
     worker.tile_rows = rows;
@@ -125,7 +125,7 @@ static inline void configure_tiles(Worker& worker, int rows) {
     _tile_loadconfig(&config);
 }
 
-// The same for products from the left: sums and x have as many columns as x has rows.
+// The same for products with the weights on the left: the tiles of sums and x have `columns` columns, one per row of x.
 static inline void configure_columns(Worker& worker, int columns) {
     if (worker.tile_rows == -columns) return;
     worker.tile_rows = -columns;
@@ -141,7 +141,7 @@ static inline void prefetch_tile(const bf16* weights) {
     for (int64_t line = 0; line < 16; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
 }
 
-// A tile product takes 32 values along `in` at once; a row's sum does not depend on how many rows the tile has.
+// A tile product takes 32 values along `in` at once. A row's sum does not depend on the number of rows in the tile.
 template <bool TwoRowBlocks, bool TwoGroups>
 static inline void multiply_tiles(
     const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride,

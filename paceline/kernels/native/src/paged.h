@@ -1,10 +1,10 @@
-// The paged cache: writing to it, and packing what lies in its blocks as the weights of a matrix product.
+// The paged cache: writes to it, and the packing of its keys and values as weights of a matrix product.
 
-constexpr int64_t kPiece = 128;  // keys that are attended to at once; see attention.h
+constexpr int64_t kPiece = 128;  // keys that one softmax takes at once; see attention.h
 
-// Cache lines that are prefetched with a tile of keys and a pair of values, for each 128 bytes of a key, with a product,
-// and with sixteen lines of keys that are packed. Together they make a piece; each is about what memory gives in the time
-// that the work takes.
+// Cache lines to prefetch with each unit of work: a tile of keys and a pair of values (both for each 128 bytes of a
+// key), a product, and a square of sixteen packed keys. Together they fetch a piece. Each is about what memory delivers
+// in the time that the work takes.
 constexpr int64_t kPrefetchAtTile = 24, kPrefetchAtPair = 4, kPrefetchAtProduct = 32, kPrefetchAtSquare = 20;
 
 template <class T>
@@ -25,7 +25,7 @@ static void store_kv(const Op& op, const Step& step, Team& team) {
     });
 }
 
-// The keys and values of one KV head in the order of their positions.
+// Access to the keys and values of one KV head in the order of their positions.
 template <class T>
 struct Paged {
     const Op& op;
@@ -34,11 +34,11 @@ struct Paged {
     const Group& group = step.groups[op.group];
     const Cache& cache = op.cache;
     const int64_t dim = cache.head_dim;
-    const int64_t depth = padded<T>(dim);                        // of a packed key
-    const int64_t width = (dim + kLanes - 1) / kLanes * kLanes;  // of a row of packed values
+    const int64_t depth = padded<T>(dim);                        // elements of a packed key
+    const int64_t width = (dim + kLanes - 1) / kLanes * kLanes;  // elements of a row of packed values
 
-    // Where kDepth positions lie in a plane of keys or values; kNowhere outside [first, end), where a slot may hold
-    // anything.
+    // Offsets of kDepth positions in a plane of keys or values; kNowhere outside [first, end), because a slot may hold
+    // anything there.
     using Places = int64_t[kDepth];
     static constexpr int64_t kNowhere = -1;
     void locate(const Rows& rows, int64_t position, int64_t first, int64_t end, Places& places) const {
@@ -64,14 +64,14 @@ struct Paged {
         return place == kNowhere ? nullptr : static_cast<const T*>(plane) + place;
     }
 
-    // Keys and values that will be needed soon. Whoever computes now and then issues some of the prefetches, so that
-    // memory is never idle: all at once they would fill the queue to memory, and be waited for.
+    // Prefetches of keys and values that will be needed soon. The computation issues a few at a time, so that memory is
+    // never idle. All at once they would fill the memory queue, and the core would wait.
     struct Prefetch {
         Rows rows;
-        int64_t position, end;  // what is yet to come
+        int64_t position, end;  // positions not yet prefetched
         const char *key = nullptr, *value = nullptr, *last = nullptr;
 
-        // So many cache lines, half of them of keys.
+        // Prefetches this many cache lines, half of them of keys.
         void issue(const Paged& paged, int64_t lines) {
             for (; lines > 0; lines -= 2, key += 64, value += 64) {
                 if (key >= last && !next_block(paged)) return;
@@ -79,7 +79,7 @@ struct Paged {
                 __builtin_prefetch(value, 0, 2);
             }
         }
-        // The same where the work grows with the size of a key.
+        // The same for work that grows with the size of a key: `lines` for each 128 bytes of it.
         void issue_by_size(const Paged& paged, int64_t lines) {
             issue(paged, most(1, paged.dim * int64_t(sizeof(T)) / 128) * lines);
         }
@@ -98,15 +98,15 @@ struct Paged {
         }
     };
 
-    // Packs kDepth keys, sixteen side by side: [2][depth / pair][16][pair].
+    // Packs kDepth keys in two groups of sixteen: [2][depth / pair][16][pair].
     void pack_keys(const Places& places, T* to, Prefetch& prefetch) const {
         for (int64_t lane = 0; lane < kDepth; lane += kLanes, to += depth * kLanes)
             pack_rows([&](int64_t i) { return at(cache.keys, places[lane + i]); }, to,
                       [&] { prefetch.issue(*this, kPrefetchAtSquare); });
     }
 
-    // Packs sixteen rows side by side: [depth / pair][16][pair]. find(i): the `dim` elements of row i; null for zeros.
-    // Calls begin_square() before each 16 x 16 words.
+    // Packs sixteen rows as [depth / pair][16][pair]. find(i): the `dim` elements of row i; null for zeros.
+    // Calls begin_square() before each square of 16 x 16 words.
     template <class Find, class Begin>
     void pack_rows(const Find& find, T* to, const Begin& begin_square) const {
         constexpr int64_t per_line = 64 / sizeof(T);
@@ -140,7 +140,7 @@ struct Paged {
                 pack_lanes(a ? a + d : nullptr, b ? b + d : nullptr, dim - d, to + d * kPiece + i * kLanes);
         }
     }
-    // Up to 2 * kLanes columns of one pair; those behind the first kLanes lie kPiece * kLanes further.
+    // Packs up to 2 * kLanes columns of one pair. Columns after the first kLanes are kPiece * kLanes further on.
     static void pack_lanes(const float* a, const float*, int64_t count, float* to) {
         store(to, a ? load_some(a, count) : f32x16{});
         if (count > kLanes) store(to + kPiece * kLanes, a ? load_some(a + kLanes, count - kLanes) : f32x16{});

@@ -1,4 +1,4 @@
-// For any machine.
+// Kernels for any CPU.
 #include <cstring>
 
 #include "team.h"

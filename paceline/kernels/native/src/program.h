@@ -1,4 +1,4 @@
-// What Python hands over: a program of operations, and the step that it runs for. Mirrored by ../library.py.
+// The input from Python: a program of operations, and the step for which it runs. Mirrored by ../library.py.
 #pragma once
 
 #include <cstdint>
@@ -7,45 +7,46 @@ namespace paceline {
 
 class Team;
 
-// Weights [out, in] are packed as [ceil(out / 16)][in / 2][16][2] in bf16, where `in` is padded with zeros to a
-// multiple of 32, and as [ceil(out / 16)][in][16] in fp32: every output has a lane of its own and adds up along `in`.
+// Weights [out, in] are packed as [ceil(out / 16)][in / 2][16][2] in bf16, with `in` padded with zeros to a multiple of
+// 32, and as [ceil(out / 16)][in][16] in fp32. So every output has a lane of its own, which adds up along `in`.
 constexpr int64_t kLanes = 16;
 constexpr int64_t kDepth = 32;  // bf16 values along `in` that one matrix tile takes
 constexpr int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// Quantized weights [out, in] are packed as tiles of sixteen outputs and one block of 32 values: [ceil(out / 32)]
-// [ceil(in / 32)][2], and behind them those of sixteen outputs that remain. A tile is codes, then scales, then offsets,
-// where there are any. The codes of bytes are [in / 2][out][2]; a 32-bit word of nibbles holds eight of them for one of
-// [in / 8][out / 2 and in % 2], the lower ones of [in / 2 % 4][out / 8]. Scales and offsets are one for each output, or
-// two, for 16 values each.
+// Quantized weights [out, in] are packed as tiles of sixteen outputs (a group) and one block of 32 values. Two groups
+// alternate: [pairs of groups][ceil(in / 32)][2] tiles; if one group remains, [ceil(in / 32)] tiles follow. A tile has
+// codes, then scales, then offsets if there are any. Byte codes are [in / 2][out][2]. Nibbles are 32-bit words
+// [in / 8][out % 8][in % 2] with eight nibbles each, lowest first: [in / 2 % 4][out / 8]. Each output has one scale and
+// offset, or two, for 16 values each.
 enum Format : int64_t {
     kFormatWhole = 0,  // not quantized
-    kFormatEightBits = 1,   // signed bytes, else nibbles: with offsets from 0 to 15, without from -8 to 7
+    kFormatEightBits = 1,   // signed bytes; else nibbles, 0 to 15 with offsets, -8 to 7 without
     kFormatWideScales = 2,  // fp32, else fp16
     kFormatOffsets = 4,
     kFormatTwoScales = 8,
-    kFormatBlocks = 16,  // of all that are quantized
-    kFormatRows = 32,    // nibbles for tables, with one scale: 16-bit words [out / 4][in] of four outputs each
-    kFormatCompressed = 64,  // no quantized one: see below
+    kFormatBlocks = 16,  // set for all quantized matrices
+    kFormatRows = 32,    // nibbles for table look-ups, one scale: 16-bit words [out / 4][in] of four outputs
+    kFormatCompressed = 64,  // not quantized: see below
 };
 
-// Compressed weights [out, in] are bf16 in 12 bits, without loss: a byte of sign and mantissa, and a code of four bits
-// for the exponent, one of the sixteen that the matrix has most. They lie as [ceil(out / 32)][ceil(in / 32)][4][2]
-// parts, and behind them those of sixteen outputs that remain. A part is sixteen outputs and 8 values along `in`, that
-// is four rows of packed weights: 64 bytes of codes, those of the first two rows in the lower halves, then 64 bytes for
-// the first two rows and 64 for the others; of two rows eight bytes each in turns. Behind all parts come the table of
-// exponents, for every 32 outputs the number of exceptions before, and the exceptions in the order of the parts.
+// Compressed weights [out, in] are bf16 in 12 bits, without loss: a byte of sign and mantissa, and a 4-bit code for the
+// exponent, if it is one of the matrix's sixteen most frequent. They are parts [pairs of groups][ceil(in / 32)][4][2];
+// if one group of sixteen outputs remains, its [ceil(in / 32)][4] parts follow. A part has sixteen outputs and 8 values
+// along `in`, which are four rows of packed weights: 64 bytes of codes, with the first two rows in the lower nibbles,
+// then 64 bytes of signs and mantissas for the first two rows and 64 for the other two. Two rows alternate every eight
+// bytes. After all parts come the table of exponents, the number of earlier exceptions for every 32 outputs, and the
+// exceptions in the order of their tiles.
 constexpr int64_t kPartBytes = 192, kTileParts = kDepth / 8, kTileWeights = kLanes * kDepth;
 struct ExponentTable {
-    uint8_t high[16], low[16];  // an exponent's first seven bits and its last one, where the two bytes of bf16 have them
+    uint8_t high[16], low[16];  // an exponent's first seven bits and its last bit, in their places in bf16's bytes
 };
-// A weight whose exponent has no code. The last one of a matrix is none, and has the largest place.
+// A weight whose exponent has no code. The last one of a matrix is a sentinel with the largest `tile`.
 struct Exception {
-    uint32_t tile;  // in the order [ceil(out / 32)][ceil(in / 32)][2]
-    uint16_t place, weight;  // among the tile's packed weights
+    uint32_t tile;  // number of the tile, in the order of the parts
+    uint16_t place, weight;  // `place` is among the tile's packed weights
 };
 struct CompressedLayout {
-    int64_t table, starts, exceptions;  // where they begin
+    int64_t table, starts, exceptions;  // offsets in bytes
 
     CompressedLayout(int64_t out, int64_t in)
         : table(round_up(out, kLanes) / kLanes * (round_up(in, kDepth) / kDepth) * kTileParts * kPartBytes),
@@ -57,9 +58,9 @@ struct CompressedLayout {
 enum Kind : int32_t {
     kLinear,      // out[rows, n1] = a[rows, n0] * b (packed) + c; n2: row stride of a
     kEmbed,       // out[tokens, n0] = rows of b (packed, n1 rows) * f0; a: int64 ids
-    kRmsNorm,     // out[rows, n0]; a: x of row stride n1; b: weight; n2: unit offset; f0: eps
+    kRmsNorm,     // out[rows, n0]; a: x with row stride n1; b: weight; n2: unit offset; f0: eps
     kRotation,    // out: fp32 cos [tokens, 2 * n0], then sin likewise; a: int64 positions; b: fp32 frequencies [n0]
-    kRotate,      // out[tokens, n0 heads, n1 dims]; a: x of token stride n2; b: cos, c: sin, fp32 [tokens, n1]
+    kRotate,      // out[tokens, n0 heads, n1 dims]; a: x with token stride n2; b: cos, c: sin, fp32 [tokens, n1]
     kStoreKV,     // a: keys, b: values [tokens, kv_heads, head_dim] into the cache
     kAttention,   // out[tokens, heads, head_dim]; a: queries; f0: scale; f1: softcap
     kSiluAndMul,  // out[rows, n0] = silu(a) * b
@@ -70,8 +71,8 @@ enum Kind : int32_t {
     kScale,          // out[rows, n0] = a * f0
     kCausalConv,     // out[tokens, n0 channels]; a: x; b: weight [n1 taps, channels]; c: bias, or null
     kSelectiveScan,  // out[tokens, heads * head_dim]; a: x; b: time steps; c: rates, fp32 [3, heads]; n0: state size
-    kLogits,  // out: fp32 [rows, n1] = a * b, rounded as kLinear; c: int64 [rows], the first of each row's largest
-    kChoose,  // out: int64 tokens [rows]; a: fp32 logits [..., n0] of row stride n1; b: Draw [rows]
+    kLogits,  // out: fp32 [rows, n1] = a * b, rounded as in kLinear; c: int64 [rows], first index of each row's largest
+    kChoose,  // out: int64 tokens [rows]; a: fp32 logits [..., n0] with row stride n1; b: Draw [rows]
     kKinds,
 };
 
@@ -93,8 +94,9 @@ struct Draw {
     int64_t position;
 };
 
-// One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]; strides in elements, of head_dim it is 1.
-// A part of a layer's state has `keys` and `slot_stride` alone, and that of a scan its heads; in fp32.
+// One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]. Strides are in elements; head_dim's is 1.
+// A part of a layer's state, in fp32, has only `keys`, `slots` and `slot_stride`; a scan's state also has `kv_heads`
+// and `head_dim`.
 struct Cache {
     void *keys, *values;
     int64_t slots, kv_heads, head_dim;
@@ -103,18 +105,19 @@ struct Cache {
 
 struct Op {
     int32_t kind, type;
-    int64_t rows;  // of the operands, for each token of the step
+    int64_t rows;  // rows of the operands for each token of the step
     void* out;
     const void *a, *b, *c;
     int64_t n0, n1, n2;
     float f0, f1;
     Cache cache;
     int64_t group;
-    int64_t format;  // of the matrices
-    // So many kLinear of the same a, all quantized, compressed or whole, stand behind it and are computed with it.
+    int64_t format;  // `Format` of the weights
+    // Number of kLinear operations after this one that are computed with it. They have the same `a`, and their weights
+    // are all quantized, all compressed, or all whole.
     int64_t joined;
 };
-constexpr int64_t kMostJoined = 4;  // with the first one
+constexpr int64_t kMostJoined = 4;  // including the first one
 
 // See `GroupTables` of ../../interface.py.
 struct Group {
@@ -127,7 +130,7 @@ struct Group {
 struct Step {
     int64_t tokens, requests;
     const int64_t *query_start, *context_len;
-    const int64_t *token_ids, *positions;  // what kEmbed and kRotation read where their `a` is null
+    const int64_t *token_ids, *positions;  // input of kEmbed and kRotation if their `a` is null
     const Group* groups;
 };
 

@@ -1,11 +1,11 @@
 // Linear layers and the embedding over weights that stay in blocks of 4 or 8 bits; see `Format` of program.h.
 //
-// A weight is bf16(value * scale + offset), with one rounding to fp32 before. Tiles are unpacked to the layout of packed
-// bf16 or fp32 weights just before they are multiplied, by the product that those have: so results are those of such
-// weights bit for bit, in every instruction set, for one row and for many.
+// A weight is bf16(value * scale + offset), with one rounding to fp32 before. Tiles are unpacked to the layout of
+// packed bf16 or fp32 weights just before the product of such weights. So results equal those of packed weights bit for
+// bit, in every instruction set, for one row and for many.
 
-constexpr int64_t kPrefetchBytes = 8192;  // ahead of the tile that is unpacked
-constexpr int64_t kStrip = 4 * kDepth;    // values along `in` whose unpacked tiles stay in a core's first cache
+constexpr int64_t kPrefetchBytes = 8192;  // distance of the prefetch from the tile that is unpacked
+constexpr int64_t kStrip = 4 * kDepth;    // values along `in` whose unpacked tiles stay in a core's L1 cache
 
 struct TileLayout {
     int64_t bits, scale_bytes, scales_per_block;
@@ -24,13 +24,13 @@ struct TileLayout {
     int64_t tile_bytes() const { return code_bytes() + scales_bytes() * (offsets ? 2 : 1); }
 };
 
-// Numbers in fp16, none of them infinite.
+// Converts fp16 numbers, none of them infinite.
 static inline f32x16 widen_fp16(u16x16 half) {
 #ifdef PACELINE_AVX512
     return bits<f32x16>(_mm512_cvtph_ps(bits<__m256i>(half)));
 #else
     const u32x16 word = __builtin_convertvector(half, u32x16);
-    // The exponent's bias differs: an exact multiplication mends it, of subnormal numbers too.
+    // The exponent's bias differs. An exact multiplication corrects it, also for subnormal numbers.
     const f32x16 magnitude = bits<f32x16>((word & 0x7fff) << 13) * 0x1p112f;
     return bits<f32x16>(bits<u32x16>(magnitude) | (word & 0x8000) << 16);
 #endif
@@ -40,7 +40,7 @@ static inline f32x16 load_scales(const uint8_t* from, int64_t scale_bytes) {
     return scale_bytes == 2 ? widen_fp16(read<u16x16>(from)) : read<f32x16>(from);
 }
 
-// The pairs of bf16 that eight outputs have at two places along `in`, from sixteen such numbers, and eight more outputs.
+// Rounds values at two places along `in` to bf16 pairs. `first` and `second` have eight outputs each.
 static inline u32x16 round_pairs(f32x16 first, f32x16 second) {
 #ifdef PACELINE_AVX512
     return bits<u32x16>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
@@ -50,14 +50,14 @@ static inline u32x16 round_pairs(f32x16 first, f32x16 second) {
 #endif
 }
 
-// Rows of a tile of packed weights: pairs of bf16 side by side, or fp32 one below the other.
+// Stores pairs in a tile of packed weights: bf16 as one row of pairs, fp32 as two rows.
 static inline void store_pairs(bf16* tile, int64_t row, u32x16 pairs) { memcpy(tile + row * 32, &pairs, 64); }
 static inline void store_pairs(float* tile, int64_t row, u32x16 pairs) {
     store(tile + row * 32, bits<f32x16>(pairs << 16));
     store(tile + row * 32 + 16, bits<f32x16>(pairs & 0xffff0000u));
 }
 
-// The table's entry for the low four bits of each lane.
+// Returns the table's entry for the low four bits of each lane.
 static inline f32x16 look_up(u32x16 codes, f32x16 table) {
 #ifdef PACELINE_AVX512
     return bits<f32x16>(_mm512_permutexvar_ps(bits<__m512i>(codes), bits<__m512>(table)));
@@ -66,7 +66,7 @@ static inline f32x16 look_up(u32x16 codes, f32x16 table) {
 #endif
 }
 
-// What one tile's codes stand for: `half` of pair-row `row`, that is eight outputs' values at 2 * row and 2 * row + 1.
+// The values of one tile's codes: of the eight outputs of `half`, at 2 * row and 2 * row + 1 along `in`.
 struct Nibbles {
     f32x16 table;
     explicit Nibbles(bool unsigned_)
@@ -118,20 +118,20 @@ static inline void prefetch_tile(const uint8_t* tile, int64_t bytes) {
 }
 
 #ifdef PACELINE_AMX
-// Nibbles that lie by outputs, to [16][32]. The sixteen numbers that an output's codes can stand for are computed once,
-// and looked up: half the arithmetic of computing every weight.
+// Unpacks nibbles of kFormatRows to [16][32]. The sixteen numbers that an output's codes can mean are computed once and
+// looked up, which is half the arithmetic of computing every weight.
 static inline void unpack_rows(const uint8_t* tile, const TileLayout& layout, bf16* to) {
     constexpr f32x16 digits = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const uint8_t* scales = tile + layout.code_bytes();
     alignas(64) float scale[kLanes], offset[kLanes];
     store(scale, load_scales(scales, layout.scale_bytes));
     store(offset, layout.offsets ? load_scales(scales + layout.scales_bytes(), layout.scale_bytes) : f32x16{});
-    finish_writes();  // one number for all lanes comes from memory for nothing, from another register for much
+    finish_writes();  // a broadcast of one number is free from memory, but slow from a register
     const f32x16 values = digits - (layout.offsets ? 0.0f : 8.0f);
     const auto numbers = [&](int64_t output) {
         return bits<__m512>(fma(values, splat(scale[output]), splat(offset[output])));
     };
-    // One table has the numbers of two outputs; the fifth bit of an index says of which.
+    // One table has the numbers of two outputs. The fifth bit of an index selects the output.
     const __m512i four_bits = _mm512_set1_epi16(15), fifth = _mm512_set1_epi16(16);
 #pragma GCC unroll 8
     for (int64_t output = 0; output < kLanes; output += 2) {
@@ -145,7 +145,7 @@ static inline void unpack_rows(const uint8_t* tile, const TileLayout& layout, bf
     }
 }
 
-// To the layout of packed weights, where the nibbles lie by outputs.
+// Unpacks nibbles of kFormatRows to the layout of packed weights. Returns false for all other formats.
 static inline bool unpack_nibble_rows(const uint8_t* tile, const TileLayout& layout, bf16* to) {
     if (!layout.rows) return false;
     alignas(64) bf16 rows[kLanes * kDepth];
@@ -157,8 +157,8 @@ static inline bool unpack_nibble_rows(const uint8_t* tile, const TileLayout& lay
     return true;
 }
 
-// Sums of up to two groups of sixteen outputs, [group][16][columns], `stride` floats apart. The product has the weights
-// on its left, as they are unpacked, and x [in / 2][columns][2] on its right: each sum is the same in the same order.
+// Computes the sums of up to two groups of sixteen outputs, [group][16][columns], `stride` floats apart. The unpacked
+// weights are on the left of the product, x [in / 2][columns][2] on the right. Each sum keeps its order.
 static inline void multiply_nibble_rows(Worker& worker, const uint8_t* tiles, const TileLayout& layout, int64_t groups,
                                         const bf16* x, int64_t columns, int64_t in, float* sums, int64_t stride) {
     configure_columns(worker, static_cast<int>(columns));
@@ -189,7 +189,7 @@ static inline void multiply_nibble_rows(Worker& worker, const uint8_t* tiles, co
     if (groups == 2) _tile_stored(1, sums + kLanes * stride, 4 * stride);
 }
 
-// Sums of one panel for up to sixteen rows of x, [rows][kTaskOut].
+// Computes the sums of one panel for up to sixteen rows of x, [rows][kTaskOut].
 static inline void multiply_by_rows(Worker& worker, const uint8_t* tiles, const TileLayout& layout, int64_t groups,
                                     const bf16* x, int64_t rows, int64_t in, float* sums) {
     if (rows == 1) return multiply_nibble_rows(worker, tiles, layout, groups, x, 1, in, sums, 1);
@@ -203,7 +203,7 @@ static inline void multiply_by_rows(Worker& worker, const uint8_t* tiles, const 
     }
 }
 #endif
-// Of other types and machines none lie so.
+// Other types and instruction sets have no nibbles of kFormatRows.
 template <class T>
 static inline bool unpack_nibble_rows(const uint8_t*, const TileLayout&, T*) {
     return false;
@@ -212,7 +212,7 @@ template <class T>
 static inline void multiply_by_rows(
     Worker&, const uint8_t*, const TileLayout&, int64_t, const T*, int64_t, int64_t, float*) {}
 
-// Unpacks `count` tiles of sixteen outputs along `in`; between two of them lie those of the other groups.
+// Unpacks `count` tiles of one group of sixteen outputs along `in`. They alternate with tiles of the other groups.
 template <class T>
 static void unpack(const uint8_t* tiles, const TileLayout& layout, int64_t groups, int64_t count, T* to) {
     const int64_t bytes = layout.tile_bytes();
@@ -227,7 +227,7 @@ static void unpack(const uint8_t* tiles, const TileLayout& layout, int64_t group
 // A matrix [outputs, in] whose weights stay in blocks.
 template <class T>
 struct Quantized {
-    static constexpr int64_t kMostOut = kOutBlock;  // of one task
+    static constexpr int64_t kMostOut = kOutBlock;  // outputs of one task
 
     const uint8_t* tiles;
     TileLayout layout;
@@ -259,8 +259,8 @@ struct Quantized {
         return packed;
     }
 
-    // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order. Few rows: a strip is
-    // unpacked, multiplied, and so on. Many rows: all is unpacked once for all of them.
+    // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order. For few rows, each strip is
+    // unpacked and multiplied. For many rows, all weights are unpacked once.
     template <class Finish>
     static void multiply_slices(const Input<T>& input, Worker& worker, int64_t chunk, const Slice<Quantized>* slices,
                                 int64_t count, const Finish& finish) {

@@ -1,10 +1,10 @@
-// Layers that keep a state of each context: see `LayerState` of ../../interface.py. Each request is computed token by
+// Layers with a state for each context; see `LayerState` of ../../interface.py. Each request is computed token by
 // token, so that no result depends on where a chunk begins.
 
 constexpr int64_t kMostTaps = 16;
-constexpr int64_t kConvChannels = 64;  // that one task takes
+constexpr int64_t kConvChannels = 64;  // channels of one task
 
-// The tokens of one request, and where their states lie.
+// The tokens of one request, and the places of their states.
 struct Recurrence {
     const Group& group;
     const Cache& cache;
@@ -23,12 +23,12 @@ struct Recurrence {
         return 0 <= slot && slot < cache.slots;
     }
 
-    // The state behind the token at this position.
+    // Returns the state after the token at this position.
     float* behind(int64_t position) const {
         return static_cast<float*>(cache.keys) + slot_of(position) * cache.slot_stride;
     }
 
-    // Whether all blocks lie somewhere: that of the state before the first token, and those of the tokens.
+    // Returns whether the block of the state before the first token and the blocks of the tokens have valid slots.
     bool is_sound() const {
         const int64_t last = first_position + (end - begin) - 1;
         for (int64_t position = most(0, first_position - 1); position < last; position += group.block_tokens)
@@ -39,7 +39,7 @@ struct Recurrence {
     bool begins_block(int64_t token) const { return (first_position + token - begin) % group.block_tokens == 0; }
 };
 
-// body(recurrence, part, worker) for every request that has tokens, and each of its parts.
+// Calls body(recurrence, part, worker) for every request that has tokens, and each of its parts.
 template <class Body>
 static void for_each_recurrence(const Op& op, const Step& step, Team& team, int64_t parts, const Body& body) {
     team.for_each(step.requests * parts, [&](int64_t task, Worker& worker) {
@@ -80,9 +80,9 @@ static void causal_conv(const Op& op, const Step& step, Team& team) {
     });
 }
 
-constexpr int64_t kScanRows = 4;  // of a state that go on side by side: their sums do not wait for each other
+constexpr int64_t kScanRows = 4;  // rows of a state that are computed together, so that sums do not wait for each other
 
-// Rows [0, count) of a state [rows, size] go on by one token: sums[i] becomes that of row i and c.
+// Advances rows [0, count) of a state [rows, size] by one token. sums[i] becomes the dot product of row i and c.
 template <int64_t count>
 static inline void scan_rows(const float* added, const float* b, const float* c, float kept, int64_t size, float* state,
                              float* sums) {
@@ -99,7 +99,7 @@ static inline void scan_rows(const float* added, const float* b, const float* c,
     for (int64_t i = 0; i < count; ++i) sums[i] = sum_lanes(sum[i]);
 }
 
-// One token of one head: state [head_dim, size] goes on, out [head_dim].
+// Computes one token of one head: advances state [head_dim, size] and writes out [head_dim].
 template <class T>
 static void scan_token(const T* inputs, const float* b, const float* c, float step, float kept, float skip,
                        int64_t head_dim, int64_t size, float* state, T* out) {
@@ -116,7 +116,7 @@ static void scan_token(const T* inputs, const float* b, const float* c, float st
     }
 }
 
-// The first `count` values of a row in fp32.
+// Converts the first `count` values of a row to fp32.
 template <class T>
 static void widen_row(const T* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i += kLanes) store_some(to + i, load_some(from + i, count - i), count - i);
@@ -134,7 +134,7 @@ static void selective_scan(const Op& op, const Step& step, Team& team) {
         float* state = own.first_position ? own.behind(own.first_position - 1) + head * head_dim * size : nullptr;
         for (int64_t token = own.begin; token < own.end; ++token) {
             if (!state || own.begins_block(token)) {
-                // The block before is full, and others may read it already: this one goes on from a copy.
+                // The previous block is full, and others may read it. So this block begins with a copy of its state.
                 float* next = own.behind(own.first_position + token - own.begin) + head * head_dim * size;
                 if (state)
                     memcpy(next, state, bytes);

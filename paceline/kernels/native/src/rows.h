@@ -1,8 +1,8 @@
 // Operations on single rows.
 
-constexpr int64_t kTaskElements = 8192;  // what one thread takes at a time
+constexpr int64_t kTaskElements = 8192;  // elements in one task
 
-// body(row) for every row of `size` elements.
+// Calls body(row) for every row of `size` elements.
 template <class Body>
 static void for_each_row(Team& team, int64_t rows, int64_t size, const Body& body) {
     const int64_t step = most(1, kTaskElements / most(1, size));

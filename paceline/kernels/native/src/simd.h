@@ -1,5 +1,5 @@
-// Sixteen lanes of fp32, whatever the machine has: the compiler splits them. Included once for each instruction set,
-// inside its namespace.
+// Vectors of sixteen fp32 lanes for any machine: the compiler splits them if registers are shorter. Included once for
+// each instruction set, inside its namespace.
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
@@ -39,7 +39,7 @@ static inline f32x16 widen(u16x16 half) {
     return bits<f32x16>(word << 16);
 }
 
-// To the nearest, ties to even.
+// Rounds to the nearest, ties to even.
 static inline u16x16 narrow(f32x16 value) {
 #ifdef PACELINE_AVX512
     return bits<u16x16>(_mm512_cvtneps_pbh(bits<__m512>(value)));
@@ -58,7 +58,7 @@ static inline void store(bf16* to, f32x16 value) {
     memcpy(to, &half, sizeof(half));
 }
 
-// The first `count` lanes; the others are 0, or left alone.
+// Load or store the first `count` lanes. Other loaded lanes are 0; other memory is not written.
 template <class T>
 static inline f32x16 load_some(const T* from, int64_t count) {
     if (count >= kLanes) return load(from);
@@ -74,17 +74,17 @@ static inline void store_some(T* to, f32x16 value, int64_t count) {
     memcpy(to, lanes, count * sizeof(T));
 }
 
-// What T can hold of a value.
+// Rounds a value to what T can hold.
 static inline f32x16 round_to(const float*, f32x16 value) { return value; }
 static inline f32x16 round_to(const bf16*, f32x16 value) { return widen(narrow(value)); }
 
-// Integers in the order of fp32, of which -0 is 0, and what is no number is larger than all.
+// Maps fp32 to integers of the same order. -0 equals 0, and NaN is the largest.
 static inline i32x16 order_of(f32x16 value) {
     const i32x16 word = bits<i32x16>(value + 0.0f), order = word ^ (word >> 31 & 0x7fffffff);
     return value == value ? order : 0x7fffffff + i32x16{};
 }
 
-// Fused where the machine can, and always in the same way: the compiler is told not to fuse by itself.
+// Fused if the instruction set can, and then always. The compiler is told not to fuse by itself.
 static inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #ifdef PACELINE_AVX512
     return bits<f32x16>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
@@ -111,7 +111,7 @@ static inline f32x16 dot_pairs(u32x16 a, u32x16 b, f32x16 c) {
 #endif
 }
 
-// 1 / x within 2 ulp, for x of at least 1. Four times as fast as a division.
+// 1 / x within 2 ulp, for x >= 1. Four times as fast as a division.
 static inline f32x16 reciprocal(f32x16 x) {
 #ifdef PACELINE_AVX512
     const f32x16 guess = bits<f32x16>(_mm512_maskz_rcp14_ps(0xffff, bits<__m512>(x)));
@@ -126,7 +126,7 @@ static inline V max(V a, V b) {
     return a > b ? a : b;
 }
 
-// Over all lanes, in a fixed order.
+// Joins all lanes in a fixed order.
 template <class V, class Join>
 static inline auto over_lanes(V v, const Join& join) {
     v = join(v, __builtin_shuffle(v, i32x16{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
@@ -143,12 +143,12 @@ static inline auto max_lane(V v) {
     return over_lanes(v, max<V>);
 }
 
-// 2^x within 2 ulp; 0 below -126, which is -inf's case too; 2^127 above 127.
+// 2^x within 2 ulp; 0 below -126 and for -inf; 2^127 above 127.
 static inline f32x16 exp2(f32x16 x) {
     const f32x16 capped = x > 127.0f ? splat(127.0f) : x;
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits
     const f32x16 shifted = capped + magic, rest = capped - (shifted - magic);
-    // A polynomial of least relative error for |rest| <= 1/2.
+    // The polynomial with the least relative error for |rest| <= 1/2.
     f32x16 p = splat(0.0001535335904918611f);
     p = fma(p, rest, splat(0.0013398879673331976f));
     p = fma(p, rest, splat(0.009618437848985195f));
@@ -162,12 +162,12 @@ static inline f32x16 exp2(f32x16 x) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// e^x, as exactly as x * log2(e) can be held.
+// e^x, as exact as x * log2(e) is in fp32.
 static inline f32x16 exp(f32x16 x) { return exp2(x * kLog2E); }
 
 // Transposes 16 x 16 words.
 static inline void transpose(u32x16 (&rows)[kLanes]) {
-    // Each round swaps off-diagonal squares of half the size: first single words, then squares of 2, 4 and 8.
+    // Each round swaps off-diagonal squares: first single words, then squares of 2, 4 and 8.
 #define PACELINE_SWAP(SIZE, LOW, HIGH)                                             \
     for (int i = 0; i < kLanes; ++i) {                                             \
         if (i & SIZE) continue;                                                    \
@@ -186,7 +186,7 @@ static inline void transpose(u32x16 (&rows)[kLanes]) {
 #undef PACELINE_SWAP
 }
 
-// Four floats each from four places.
+// Gathers four floats each from four places.
 static inline f32x16 gather_fours(const float* a, const float* b, const float* c, const float* d) {
 #ifdef PACELINE_AVX512
     __m512 all = _mm512_castps128_ps512(_mm_loadu_ps(a));
@@ -201,7 +201,7 @@ static inline f32x16 gather_fours(const float* a, const float* b, const float* c
 #endif
 }
 
-// The first four columns of a 16 x 16 square whose rows are `stride` apart.
+// Takes the first four columns of a 16 x 16 square whose rows are `stride` apart.
 static inline void take_columns(const float* square, int64_t stride, f32x16 (&columns)[4]) {
     f32x16 parts[4];  // rows i, 4 + i, 8 + i and 12 + i
     for (int i = 0; i < 4; ++i) {

@@ -1,4 +1,4 @@
-// How the queries of a step are shared out among threads.
+// The distribution of a step's queries to threads.
 
 constexpr int64_t kTaskRows = 256;  // query rows (tokens times heads of one KV head) that share one packing of keys
 
@@ -16,7 +16,7 @@ struct Tasks {
     // [requests + 1]: tasks [first_task[r], first_task[r + 1]) belong to request r.
     const int64_t* first_task = nullptr;
 
-    // Of the request that has most.
+    // Tokens of the request that has most.
     int64_t most_tokens() const {
         int64_t tokens = 0;
         for (int64_t r = 0; r < step.requests; ++r)
@@ -55,7 +55,7 @@ struct Tasks {
         return rows_at(request, task - first_task[request]);
     }
 
-    // Of the given task among those of a request.
+    // Returns the rows of a task, numbered within its request.
     Rows rows_at(int64_t request, int64_t task) const {
         Rows rows{request, task % kv_heads, 0, 0, 0};
         const int64_t end = step.query_start[request + 1];

@@ -11,7 +11,7 @@
 namespace paceline {
 namespace {
 
-// Longer than what lies between two operations that share their work, shorter than what would hurt others on this core.
+// Longer than the time between two operations with tasks; short enough not to hurt other work on this core.
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr int kSpinsBetweenClocks = 64;
 
@@ -21,7 +21,7 @@ inline void relax() {
 #endif
 }
 
-// Spins until `ready`; false when it has taken too long.
+// Spins until `ready`. Returns false after kSpin.
 template <class Ready>
 bool spin_until(const Ready& ready) {
     for (const auto end = std::chrono::steady_clock::now() + kSpin; std::chrono::steady_clock::now() < end;) {
@@ -54,7 +54,7 @@ Team::Team(int threads, const KernelTable& kernels, void (*leave)())
             helper.thread = std::thread([this, &helper] { help(helper.worker); });
         }
     } catch (const std::exception&) {
-        // std::system_error or std::bad_alloc: no thread more can be had. Fewer compute the same.
+        // std::system_error or std::bad_alloc: there are no more threads. Fewer threads compute the same results.
         if (!helpers_.empty() && !helpers_.back().thread.joinable()) helpers_.pop_back();
     }
 }
@@ -85,7 +85,7 @@ int Team::run(const Op* ops, int64_t count, const Step& step) {
         or_fail([&] { kernels_[ops[i].type][ops[i].kind](ops[i], step, *this); });
     }
     turns_.after_program();
-    await_late_helpers();  // what they read is the caller's
+    await_late_helpers();  // because they read the caller's memory
     leave_();
     caller_.tile_rows = 0;
     return error_.load();
@@ -116,7 +116,7 @@ void Team::do_tasks(int64_t count, Body body, const void* context) {
     }
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (sleepers_.load() > 0) {
-        // Who is about to sleep holds the lock from its last look at the ticket until it sleeps.
+        // A thread that is about to sleep holds the lock from its last look at the ticket until it sleeps.
         { const std::lock_guard<std::mutex> lock(sleep_); }
         wake_.notify_all();
     }
@@ -143,7 +143,7 @@ void Team::await_late_helpers() const {
 }
 
 void* Team::shared(size_t bytes) {
-    if (bytes > shared_.size()) await_late_helpers();  // they may read what is freed now
+    if (bytes > shared_.size()) await_late_helpers();  // they may still read the memory that is freed now
     return shared_.take(bytes);
 }
 
@@ -165,16 +165,16 @@ bool Team::do_one(Worker& worker) {
 }
 
 void Team::do_task(const Job& job, int64_t task, Worker& worker) {
-    // Nothing may be thrown past here: others still compute, with what lies on the caller's stack.
+    // No exception may pass here, because other threads still compute with data on the caller's stack.
     or_fail([&] { job.body(job.context, task, worker); });
     if (worker.settle()) done_.fetch_add(1);
 }
 
 void Team::help(Worker& worker) {
 #if defined(__linux__)
-    pthread_setname_np(pthread_self(), "kernels");  // for tools that count CPU time by thread
+    pthread_setname_np(pthread_self(), "kernels");  // for tools that show CPU time by thread
 #endif
-    // Of the next job it has tasks of its own, or there are fewer tasks than threads.
+    // A helper looks at its own range only: without tasks in it, the job has fewer tasks than threads.
     const auto has_own = [&] { return has_tasks(ranges_[worker.index_]); };
     while (!stopping_.load()) {
         while (do_one(worker)) {

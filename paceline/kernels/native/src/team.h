@@ -15,7 +15,7 @@
 
 namespace paceline {
 
-// Memory that grows and is never copied: what it held is gone when it grows. Aligned to 64 bytes.
+// Memory that grows as needed, aligned to 64 bytes. Its content is lost when it grows.
 class Scratch {
   public:
     void* take(size_t bytes);
@@ -26,13 +26,13 @@ class Scratch {
     size_t size_ = 0;
 };
 
-// What belongs to one thread.
+// The data of one thread.
 class Worker {
   public:
     Scratch scratch;
-    int tile_rows = 0;  // what its matrix tiles are configured for; less than 0 for columns
+    int tile_rows = 0;  // rows for which its matrix tiles are configured; negative for columns
 
-    // Of a restartable task, before it writes: false where another thread took the task over, and this one is too late.
+    // Called by a restartable task before it writes. Returns false if another thread has taken the task over.
     bool may_write() {
         int64_t task = offered_.load();
         return task == kNothing || (task != kTaken && offered_.compare_exchange_strong(task, kNothing));
@@ -42,42 +42,42 @@ class Worker {
     friend class Team;
     static constexpr int64_t kNothing = -1, kTaken = -2;
 
-    int index_ = 0;  // of its range of tasks
+    int index_ = 0;  // number of its own range of tasks
 
     void offer(int64_t task) { offered_.store(task); }
-    // For another thread: the task on offer, which is that thread's from now on; negative where there is none.
+    // Called by another thread: takes over the task on offer and returns it; negative if there is none.
     int64_t take_over() {
         int64_t task = offered_.load();
         return task >= 0 && offered_.compare_exchange_strong(task, kTaken) ? task : kNothing;
     }
     bool is_late() const { return offered_.load() == kTaken; }
-    // At the end of a task: whether it counts.
+    // Called at the end of a task. Returns whether this thread's result counts.
     bool settle() { return offered_.exchange(kNothing) != kTaken; }
 
-    // A restartable task that this thread computes, until it begins to write.
+    // The restartable task that this thread computes, until it begins to write.
     alignas(64) std::atomic<int64_t> offered_{kNothing};
 };
 
-// One thread, the caller of `run`, goes through the program; the others help with the tasks of the operation under way.
-// On a machine with other work, a helper may be without a core for a long time. Nobody waits for one that has not come,
-// nor for one that lost its core amid a restartable task: the caller computes the task once more, and what the helper
-// has of it in the end does not count.
+// The caller of `run` goes through the program. The other threads, its helpers, take tasks of the current operation.
+// On a busy machine a helper may have no core for a long time. Nobody waits for a helper that has not begun a task, nor
+// for one that lost its core during a restartable task: the caller computes this task again, and the helper's result is
+// dropped.
 class Team {
   public:
-    // kernels: what the programs are made of; leave: what a thread does before it rests.
+    // kernels: compute the operations of programs; leave: called by a thread before it rests.
     Team(int threads, const KernelTable& kernels, void (*leave)());
     ~Team();
     Team(const Team&) = delete;
 
-    // From now on operations wait for their turn. Not while a program runs.
+    // Lets later operations wait for their turn. Must not be called while a program runs.
     void take_turns(const Turns& turns) { turns_ = turns; }
 
-    // Runs a program; returns 0 or the first error.
+    // Runs a program. Returns 0 or the first error.
     int run(const Op* ops, int64_t count, const Step& step);
 
-    // Calls body(i, worker) once for every i in [0, count); returns when all are done. Each thread goes through a range
-    // of its own, in order, so that what it reads lies in a row; then it takes tasks of ranges that others have yet to
-    // go through. Only kernels call it.
+    // Calls body(i, worker) once for every i in [0, count), and returns when all calls have ended. Each thread goes
+    // through a range of its own, in order, so that it reads consecutive memory. Then it takes tasks that are left in
+    // the ranges of other threads. Only kernels call this.
     template <class Body>
     void for_each(int64_t count, const Body& body) {
         do_tasks(count, [](const void* body_, int64_t i, Worker& worker) {
@@ -85,10 +85,10 @@ class Team {
         }, &body);
     }
 
-    // The same for restartable tasks, with body(find(i), worker), which writes nothing unless `worker.may_write()`.
-    // A thread whose task was taken over may go on with it during later operations. So `body` is copied, and must hold
-    // values, no references to what ends with the operation; and what it reads of memory that later operations write
-    // may be anything. What must not be read so late, `find` reads.
+    // The same for restartable tasks, with body(find(i), worker). `body` must write only if `worker.may_write()`.
+    // A thread whose task was taken over may still run `body` during later operations. So `body` is copied, and must
+    // hold values, not references to data of this operation. It may read memory that later operations overwrite, and
+    // must tolerate any content there. Data for which this is not possible must be read by `find`.
     template <class Find, class Body>
     void for_each_restartable(int64_t count, const Find& find, const Body& body) {
         static_assert(std::is_trivially_copyable_v<Body>, "a lambda that captures plain values");
@@ -106,9 +106,9 @@ class Team {
     }
 
     int threads() const { return static_cast<int>(helpers_.size()) + 1; }
-    // Memory that all threads see, until the next call.
+    // Returns memory for all threads, valid until the next call.
     void* shared(size_t bytes);
-    // Reports an error of the program; the first one stays.
+    // Reports an error of the program. Only the first one is kept.
     void fail(int code);
 
   private:
@@ -117,27 +117,26 @@ class Team {
         Body body = nullptr;
         const void* context = nullptr;
     };
-    // Two: the job under way, and the next one that is being written beside it. A helper that looked at an older ticket
-    // may read the wrong one of them; then the ticket has changed, and it gets no task.
+    // Two: the current job and the next one, which may be written at the same time. A helper with an old ticket may
+    // read the wrong one. But then the ticket has changed, and the helper gets no task.
     static constexpr uint32_t kJobs = 2;
 
-    // The tasks that one thread goes through. In the upper half of the ticket is the number of the job under way, in
-    // the lower one the next task. Who counts it up owns the task, and as long as he has not counted `done_` up the job
-    // stays.
+    // The tasks of one thread. The upper half of the ticket is the number of the current job, the lower half the next
+    // task. A thread that increments the ticket owns the task. The job stays until the thread has incremented `done_`.
     struct alignas(64) Range {
         std::atomic<uint64_t> ticket{0};
         std::atomic<uint32_t> ends[kJobs] = {};
     };
 
-    // Calls work(); reports memory that it does not get.
+    // Calls work(), and reports kNoMemory if it gets no memory.
     template <class Work>
     void or_fail(const Work& work);
     void do_tasks(int64_t count, Body body, const void* context);
     bool do_one(Worker& worker);
     void do_task(const Job& job, int64_t task, Worker& worker);
-    // Computes a task that a helper is at; false where there is none on offer.
+    // Takes over a helper's task and computes it. Returns false if none is on offer.
     bool take_over_one(const Job& job);
-    // Returns when no helper is at a task that was taken over.
+    // Waits until no helper computes a task that was taken over.
     void await_late_helpers() const;
     static bool has_tasks(const Range& range);
     void help(Worker& worker);

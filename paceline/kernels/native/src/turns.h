@@ -1,4 +1,4 @@
-// Prefill and decode workers of a host take turns on its cores; see ../../../core/turns.py, which speaks the same.
+// Turns of prefill and decode workers on the cores of a host. ../../../core/turns.py uses the same page.
 #pragma once
 
 #include <atomic>
@@ -10,22 +10,22 @@ namespace paceline {
 
 constexpr int kTurnSlots = 62;
 
-// In memory that the processes share; instants of the monotonic clock, in nanoseconds. What stands behind it is Python's.
+// Times of the monotonic clock, in nanoseconds, in memory that the processes share. Only Python uses the later words.
 struct TurnPage {
     std::atomic<int64_t> prefill_until, wanted_until, busy_until[kTurnSlots];
 };
 
 class Turns {
   public:
-    // slot: that of a decode worker, or negative for a prefill worker.
+    // slot: the slot of a decode worker; negative for a prefill worker.
     Turns(TurnPage* page, int slot) : page_(page), slot_(slot) {}
 
-    // Behind the last operation: what lies between two programs is Python's, and leaves cores idle.
+    // Called after the last operation. Between two programs Python runs and cores are idle, so prefill may compute.
     void after_program() const {
         if (page_ && slot_ >= 0) page_->busy_until[slot_].store(0, std::memory_order_relaxed);
     }
 
-    // Before each operation: decode says that it computes, prefill waits until it may.
+    // Called before each operation: decode tells that it computes; prefill waits until it may compute.
     void before_operation() const {
         if (!page_) return;
         if (slot_ >= 0) {
