@@ -119,7 +119,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The parameters that choose a token from one row of logits if no others apply; see `SamplingParams`."""
+    """Sampling parameters of a token that depends only on them and on its row of logits; see `SamplingParams`."""
 
     temperature: float
     """0 chooses the token with the largest logit."""

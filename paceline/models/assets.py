@@ -103,7 +103,7 @@ def _gguf_key(path: Path) -> str:
 def _converted(
     key: str, cache_dir: Path, report: Report, find_gguf: Callable[[Path], Path], quantization: Quantization
 ) -> Path:
-    """Return `cache_dir/key`. Convert the model first if the folder does not exist; it appears whole or not at all."""
+    """Return the folder `cache_dir/key`. Convert the model first if it is missing; it appears whole or not at all."""
     target = cache_dir / key
     if _is_complete(target, quantization):
         return target

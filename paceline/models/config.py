@@ -189,7 +189,7 @@ def _mamba(fields: _Fields) -> Mamba:
     if fields.size("mamba_n_groups", 1) != 1:
         raise ModelError("Mamba heads in more than one group (mamba_n_groups) are not supported")
     least, most = fields.get("time_step_limit", (0.0, math.inf))
-    if isinstance(most, Mapping):  # as transformers writes what JSON has no word for
+    if isinstance(most, Mapping):  # how transformers writes numbers that JSON cannot, such as Infinity
         most = float(most.get("__float__", 0.0))
     if (least, most) != (0.0, math.inf):
         raise ModelError("limits of Mamba's time steps (time_step_limit) are not supported")

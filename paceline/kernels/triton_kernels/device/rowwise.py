@@ -111,7 +111,7 @@ def store_kv(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Store token t at slots[t], places[t] (both int64), or nowhere if its slot is below 0. Grid: (tokens,)."""
+    """Store token t at place places[t] of slot slots[t] (int64), or nowhere if the slot is below 0. Grid: (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     head, dim = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, DIM)[None, :]
     slot = tl.load(slots + token)
