@@ -1,4 +1,4 @@
-"""Calls that no honest caller makes: broken messages, wrong sessions, calls cut off or left half open."""
+"""Calls that no correct client makes: broken messages, wrong sessions, calls that are cut off or left half open."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _STRANGERS: tuple[tuple[tuple[str, str | bytes], ...], ...] = (
 
 @dataclass
 class Valid:
-    """What an honest caller would say, to be broken a little."""
+    """Values of valid messages, which are then broken in small ways."""
 
     model: str
     layout: kvtransfer_pb2.KVLayout
     address: str
-    """Of kvtransfer."""
+    """Address of kvtransfer."""
     session: int = 0
-    """An open one of ours."""
+    """An open session of the fuzzer with kvtransfer."""
     socket_path: str = ""
-    """Where its requests are taken."""
+    """Path of the Unix socket that takes this session's requests."""
     stream: str = ""
-    """Of events of the decode worker; one that we read."""
+    """Name of the decode worker's stream of events, which the fuzzer reads."""
 
     def message(self, rng: random.Random, kind: type[Message]) -> Message:
         if kind is kvtransfer_pb2.AttachRequest:
@@ -83,7 +83,7 @@ class Valid:
         return random_message(rng, kind)
 
     def following(self, rng: random.Random) -> list[worker_pb2.DecodeCommand]:
-        """What may come behind an admission."""
+        """Return commands that may come after an admission."""
         handoff = worker_pb2.Handoff(key=_key(rng), first_token_id=rng.choice((1, 299, 300, 2**32 - 1)))
         here = worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere())
         fetch = worker_pb2.DecodeCommand(fetch=worker_pb2.Fetch(key=_key(rng), source=self.address))
@@ -91,7 +91,7 @@ class Valid:
         return rng.choice(([], [here], [here, here], [handed], [fetch], [fetch, handed]))
 
     def on_socket(self, rng: random.Random) -> bytes:
-        """Some requests of that session, a little broken, and perhaps not as long as they claim to be."""
+        """Return some requests of the session, broken in small ways. Their length prefix may be wrong."""
         data = b""
         for _ in range(rng.choice((1, 1, 3, 20))):
             message = self.message(rng, kvtransfer_pb2.BatchRequest)
@@ -112,7 +112,7 @@ class Valid:
         )
 
     def _operation(self, rng: random.Random) -> kvtransfer_pb2.Operation:
-        """One of those that exist, with plausible values."""
+        """Return one of the existing operations, with plausible values."""
         operation = kvtransfer_pb2.Operation()
         (choices,) = operation.DESCRIPTOR.oneofs
         name = rng.choice([each.name for each in choices.fields])
@@ -137,16 +137,16 @@ class Valid:
 
 @dataclass
 class Caller:
-    """One channel to one address. With the secret it is a neighbour that went mad, without it a stranger."""
+    """One channel to one address. With the secret it is a faulty service of the cluster, without it a stranger."""
 
     role: str
-    """Of the service, whose own methods are called most."""
+    """Role of the service. Its own methods are called most often."""
     address: str
     secret: Secret
     valid: Valid
     rng: random.Random
     codes: Counter[str] = field(default_factory=Counter)
-    """How the calls ended that we did not leave."""
+    """Number of calls by status code, except for calls that this side cancelled."""
 
     def __post_init__(self) -> None:
         self._methods = methods()
@@ -157,7 +157,7 @@ class Caller:
         await self._channel.close(None)
 
     async def attack(self) -> None:
-        """One call."""
+        """Make one call."""
         method = self.rng.choice(self._own if self.rng.random() < 0.85 else self._methods)
         path = method.path if self.rng.random() < 0.97 else self.rng.choice(("/", "//", "/a/b", method.path + "x"))
         metadata = () if self.secret else self.rng.choice(_STRANGERS)
@@ -168,10 +168,10 @@ class Caller:
                 if self.rng.random() < 0.1:
                     await asyncio.sleep(self.rng.uniform(0, 0.05))
             if self.rng.random() < 0.1:
-                if self.rng.random() < 0.2:  # with the whole connection
+                if self.rng.random() < 0.2:  # close the whole connection too
                     await self._channel.close(None)
                     self._channel = open_channel(self.address, self.secret)
-                return  # cut off by the cancellation below
+                return  # the cancellation below cuts the call off
             if self.rng.random() < 0.6:
                 await call.done_writing()
             stay = self.rng.choice((0.02, 0.3, 2 * _CALL_SECONDS))
@@ -182,14 +182,14 @@ class Caller:
                     self._note(await call.code(), await call.details())
         except grpc.aio.AioRpcError as error:
             self._note(error.code(), error.details())
-        except (asyncio.InvalidStateError, grpc.aio.InternalError):  # it ended while we wrote
+        except (asyncio.InvalidStateError, grpc.aio.InternalError):  # the call ended while a message was written
             self._note(await call.code(), await call.details())
         finally:
             call.cancel()
 
     def _note(self, code: grpc.StatusCode, details: str | None) -> None:
         if details == "Internal error from Core":
-            return  # what our own side says where a message met a call that had ended
+            return  # this side's own error when it writes to a call that has ended
         self.codes[f"{code.name} {details[:100]}" if code in _BUGS and details else code.name] += 1
 
     def _messages(self, method: Method) -> list[bytes]:
@@ -207,12 +207,12 @@ class Caller:
         if rng.random() < 0.1:
             messages = [break_bytes(rng, each) for each in messages]
         if rng.random() < 0.002:
-            messages.append(bytes(17 << 20))  # more than a message may have
+            messages.append(bytes(17 << 20))  # larger than the limit of a message
         return messages if rng.random() < 0.9 else messages * 2
 
 
 def _key(rng: random.Random) -> common_pb2.Key:
-    """One of few, so that operations meet each other's leases, and stale generations come up."""
+    """Return one of a few keys, so that operations meet each other's leases and stale generations."""
     return common_pb2.Key(
         request_id=f"fuzz-{rng.randrange(4)}", attempt=rng.choice((1, 2)), generation=rng.choice((0, 1, 1, 2, 2, 3, 9))
     )

@@ -1,4 +1,4 @@
-"""Every method of every service, and messages for them: random ones, and valid ones that were broken a little."""
+"""Every method of every service, and messages for them: random ones, and valid ones with small errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INTEGERS = {
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of the wire."""
+    """One gRPC method."""
 
     path: str
     service: str
@@ -39,7 +39,7 @@ class Method:
 
 
 def methods() -> list[Method]:
-    """All that our services have, by their descriptions, and health."""
+    """Return all methods of Paceline's services, by their descriptors, and of the health service."""
     files: list[FileDescriptor] = [health_pb2.DESCRIPTOR]
     for module in pkgutil.iter_modules(paceline.proto.__path__):
         if module.name.endswith("_pb2"):
@@ -53,7 +53,7 @@ def methods() -> list[Method]:
 
 
 def random_message(rng: random.Random, kind: type[Message], depth: int = 0) -> Message:
-    """A message of this kind in which each field was left out, or given an odd value."""
+    """Return a message of this type, in which each field is missing or has an odd value."""
     message = kind()
     for field in message.DESCRIPTOR.fields:
         if rng.random() < 0.6:
@@ -62,7 +62,7 @@ def random_message(rng: random.Random, kind: type[Message], depth: int = 0) -> M
 
 
 def mutate(rng: random.Random, message: Message) -> None:
-    """Gives one field, somewhere inside, another value; or none."""
+    """Change or clear one random field, at any depth."""
     places = list(_places(message))
     if not places:
         return
@@ -73,7 +73,7 @@ def mutate(rng: random.Random, message: Message) -> None:
 
 
 def break_bytes(rng: random.Random, data: bytes) -> bytes:
-    """The same bytes, cut off, flipped, doubled or with others among them."""
+    """Return the bytes with parts cut off, flipped, repeated or inserted."""
     broken = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(broken) + 1)
@@ -86,7 +86,7 @@ def break_bytes(rng: random.Random, data: bytes) -> bytes:
                 broken[at:at] = rng.randbytes(rng.randint(1, 40))
             case 3:
                 broken += broken[at : at + 64]
-            case _:  # a field that says it is very long
+            case _:  # a field with a very large length
                 broken[at:at] = b"\x0a\xff\xff\xff\xff\x07"
     return bytes(broken)
 

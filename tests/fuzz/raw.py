@@ -1,4 +1,4 @@
-"""Bytes that are no call: noise, HTTP/2 that breaks its rules, HTTP/1 that breaks its own."""
+"""Bytes that are not a valid call: noise, invalid HTTP/2, invalid HTTP/1."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _FIELDS = """
 
 
 async def send(address: tuple[str, int] | str, data: bytes, rng: random.Random) -> None:
-    """Sends bytes to a port or a socket, perhaps in pieces; then leaves: at once, after an answer, or by a reset."""
+    """Send bytes to a port or a socket, perhaps in pieces. Then close at once, after an answer, or with a reset."""
     with contextlib.suppress(OSError, TimeoutError):
         if isinstance(address, str):
             reader, writer = await asyncio.open_unix_connection(address)
@@ -90,7 +90,7 @@ def noise(rng: random.Random) -> bytes:
 
 
 def http2(rng: random.Random) -> bytes:
-    """A connection that begins as HTTP/2 should and goes on as it should not."""
+    """Return the bytes of a connection that begins as valid HTTP/2 and becomes invalid."""
     data = PREFACE if rng.random() < 0.9 else PREFACE[: rng.randrange(24)]
     if rng.random() < 0.8:
         data += _frame(4, 0, 0, b"")
@@ -104,7 +104,7 @@ def http2(rng: random.Random) -> bytes:
 
 
 def http1(rng: random.Random) -> bytes:
-    """A request to the HTTP API with something wrong in its head or its body."""
+    """Return a request to the HTTP API with an error in its head or its body."""
     body = _body(rng)
     method = rng.choice(("POST", "POST", "POST", "GET", "PUT", "OPTIONS", "BREW", "PRI"))
     head = f"{method} {rng.choice(_PATHS)} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()

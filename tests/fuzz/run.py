@@ -1,11 +1,11 @@
-"""Throws hostile bytes, calls and requests at every port of a real stack, and proves that they changed nothing.
+"""Send hostile bytes, calls and requests to every port of a real stack, and check that they change nothing.
 
     python -m tests.fuzz.run --seconds 120 --seed 1
 
-Each port is attacked for `--seconds`, half of it by strangers, who lack the services' secret, and half by neighbours
-who have it. Twice a minute it says what memory each process has to itself. Exit code 1 where a process ended, is not
-healthy, holds blocks, has grown, logged an error that no input may bring about, let a stranger in, or gives other
-tokens than before.
+Each port is attacked for `--seconds`, half of the time by strangers, who lack the services' secret, and half of it by
+neighbours, who have the secret. Twice a minute the private memory of each process is printed. The exit code is 1 if a
+process has ended, is not healthy, holds blocks, has grown, has logged an error that no input may cause, has accepted a
+stranger, or gives other tokens than before.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from tests.fuzz.calls import Caller, Valid
 from tests.fuzz.stack import ROLES, FuzzStack, Usage, fuzz_stack, log_lines
 
 ATTACKERS = 8
-"""At a time, on one port."""
+"""Number of attackers at a time on one port."""
 MOST_GROWTH_BYTES = 48 << 20
-"""Of a process's own memory, from the first attacks on: caches fill, allocators keep what they had."""
+"""Largest growth of a process's private memory since the first attacks. Caches fill, and allocators keep memory."""
 MOST_GROWTH_DESCRIPTORS = 16
 WARM_UP_SECONDS = 3.0
 WATCH_SECONDS = 30.0
-"""Between two looks at the memory of the processes."""
+"""Time between two checks of the processes' memory."""
 
 _STRANGERS_GET = {"UNAUTHENTICATED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "RESOURCE_EXHAUSTED"}
-"""By those who lack the secret. The last four come of what is wrong with the call itself."""
+"""Status codes that callers without the secret may get. The last four are caused by errors in the call itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sight:
-    """What must be the same before and after."""
+    """The state of a stack that attacks must not change."""
 
     ledger: dict[str, Any]
     answer: Any
@@ -59,10 +59,10 @@ class Sight:
         return cls(await stack.ledger(), answer, stack.usage())
 
     def changes(self, later: Sight, cache_may_grow: bool) -> list[str]:
-        """A sentence for everything that hostile input may not change.
+        """Return a sentence for each change between two states that hostile input must not cause.
 
         Args:
-            cache_may_grow: whether some calls were from neighbours, whose valid requests are served.
+            cache_may_grow: whether some calls came from neighbours, whose valid requests are served.
         """
         wrong = []
         if not later.ledger.get("balanced"):
@@ -89,7 +89,7 @@ _COUNTS = ("total", "free", "held", "in_flight", "cached")
 
 
 async def attack(stack: FuzzStack, role: str, secret: Secret, valid: Valid, seconds: float, seed: str) -> Counter[str]:
-    """Attacks one port; returns how often what was done, and how calls ended."""
+    """Attack one port. Return the number of each kind of attack, and the number of calls by their status."""
     end = time.monotonic() + seconds
     done: Counter[str] = Counter()
     host, _, port = stack.addresses[role].partition(":")
@@ -119,7 +119,7 @@ async def attack(stack: FuzzStack, role: str, secret: Secret, valid: Valid, seco
 
 @asynccontextmanager
 async def neighbour(stack: FuzzStack, valid: Valid) -> AsyncIterator[Valid]:
-    """A session with kvtransfer and a stream of events, as a worker and a gateway that went mad have them."""
+    """Open a session with kvtransfer and a stream of events, as a faulty worker and a faulty gateway have them."""
     async with (
         open_channel(stack.addresses["kvtransfer"], stack.secret) as channel,
         open_channel(stack.addresses["decode"], stack.secret) as to_decode,
@@ -142,7 +142,7 @@ async def _read_all(events: AsyncIterable[worker_pb2.DecodeEvents]) -> None:
 
 @asynccontextmanager
 async def watched(stack: FuzzStack, under_attack: str) -> AsyncIterator[None]:
-    """Says again and again what memory each process has to itself, so that one sees whether it levels off."""
+    """Print the private memory of each process regularly, which shows whether it levels off."""
 
     async def watch() -> None:
         for number in itertools.count():
@@ -158,10 +158,10 @@ async def watched(stack: FuzzStack, under_attack: str) -> AsyncIterator[None]:
 
 
 async def fuzz(stack: FuzzStack, seconds: float, seed: int, roles: Sequence[str] = ROLES) -> list[str]:
-    """Attacks the ports of these roles for so long each; returns a sentence for everything that went wrong."""
+    """Attack the port of each role for `seconds`. Return a sentence for each error."""
     valid = stack.valid()
     wrong: list[str] = []
-    for role in roles:  # what is imported and cached at the first error is no leak
+    for role in roles:  # memory for imports and caches at the first error is not a leak
         await attack(stack, role, Secret(), valid, WARM_UP_SECONDS / len(roles), f"warm {seed}")
     before = await Sight.of(stack)
     for who, trusted in (("strangers", False), ("neighbours", True)):
@@ -195,8 +195,8 @@ async def fuzz(stack: FuzzStack, seconds: float, seed: int, roles: Sequence[str]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0, help="for each port [%(default)s]")
-    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES, help="whose ports; all of them by default")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time for each port [%(default)s]")
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES, help="services to attack; default: all")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, fuzz_stack(Path(folder)) as stack:

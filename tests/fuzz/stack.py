@@ -1,4 +1,4 @@
-"""Real services on a tiny model, started one by one as in a cluster, and what can be seen of them from outside."""
+"""Real services with a tiny model, started one by one as in a cluster, and their state as seen from outside."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _SETTLE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one process takes."""
+    """The resources that one process uses."""
 
     pid: int
     anonymous_bytes: int
-    """Resident memory that is its own: what it touched of the arena is not its affair."""
+    """Private resident memory, without pages of the arena."""
     descriptors: int
 
 
 class FuzzStack:
-    """One process of each service."""
+    """A stack with one process of each service."""
 
     def __init__(self, folder: Path) -> None:
         self.model = write_toy_model(folder / "model")
@@ -82,7 +82,7 @@ class FuzzStack:
         self._wait_for_workers()
 
     def _wait_for_workers(self) -> None:
-        """Until the gateway sees both; a request that came sooner would be computed by decode alone, or refused."""
+        """Wait until the gateway sees both workers. Earlier requests would be computed by decode alone, or refused."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             members = httpx.get(f"http://{self.addresses['gateway']}/fleet", timeout=30).json()["workers"]
@@ -98,21 +98,21 @@ class FuzzStack:
             if role in self.processes:
                 self.processes[role].stop()
 
-    # ---- what can be seen
+    # ---- state as seen from outside
 
     def usage(self) -> dict[str, Usage]:
         return {role: _usage(process.popen.pid) for role, process in self.processes.items()}
 
     def complaints(self) -> list[str]:
-        """Lines of the logs that no input may bring about."""
+        """Return log lines that no input may cause."""
         bad = ("unexpected error", "Unexpected [", "OUT OF BALANCE", "CRITICAL", "not be kept", "never retrieved")
         lines = [f"{role}: {line}" for role in ROLES for line in log_lines(self.processes[role])]
-        # What cannot be parsed never gets to us: gRPC answers it, and says so in the log.
+        # Messages that cannot be parsed never reach the service: gRPC answers them, and writes these lines.
         fair = ("Unexpected [DecodeError]", "[/grpc.health.v1.Health/List]")
         return [line for line in lines if any(word in line for word in bad) and not any(word in line for word in fair)]
 
     async def healthy(self) -> bool:
-        """Whether every service answers that it serves; the gateway also needs workers that are not set aside."""
+        """Return whether every service is healthy. The gateway is not if failed workers are set aside."""
         for role in ROLES[:-1]:
             async with open_channel(self.addresses[role], self.secret) as channel:
                 if not await is_serving(channel, timeout=10):
@@ -121,7 +121,7 @@ class FuzzStack:
             return (await client.get("/health")).status_code == 200
 
     async def ledger(self) -> dict[str, Any]:
-        """The host's ledger once nothing is held any more, or as it is when that takes too long."""
+        """Return the counts of the host's ledger when no lease is left, or at the latest after a timeout."""
         async with self._http() as client:
             ledger: dict[str, Any] = {}
             with contextlib.suppress(TimeoutError):
@@ -132,7 +132,7 @@ class FuzzStack:
             return ledger
 
     async def answer(self) -> Any:
-        """What an honest client gets: of fewer tokens than a block has, so that the cache does not grow by it."""
+        """Return a correct client's answer, which has fewer tokens than a block, so that the cache does not grow."""
         body = {"model": "m", "prompt": "abc", "max_tokens": 12, "temperature": 0, "logprobs": 0, "ignore_eos": True}
         async with self._http() as client, asyncio.timeout(_SETTLE_SECONDS):
             while (reply := await client.post("/v1/completions", json=body)).status_code in (429, 503):
@@ -141,7 +141,7 @@ class FuzzStack:
             return reply.json()["choices"][0]["logprobs"]
 
     def valid(self) -> Valid:
-        """What workers of this stack would say."""
+        """Return values for valid messages of this stack's workers."""
         loaded = load(self.model, torch.float32, torch.device("cpu"), select_kernels(torch.device("cpu"), "auto"), None)
         return Valid(model_digest(self.model), layout_to_pb(loaded.layout), self.addresses["kvtransfer"])
 
@@ -150,7 +150,7 @@ class FuzzStack:
 
 
 def log_lines(process: Process) -> list[str]:
-    """What it wrote; libraries write what they were sent, as it is."""
+    """Return the log lines of a process. They may have invalid UTF-8, because libraries log what they received."""
     return process.log.read_bytes().decode("utf-8", "backslashreplace").splitlines()
 
 
@@ -162,7 +162,7 @@ def _usage(pid: int) -> Usage:
 
 @contextlib.contextmanager
 def fuzz_stack(folder: Path) -> Iterator[FuzzStack]:
-    """A stack that serves; gone at the end."""
+    """Run a stack for the `with` statement."""
     stack = FuzzStack(folder)
     with ValkeyServer(port=0, data_dir=folder, unix_socket_path=folder / "redis.sock"):
         try:

@@ -1,4 +1,4 @@
-"""What an operation does at the ledger that it comes to."""
+"""The effect of an operation on the ledger that receives it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Answer = Lease | PacelineError | None
 
 
 def carry_out(world: World, op: Op) -> Answer:
-    """Calls the ledger; the answer is the lease, or the error."""
+    """Call the ledger. Return the lease or the error."""
     ledger = world.hosts[op.host].ledger
     allowed = judge.right_to(ledger, op, world.now)
     try:
@@ -62,7 +62,7 @@ def _call(world: World, ledger: Ledger, op: Op) -> Answer:
 
 
 def _adopt(ledger: Ledger, session: int, key: Key, now: float) -> Lease:
-    """As services/kvtransfer/adoptions.py does it, when it looks."""
+    """Adopt a lease if it is filled, as services/kvtransfer/adoptions.py does."""
     lease = ledger.find(key, now)
     if lease.owner != session or lease.state is not State.FILLED:
         raise StaleError(f"{key} is not to be adopted by {session}")

@@ -1,4 +1,4 @@
-"""One name for all worlds that differ only in how requests, workers, sessions and blocks are called."""
+"""A digest that is equal for worlds that differ only in the names of requests, workers, sessions and blocks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.proof.world import World, is_prefix, origin
 
 
 def digest(world: World) -> bytes:
-    """16 bytes.
+    """Return the digest of a world, 16 bytes.
 
-    Left out is what has no effect: instants (a lease is renewed before the next lease is over, or it is not), what free
-    blocks contain that nobody reads, and what is remembered of attempts to which no message refers.
+    State without an effect is left out: times (a lease is either renewed in time or not), the content of free blocks
+    that nobody reads, and the memory of attempts to which no message refers.
     """
     looks = [_look(world, index) for index in range(len(world.asked))]
     expected = sorted(looks)
-    # Only requests that look alike can stand in either order.
+    # Only requests that look alike can change places.
     orders = [
         order for order in itertools.permutations(range(len(looks))) if [looks[index] for index in order] == expected
     ]
@@ -38,7 +38,7 @@ def _look(world: World, index: int) -> tuple[object, ...]:
 
 
 class _Encoder:
-    """Describes a world for one order of its requests. What has a name gets a number when it is first met."""
+    """An encoder of a world for one order of its requests. It numbers names in the order of their first occurrence."""
 
     def __init__(self, world: World, order: tuple[int, ...]) -> None:
         self._world = world
@@ -94,7 +94,7 @@ class _Encoder:
         return sorted(found, key=lambda each: self._name(each.key))
 
     def _name(self, key: Key) -> tuple[int, int, int, bool]:
-        """(request, lives ago, attempts ago, whether a prefix is meant)"""
+        """Encode a key as (request, lives ago, attempts ago, whether it is a prefix's key)."""
         known = self._names.get(key[:2])
         if known is None:
             index, life = map(int, origin(key.request_id).split("."))
@@ -134,13 +134,13 @@ class _Encoder:
         return (self._name(each.key), each.here, each.there, generations, ends, came, stream, ended)
 
     def _flight(self, each: Transfer) -> object:
-        """What it is to bring, or for whom it waits."""
+        """Encode the links that a transfer brings, or the transfer that it waits for."""
         flights = self._world.hosts[each.here].flights
         ahead = flights._waiting.get(each.id)
         return (sorted(flights._flying.get(each.id, ())), ahead and self._name(Key(*ahead, 1)))
 
     def _named(self, each: Transfer, block: Block) -> object:
-        """A block that is still to be read, wherever it has come to meanwhile."""
+        """Encode a block that is still to be read, with the present state of its slot."""
         host = self._world.hosts[each.there]
         pool = host.ledger._pool
         free = pool._free.index(block.slot) - len(pool._free) if block.slot in pool._free else 0
@@ -151,7 +151,7 @@ class _Encoder:
     def _lease(self, host: int, lease: Lease) -> object:
         owner, writer = self._session(lease.owner), self._session(lease.writer)
         name = (*self._name(lease.key), lease.key.generation, lease.first_generation)
-        # A draining hold that waits for a word of its writer differs from one whose grace runs.
+        # A draining lease that waits for its writer differs from one whose grace period runs.
         ending = (lease.deadline <= self._world.now, lease.state is State.DRAINING and lease.deadline < math.inf)
         rest = (lease.state.value, lease.token_count, lease.filled_tokens, lease.context_hash, *ending)
         tables = [[self._block(host, lease, slot) for slot in table] for table in lease.tables]
@@ -167,7 +167,7 @@ class _Encoder:
         return (number, name, shared, self._word(lease.key, memory[slot]))
 
     def _word(self, key: Key, word: Word | None) -> object:
-        """A block's content matters only where it may be shared, or is what this very attempt has written there."""
+        """Encode a block's content. It matters only if it may be shared, or if this attempt has written it."""
         if word is None or not isinstance(word[0], str):
             return word
         return word[2:] if word[:2] == key[:2] else None

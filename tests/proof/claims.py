@@ -1,4 +1,4 @@
-"""kvtransfer comes back without its memory, and workers say what they hold: services/worker/kv_client.py and claims."""
+"""A restart of kvtransfer, after which workers claim their leases: services/worker/kv_client.py and claims."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.proof.world import World
 
 
 def come_back(world: World, session: int) -> None:
-    """A worker claims what its engine may touch, and gives up what it cannot claim."""
+    """Let a worker claim the blocks that its engine may touch, and give up the leases that it cannot claim."""
     at = world.hosts[world.host_of(session)]
     assert at.claims is not None
     claims = []
@@ -24,7 +24,7 @@ def come_back(world: World, session: int) -> None:
 
 
 def claims_of(world: World, job: Job) -> list[Claim]:
-    """What may be touched is claimed; only a decode worker can go on in it."""
+    """Return the claims of a job, if its engine may touch blocks. Only a decode worker can go on with them."""
     if not job.touches:
         return []
     groups = world.setup.layout.groups
@@ -38,7 +38,7 @@ def claims_of(world: World, job: Job) -> list[Claim]:
 
 
 def _name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
-    """As the worker knows it: what was sealed when it got the blocks, and what it has sealed since."""
+    """Return the block's hash as the worker knows it: sealed when it got the block, or sealed by itself since then."""
     if slot == NO_SLOT:
         return b""
     known = world.hosts[job.host].ledger._pool.name(slot)

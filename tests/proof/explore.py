@@ -1,4 +1,4 @@
-"""Visits every state that a small world can reach: `python -m tests.proof.explore SETUP --faults N`."""
+"""Visit every state that a small world can reach: `python -m tests.proof.explore SETUP --faults N`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ class Explored:
     states: int
     transitions: int
     quiet: int
-    """States in which nothing can happen any more."""
+    """Number of states in which nothing can happen any more."""
 
 
 class Explorer:
-    """Breadth first over canonical states, so that the trace of a violation is a shortest one."""
+    """A breadth-first search over canonical states, so that the trace of a violation is as short as possible."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._came_from: dict[bytes, tuple[bytes, Move] | None] = {}
         self._calm: dict[bytes, bytes] = {}
-        """By state, the one that follows when nothing goes wrong from then on."""
+        """The next state if nothing goes wrong from now on, by state."""
         self._ahead: deque[tuple[bytes, World]] = deque()
         self._transitions = 0
 
     def run(self) -> Explored:
-        """Raises Violation with the trace that leads there; also where a state leads nowhere when all goes well."""
+        """Visit all states.
+
+        Raises Violation, with its trace, if a promise is broken or a state never comes to rest without faults.
+        """
         first = make_world(self._setup)
         name = digest(first)
         self._came_from[name] = None
@@ -82,7 +85,7 @@ class Explorer:
         return reached
 
     def _check_ends(self) -> int:
-        """From every state, if nothing goes wrong any more, all comes to rest; returns in how many states it does."""
+        """Check that every state comes to rest if nothing goes wrong any more. Return the number of states at rest."""
         resting = {name for name, follower in self._calm.items() if follower == name}
         ends = set(resting)
         for name in self._calm:
@@ -92,11 +95,11 @@ class Explorer:
                 ends.add(name)
                 name = self._calm[name]
                 if name in path:
-                    raise self._traced(Violation("it goes round in circles for ever"), name)
+                    raise self._traced(Violation("it never comes to rest, but repeats the same states"), name)
         return len(resting)
 
     def _traced(self, violation: Violation, name: bytes, last: Move | None = None) -> Violation:
-        """The violation with all that led there, one line an event."""
+        """Return the violation with its trace, one line per event."""
         path = [last] if last else []
         while (came := self._came_from[name]) is not None:
             name, move = came

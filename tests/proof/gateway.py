@@ -1,5 +1,5 @@
-"""What the gateway does (services/gateway/runner.py and attempt.py): it starts attempts, links their two workers, and
-begins anew where one fails. That it has given an attempt up reaches a worker later, as a move of its own
+"""The gateway (services/gateway/runner.py and attempt.py). It starts attempts, connects their two workers, and starts
+another attempt if one fails. A worker learns later that an attempt was given up, in a move of its own
 (`worker.cancel`)."""
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from tests.proof.parties import DECODE, PREFILL, Asked, Job, Transfer
 from tests.proof.world import World, request_id
 
 NOBODY = -1
-"""Stands for the prefill worker where decode computes the prompt itself."""
+"""Prefill worker of an attempt whose decode worker computes the prompt itself."""
 
 
 def start(world: World, index: int, decoder: int, prefiller: int) -> None:
-    """Begins an attempt: its decode worker reserves."""
+    """Begin an attempt: its decode worker reserves blocks."""
     asked = world.asked[index]
     key = Key(request_id(index, asked.life), asked.tries + 1, 1)
     world.asked[index] = asked._replace(
@@ -27,8 +27,8 @@ def start(world: World, index: int, decoder: int, prefiller: int) -> None:
 
 
 def call_prefill(world: World, index: int, another: bool = False) -> None:
-    """The decode worker has admitted the request; the prefill worker opens its lease, or, on another host, one of its
-    own."""
+    """Call the prefill worker after the decode worker's admission. It opens the decode worker's lease, or reserves one
+    of its own if it is on another host."""
     asked, decode = world.asked[index], world.job(DECODE, index)
     assert decode is not None
     world.asked[index] = asked._replace(phase="prefilling")
@@ -42,12 +42,12 @@ def call_prefill(world: World, index: int, another: bool = False) -> None:
 
 
 def call_prefill_for_another_prompt(world: World, index: int) -> None:
-    """The prefill worker is given another prompt than decode."""
+    """Call the prefill worker with another prompt than the decode worker's."""
     call_prefill(world, index, another=True)
 
 
 def prefill_here(world: World, index: int) -> None:
-    """The decode worker, which has admitted the request, computes its prompt, too."""
+    """Let the decode worker, which has admitted the request, compute the prompt too."""
     decode = world.job(DECODE, index)
     assert decode is not None
     world.asked[index] = world.asked[index]._replace(phase="decoding")
@@ -55,7 +55,7 @@ def prefill_here(world: World, index: int) -> None:
 
 
 def call_fetch(world: World, index: int) -> None:
-    """The decode worker learns from where its kvtransfer can bring the blocks."""
+    """Tell the decode worker from which host its kvtransfer can fetch the blocks."""
     asked, decode = world.asked[index], world.job(DECODE, index)
     assert decode is not None
     assert asked.opened is not None
@@ -66,7 +66,7 @@ def call_fetch(world: World, index: int) -> None:
 
 
 def hand_over(world: World, index: int) -> None:
-    """The decode worker, which has got its blocks, learns the first token."""
+    """Tell the first token to the decode worker, which has its blocks."""
     decode = world.job(DECODE, index)
     assert decode is not None
     world.asked[index] = world.asked[index]._replace(phase="decoding")
@@ -74,7 +74,7 @@ def hand_over(world: World, index: int) -> None:
 
 
 def fail(world: World, index: int) -> None:
-    """An attempt cannot go on, or the gateway believes so: after a silence, say."""
+    """Give up an attempt that cannot go on, or of which the gateway believes this, for example after a silence."""
     asked = world.asked[index]
     failures = asked.failures + 1
     phase = "waiting" if failures < world.setup.attempts else "failed"
@@ -82,13 +82,13 @@ def fail(world: World, index: int) -> None:
 
 
 def restart(world: World) -> None:
-    """All its calls break; clients come again, under new ids."""
+    """Restart the gateway. All its calls break, and clients send their requests again with new ids."""
     world.asked = [
         Asked(life=asked.life + 1) if asked.phase not in ("done", "failed") else asked for asked in world.asked
     ]
 
 
-# ---- when
+# ---- conditions
 
 
 def is_admitted(world: World, index: int) -> bool:
@@ -111,7 +111,7 @@ def may_call_fetch(world: World, index: int) -> bool:
 
 
 def sees_failure(world: World, index: int) -> bool:
-    """Whether a worker that the attempt needs has nothing of it any more."""
+    """Return whether a worker that the attempt needs has no job for it any more."""
     asked = world.asked[index]
     if not asked.runs:
         return False

@@ -1,4 +1,4 @@
-"""What must hold in every world."""
+"""Properties that must hold in every world."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.proof.parties import Job, Op, Transfer
 from tests.proof.world import Host, Violation, World, blocks_of, is_prefix
 
 Holders = defaultdict[int, list[Lease]]
-"""By slot."""
+"""Leases that have a slot, by slot."""
 
 
 def without(table: tuple[int, ...], kept: int) -> tuple[int, ...]:
-    """The table of a job that has given back the blocks before `kept`."""
+    """Return the table of a job that has given back the blocks before `kept`."""
     return (NO_SLOT,) * min(kept, len(table)) + table[kept:]
 
 
 def check(world: World) -> None:
-    """Raises Violation unless the ledger proves, every block that somebody may touch is that one's, and every block
-    that others may find contains what its name says."""
+    """Check a world: each ledger is consistent, jobs touch only blocks of their own leases, and every block that others
+    may find has the content of its name. Raises Violation."""
     holders = [_check_host(host) for host in world.hosts]
     for job in (*world.jobs.values(), *world.ghosts):
         if job.touches:
@@ -50,13 +50,13 @@ def _check_host(host: Host) -> Holders:
 
 
 def _check_touched(world: World, job: Job, holders: Holders) -> None:
-    """A step of this job may be reading its blocks and writing to those that are not settled, at this moment."""
+    """Check the blocks of a job: a step may be reading all of them, and writing to those that are not settled."""
     for group, block, slot in blocks_of(job.tables):
         _check_block(slot, job.key, job.session, holders[slot], world.may_write(job, group, block))
 
 
 def _check_read(world: World, transfer: Transfer, holders: Holders) -> None:
-    """Blocks from another host may be coming into all that were not here and have not come, at this moment."""
+    """Check the blocks of a reader: it may be writing to all that were not here and have not arrived yet."""
     for group, block, slot in blocks_of(transfer.tables):
         first = transfer.filled_tokens // world.setup.layout.groups[group].block_tokens
         writes = block >= first and (group, block) not in transfer.come
@@ -64,7 +64,7 @@ def _check_read(world: World, transfer: Transfer, holders: Holders) -> None:
 
 
 def _check_prefixes(world: World, number: int) -> None:
-    """What is held for the moving of prefixes is being moved, and no link of a chain is brought twice at a time."""
+    """Check that every lease of a prefix belongs to a transfer, and that no link is brought twice at the same time."""
     moved: set[Key] = set()
     links: set[bytes] = set()
     for transfer in world.transfers.values():
@@ -83,45 +83,46 @@ def _check_prefixes(world: World, number: int) -> None:
         lease.key for lease in world.hosts[number].ledger.leases() if is_prefix(lease.key) and lease.key not in moved
     ]
     if left:
-        raise Violation(f"{left} hold blocks, and nobody moves them")
+        raise Violation(f"{left} have leases of prefixes, and no transfer uses them")
 
 
 def _links_to_come(world: World, transfer: Transfer) -> list[bytes]:
-    """Of the prefix that is brought; a context is reused up to the boundary of a block of every group."""
+    """Return the links that a transfer still brings. A context is reused up to a block boundary of every group."""
     request, links = world.request(transfer.request), world.setup.layout.alignment // 16
     return request.hashes[transfer.filled_tokens // 16 : request.reusable // links * links]
 
 
 def _check_named(world: World, transfer: Transfer) -> None:
-    """What the source holds and has named is not overwritten before it has been read."""
+    """Check that blocks that the source has named are not overwritten before they are read."""
     memory = world.hosts[transfer.there].memory
     for message in transfer.stream:
         if any(memory[block.slot] != block.digest for block in message.blocks):
-            raise Violation(f"what is read for {transfer.key} is not what was named any more")
+            raise Violation(f"a block that is read for {transfer.key} has changed since it was named")
 
 
 def _check_block(slot: int, key: Key, session: int, holders: list[Lease], writes: bool) -> None:
     own = [lease for lease in holders if lease.key == key]
     if not own:
-        raise Violation(f"session {session} touches block {slot} of {key}, which is not held for it")
+        raise Violation(f"session {session} touches block {slot} of {key}, which its lease does not have")
     if writes and (own[0].writer != session or len(holders) > 1):
-        raise Violation(f"session {session} writes to block {slot} of {key}, as others may")
+        raise Violation(f"session {session} writes to block {slot} of {key}, which others may use")
 
 
 def check_content(world: World, job: Job) -> None:
-    """What was computed or adopted is what this very attempt's prefill wrote, or was published under its hash."""
+    """Check that computed and adopted blocks have the content that this attempt's prefill wrote, or that was published
+    under their hashes."""
     context, memory = world.request(job.request).context, world.hosts[job.host].memory
     for number, block, slot in blocks_of(job.tables):
         group = world.setup.layout.groups[number]
         computed = block * group.block_tokens < context
-        if job.fetch:  # what no query reads has not been brought
+        if job.fetch:  # blocks that no query reads were not fetched
             computed = computed and block >= group.first_needed_block(context)
         if computed and memory[slot] != world.word(job, number, block):
             raise Violation(f"block {slot} of {job.key} contains {memory[slot]}")
 
 
 def right_to(ledger: Ledger, op: Op, now: float) -> bool:
-    """Whether the sender may do this: within a lease, with the newest generation, to what is its own to change."""
+    """Return whether the sender may do this: on a live lease that is its own, with the newest generation."""
     if op.kind in ("reserve", "pin", "release"):
         return True
     lease = next((lease for lease in ledger.leases() if lease.key[:2] == op.key[:2] and lives(lease, now)), None)
@@ -135,12 +136,12 @@ def right_to(ledger: Ledger, op: Op, now: float) -> bool:
 
 
 def lives(lease: Lease, now: float) -> bool:
-    """A lease that is over is so before any sweep."""
+    """Return whether a lease lives. It ends at its deadline, not at the next sweep."""
     return lease.state is not State.DRAINING and lease.deadline > now
 
 
 def standing(ledger: Ledger, now: float) -> object:
-    """All that an operation may change, but for deadlines, and for the end of what is over."""
+    """Return the state that operations may change, without deadlines and without leases that are over."""
     swept = copy_ledger(ledger)
     swept.expire(now)
     leases = {lease.key: (lease.state, lease.owner, lease.writer, lease.tables) for lease in swept.leases()}
@@ -148,15 +149,15 @@ def standing(ledger: Ledger, now: float) -> object:
 
 
 def check_leases(world: World, renewed: set[tuple[int, str, int]]) -> None:
-    """A lease has gone by: no lease lives that nobody has renewed.
+    """Check, after the time of a lease, that only renewed leases live.
 
     Args:
-        renewed: (host, request id, attempt).
+        renewed: (host, request id, attempt) of each renewed lease.
     """
     for number, host in enumerate(world.hosts):
         for lease in host.ledger.leases():
             if lives(lease, world.now) and (number, *lease.key[:2]) not in renewed:
-                raise Violation(f"lease {lease.key} outlives its lease")
+                raise Violation(f"lease {lease.key} outlives its deadline")
 
 
 def check_swept(world: World, host: int) -> None:
@@ -166,7 +167,7 @@ def check_swept(world: World, host: int) -> None:
 
 
 def check_exported(world: World) -> None:
-    """A lease has gone by: what a source has taken over is still its own while it is being read."""
+    """Check, after the time of a lease, that a source still has the lease that it adopted, while it is being read."""
     for transfer in world.transfers.values():
         renews = transfer.named_all or not transfer.prefix
         if transfer.source == "exporting" and transfer.adopted is not None and renews:
@@ -176,7 +177,7 @@ def check_exported(world: World) -> None:
 
 
 def check_quiet(world: World) -> None:
-    """Nothing can happen any more: every request has come to its end, and every block has come back."""
+    """Check a world in which nothing can happen any more: every request has ended, and every block has come back."""
     unended = [index for index, asked in enumerate(world.asked) if asked.phase not in ("done", "failed")]
     if unended:
         raise Violation(f"requests {unended} never end: {[world.asked[index].phase for index in unended]}")
@@ -188,4 +189,4 @@ def check_quiet(world: World) -> None:
             leases = [
                 f"{lease.key} {lease.state.value} writer {lease.writer or NOBODY}" for lease in host.ledger.leases()
             ]
-            raise Violation(f"blocks never come back: {counts}, holds {leases}")
+            raise Violation(f"blocks never come back: {counts}, leases {leases}")

@@ -1,4 +1,4 @@
-"""Everything that can happen to a world next."""
+"""All moves that can happen to a world next."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Move(NamedTuple):
         self.act(world, *self.args)
 
     def describe(self, world: World) -> str:
-        """One line of a trace, for the world before the move."""
+        """Return one line of a trace. `world` is the world before the move."""
         shown = ", ".join(_show(world, arg) for arg in self.args)
         return f"{self.act.__module__.rsplit('.')[-1]:9}{self.act.__name__}({shown})"
 
@@ -38,7 +38,7 @@ def _show(world: World, arg: object) -> str:
 
 
 def step(world: World, move: Move) -> None:
-    """Applies a move and judges the world. Raises Violation, also where the code itself breaks."""
+    """Apply a move and check the world. Raises Violation, even if the code itself raises another error."""
     try:
         move.apply(world)
     except Violation:
@@ -52,7 +52,7 @@ def step(world: World, move: Move) -> None:
 
 
 def progress(world: World) -> Iterator[Move]:
-    """What happens sooner or later when nothing goes wrong; time aside."""
+    """Yield moves that happen sooner or later if nothing goes wrong, except for the passing of time."""
     yield from _of_network(world)
     for number, host in enumerate(world.hosts):
         if host.away:
@@ -85,7 +85,7 @@ def _away(world: World, session: int) -> bool:
 
 
 def _of_return(world: World, host: int) -> Iterator[Move]:
-    """kvtransfer is away: its workers come back to its successor."""
+    """Yield moves while kvtransfer is away, in which its workers come back to its successor."""
     for session in sorted({job.session for job in world.jobs.values() if job.host == host}):
         if session not in (world.hosts[host].claims or ()):
             yield Move(claims.come_back, (session,))
@@ -119,13 +119,13 @@ _NEXT = {
 
 
 def _is_lost(world: World, job: Job) -> bool:
-    """Whether the ledger would refuse a renewal: the lease has ended."""
+    """Return whether the ledger would refuse a renewal, because the lease has ended."""
     leases = world.hosts[job.host].ledger.leases()
     return not any(lease.key[:2] == job.key[:2] and judge.lives(lease, world.now) for lease in leases)
 
 
 def _is_read_for(world: World, job: Job, key: Key) -> bool:
-    """Whether a reader has this job's call."""
+    """Return whether a reader has this job's call."""
     brought = world.transfers.get(key[:2])
     return brought is not None and brought.reader != "gone"
 
@@ -147,7 +147,8 @@ def _of_gateway(world: World, index: int) -> Iterator[Move]:
 
 
 def _starts(world: World, index: int) -> Iterator[Move]:
-    """Any two workers, once there are blocks; one whose preempted requests wait for blocks takes no others."""
+    """Yield starts of an attempt on any two workers with room for it. A decode worker with preempted requests takes no
+    others."""
     setup = world.setup
     rooms = [world.room_for(index, grown=False, host=host) for host in range(setup.hosts)]
     closed = {job.session for job in world.jobs.values() if job.role == DECODE and job.alone}
@@ -161,7 +162,7 @@ def _starts(world: World, index: int) -> Iterator[Move]:
 
 
 def at_any_time(world: World) -> Iterator[Move]:
-    """What may happen, also again and again, without anything's being wrong."""
+    """Yield moves that may happen at any time and any number of times without a fault."""
     if not any(host.away for host in world.hosts):
         yield Move(network.pass_time, ())
     for job in (*world.jobs.values(), *world.ghosts):
@@ -170,7 +171,7 @@ def at_any_time(world: World) -> Iterator[Move]:
 
 
 def faults(world: World) -> Iterator[Move]:
-    """What may go wrong; the caller counts."""
+    """Yield all possible faults. The caller counts them."""
     yield from _faults_of_messages(world)
     yield from _faults_of_transfers(world)
     for job in world.jobs.values():
@@ -199,10 +200,10 @@ def _faults_of_messages(world: World) -> Iterator[Move]:
         if _away(world, session):
             continue
         yield Move(network.duplicate, (session,))
-        if queue[0].kind != "release":  # which is sent again until it is answered
+        if queue[0].kind != "release":  # a release is sent again until it is answered
             yield Move(network.lose, (session,))
             yield Move(network.delay, (session,))
-            if queue[0].kind not in ("seal", "trim"):  # whose answers nobody heeds
+            if queue[0].kind not in ("seal", "trim"):  # nobody uses their answers
                 yield Move(network.lose_answer, (session,))
     if not any(host.away for host in world.hosts):
         for session in sorted({job.session for job in world.jobs.values() if job.renews}):

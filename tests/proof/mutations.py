@@ -1,4 +1,4 @@
-"""The protocol with one of its guards gone."""
+"""Mutations of the protocol, each without one of its guards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Patch = pytest.MonkeyPatch
 
 
 def without_generation_fence(patch: Patch) -> None:
-    """Whoever names a request and attempt reaches its lease, however old the generation."""
+    """Accept every operation that names the request and attempt of a lease, with any old generation."""
 
     def find(book: LeaseBook, key: Key, now: float) -> Lease:
         lease = book._alive(key, now)
@@ -36,12 +36,12 @@ def without_generation_fence(patch: Patch) -> None:
 
 
 def without_memory_of_ended_keys(patch: Patch) -> None:
-    """A reservation that comes late or again is a new one."""
+    """Treat a late or repeated reservation as a new one."""
     patch.setattr(LeaseBook, "forbid", lambda book, key: None)
 
 
 def without_quarantine(patch: Patch) -> None:
-    """Blocks of a lease that has ended are free at once, although another worker writes."""
+    """Free the blocks of an ended lease at once, although another worker may still write to them."""
 
     def drain(book: LeaseBook, lease: Lease, writer: int) -> None:
         book._forget(lease)
@@ -51,7 +51,7 @@ def without_quarantine(patch: Patch) -> None:
 
 
 def without_grace(patch: Patch) -> None:
-    """Blocks of a worker whose session has ended are free at once, although a step may be under way."""
+    """Free the blocks of a worker whose session has ended at once, although a step may still run."""
 
     def lose_session(book: LeaseBook, session: int, now: float) -> None:
         original(book, session, now)
@@ -64,18 +64,18 @@ def without_grace(patch: Patch) -> None:
 
 
 def without_deadlines(patch: Patch) -> None:
-    """A lease that nobody renews lives on."""
+    """Keep leases that nobody renews."""
     patch.setattr(LeaseBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
     patch.setattr(LeaseBook, "expire", lambda book, now: None)
 
 
 def without_leases_before_the_sweep(patch: Patch) -> None:
-    """A lease ends when the ledger is swept, and not before."""
+    """End a lease only when the ledger is swept, and not at its deadline."""
     patch.setattr(LeaseBook, "_alive", lambda book, key, now: book._live.get(key[:2]))
 
 
 def without_a_look_at_the_lease_in_a_release(patch: Patch) -> None:
-    """As it was before: where the lease was over and nobody had noticed, what was given back drained for ever."""
+    """Restore an old bug: blocks drained for ever if they were released between the lease's end and the next sweep."""
 
     def drained(book: LeaseBook, session: int, key: Key, now: float) -> None:
         for lease in [lease for lease in book._draining.values() if lease.key[:2] == key[:2]]:
@@ -86,7 +86,7 @@ def without_a_look_at_the_lease_in_a_release(patch: Patch) -> None:
 
 
 def without_idempotent_release(patch: Patch) -> None:
-    """Releasing twice gives the blocks back twice."""
+    """Give blocks back twice if they are released twice."""
 
     def release(ledger: Ledger, session: int, key: Key, now: float) -> None:
         released: dict[Key, list[int]] = ledger.__dict__.setdefault("_released", {})
@@ -103,7 +103,7 @@ def without_idempotent_release(patch: Patch) -> None:
 
 
 def without_idempotent_fill(patch: Patch) -> None:
-    """A prompt that is declared complete twice is handed over twice."""
+    """Hand a prompt over twice if it is declared complete twice."""
 
     def fill(ledger: Ledger, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes) -> Lease:
         ledger._book.drained(session, key, now)
@@ -121,18 +121,18 @@ def without_idempotent_fill(patch: Patch) -> None:
 
 
 def without_time_to_come_back(patch: Patch) -> None:
-    """A kvtransfer that is started again gives blocks away before all workers have said what they hold."""
+    """Let a restarted kvtransfer give blocks away before all workers have claimed their leases."""
     patch.setattr(network, "may_reconcile", lambda world, host: world.hosts[host].away)
 
 
 def without_claims_of_what_has_ended(patch: Patch) -> None:
-    """A worker claims nothing that it lost, although its engine has not let go of it yet."""
+    """Let a worker not claim blocks of lost leases, although its engine may still write to them."""
     original = claims.claims_of
     patch.setattr(claims, "claims_of", lambda world, job: [each for each in original(world, job) if each.active])
 
 
 def without_truth_about_contents(patch: Patch) -> None:
-    """A worker claims blocks as sealed that it has yet to write."""
+    """Let a worker claim blocks as sealed before it has written them."""
 
     def name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:
         digest = world.word(job, group, block)[1]
@@ -142,22 +142,22 @@ def without_truth_about_contents(patch: Patch) -> None:
 
 
 def without_a_look_at_what_was_computed(patch: Patch) -> None:
-    """Decode goes on with any prompt's blocks that were filled under its key."""
+    """Let decode go on with blocks that were filled under its key, even if they have another prompt."""
     patch.setattr(worker, "is_filled_with_its_own", lambda world, job: True)
 
 
 def without_a_look_at_what_is_cached(patch: Patch) -> None:
-    """A prefill worker goes on behind whatever is in the blocks that decode has reserved."""
+    """Let a prefill worker go on after any cached content of the blocks that decode has reserved."""
     patch.setattr(worker, "goes_on_with_its_own", lambda world, job, opened: True)
 
 
 def without_digests(patch: Patch) -> None:
-    """What came from another host is not compared with what was named."""
+    """Do not compare blocks from another host with the digests that were named."""
     patch.setattr(transfer, "damaged", lambda host, blocks, places: False)
 
 
 def without_seals(patch: Patch) -> None:
-    """The source names blocks that are yet to be written."""
+    """Let the source name blocks that are not written yet."""
 
     def sealed(cursor: Cursor, lease: Lease, hash_of: Callable[[int], bytes | None]) -> Iterator[ExportedBlock]:
         return cursor._take(lease, lease.token_count, hash_of, only_sealed=False)
@@ -166,24 +166,24 @@ def without_seals(patch: Patch) -> None:
 
 
 def without_the_source_keeping(patch: Patch) -> None:
-    """The source renews nothing while it is read."""
+    """Let the source renew no lease while it is read."""
     patch.setattr(transfer, "keep", lambda world, each, now: False)
 
 
 def without_the_source_letting_go(patch: Patch) -> None:
-    """A source whose reader is gone keeps what it has taken over."""
+    """Let a source keep the lease that it has adopted when its reader is gone."""
     patch.setattr(transfer, "stop_exporting", lambda world, name: put(world, world.transfers[name], source="gone"))
 
 
 def without_the_reader_letting_go(patch: Patch) -> None:
-    """A reader that fails keeps its lease."""
+    """Let a reader keep its lease when it fails."""
     patch.setattr(
         transfer, "stop_reading", lambda world, name: put(world, world.transfers[name], reader="gone", stream=())
     )
 
 
 def without_arrivals(patch: Patch) -> None:
-    """A reader that has missed a message takes what came for all."""
+    """Let a reader that has missed messages treat the transfer as complete."""
 
     def read(world: World, name: tuple[str, int]) -> None:
         each = world.transfers[name]
@@ -195,7 +195,7 @@ def without_arrivals(patch: Patch) -> None:
 
 
 def without_one_flight(patch: Patch) -> None:
-    """Whoever lacks a prefix brings it, whether or not another does."""
+    """Let every transfer that lacks a prefix bring it, even if another transfer already does."""
 
     def ask(flights: Flights[object], caller: object, lacking: Sequence[bytes]) -> bool:
         flights._flying[caller] = frozenset(lacking)
@@ -205,13 +205,13 @@ def without_one_flight(patch: Patch) -> None:
 
 
 def without_a_word_to_those_who_wait(patch: Patch) -> None:
-    """Nobody tells those who wait for a prefix that it has come, or failed."""
+    """Do not tell waiting transfers that their prefix has arrived or failed."""
     original = Flights.end
     patch.setattr(Flights, "end", lambda flights, caller: original(flights, caller)[:0])
 
 
 def without_those_who_fly_when_one_who_waits_goes(patch: Patch) -> None:
-    """Who waits no longer for a prefix ends the flight that brings it, for all."""
+    """Let a transfer that stops waiting for a prefix end the flight that brings it, for all."""
 
     def end(flights: Flights[object], caller: object) -> list[object]:
         flights._flying.pop(flights._waiting.get(caller), None)

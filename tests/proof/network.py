@@ -1,4 +1,4 @@
-"""Operations between workers and the ledger: what can become of them, and what time does."""
+"""Moves of operations between workers and the ledger, of time, and of kvtransfer's end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.proof.world import LEASE, Host, Violation, World, make_host, make_led
 
 
 def deliver(world: World, session: int) -> None:
-    """The operation is carried out, and its answer comes."""
+    """Carry out an operation and answer it."""
     op = _take(world, session)
     worker.answered(world, op, carry_out(world, op))
 
 
 def lose(world: World, session: int) -> None:
-    """The operation never comes, and no answer."""
+    """Lose an operation: it never arrives, and its sender gets no answer."""
     worker.answered(world, _take(world, session), UnavailableError("lost"))
 
 
@@ -29,14 +29,14 @@ def lose_answer(world: World, session: int) -> None:
 
 
 def delay(world: World, session: int) -> None:
-    """The sender gives the operation up, and it will come after all, behind what is sent now."""
+    """Delay an operation: its sender gives it up, and it arrives later, after operations that are sent now."""
     op = _take(world, session)
     world.send_late(op, again=False)
     worker.answered(world, op, UnavailableError("late"))
 
 
 def duplicate(world: World, session: int) -> None:
-    """The operation is carried out and answered, and will come again."""
+    """Carry out an operation and answer it. It will arrive a second time."""
     op = _take(world, session)
     answer = carry_out(world, op)
     world.send_late(op, again=not (op.kind == "extend" and isinstance(answer, BusyError)))
@@ -44,14 +44,14 @@ def duplicate(world: World, session: int) -> None:
 
 
 def arrive(world: World, late: Late) -> None:
-    """A late or repeated operation comes; nobody waits for its answer."""
+    """Let a late or repeated operation arrive. Nobody waits for its answer."""
     index = world.late.index(late)
     world.late = world.late[:index] + world.late[index + 1 :]
     ledger = world.hosts[late.op.host].ledger
     before = judge.standing(ledger, world.now) if late.again else None
     carry_out(world, late.op)
     if late.again and judge.standing(ledger, world.now) != before:
-        raise Violation(f"{late.op} came again and was not without effect")
+        raise Violation(f"{late.op} came a second time and had an effect")
 
 
 def _take(world: World, session: int) -> Op:
@@ -64,14 +64,14 @@ def _take(world: World, session: int) -> Op:
 
 
 def may_adopt(world: World, job: Job) -> bool:
-    """Whether a decode worker that waits for its blocks gets an answer: they are filled, or it has lost them."""
+    """Return whether a decode worker that waits for its blocks gets an answer: they are filled, or it has lost them."""
     host = world.hosts[job.host]
     leases = [lease for lease in host.ledger.leases() if lease.key[:2] == job.key[:2] and judge.lives(lease, world.now)]
     return not host.away and (not leases or leases[0].state is State.FILLED)
 
 
 def adopt(world: World, job_id: JobId) -> None:
-    """Its call, which waits beside all other operations, is carried out; the answer is on its way."""
+    """Carry out a decode worker's call to adopt, which waits independently of other operations. Its answer is sent."""
     job = world.jobs[job_id]
     worker.given(world, job, carry_out(world, Op("adopt", job.host, job.session, job.key)))
 
@@ -80,17 +80,17 @@ def adopt(world: World, job_id: JobId) -> None:
 
 
 def notice(world: World, session: int) -> None:
-    """The ledger learns that a session has ended; nothing that is still on its way counts any more."""
+    """Let the ledger notice that a session has ended. Operations of this session that are on their way become void."""
     world.unnoticed = tuple(each for each in world.unnoticed if each != session)
     world.late = tuple(late for late in world.late if late.op.session != session)
     world.hosts[world.host_of(session)].ledger.lose_session(session, world.now)
 
 
 def pass_time(world: World, deaf: int = 0) -> None:
-    """A lease goes by. All renew what they know of, but for the session to which its ledger is deaf. What is over then
-    the ledger finds when it sweeps, or when somebody names it, whichever comes first.
+    """Let the time of a lease pass. All sessions renew their leases, except for `deaf`, whose renewals are lost.
 
-    A ghost whose session is known to have ended is gone when the grace is over.
+    The ledger notices that a lease is over when it sweeps or when an operation names the lease. A ghost whose session
+    is known to have ended is gone after the grace period.
     """
     world.ghosts = tuple(job for job in world.ghosts if job.session in world.unnoticed)
     renewed = set()
@@ -108,7 +108,7 @@ def pass_time(world: World, deaf: int = 0) -> None:
 
 
 def sweep(world: World, host: int) -> None:
-    """The ledger looks for what is over (services/kvtransfer/keeper.py)."""
+    """Sweep the ledger for leases that are over (services/kvtransfer/keeper.py)."""
     world.hosts[host].ledger.expire(world.now)
     judge.check_swept(world, host)
 
@@ -122,7 +122,7 @@ def _renew(world: World, job: Job, now: float) -> bool:
 
 
 def cut(world: World, name: tuple[str, int]) -> None:
-    """The stream between two hosts breaks, of which each side will learn."""
+    """Break the stream between two hosts. Each side learns of this later."""
     world.transfers[name] = world.transfers[name]._replace(cut=True)
 
 
@@ -130,15 +130,15 @@ def cut(world: World, name: tuple[str, int]) -> None:
 
 
 def crash_ledger(world: World, host: int) -> None:
-    """kvtransfer is killed. Its arena stays, and so do its workers; what they had sent is answered by its successor.
-    What it read, or others from it, is over."""
+    """Kill kvtransfer. Its arena and its workers stay, and its successor answers the operations that were sent. All its
+    transfers, as a reader and as a source, are over."""
     world.hosts[host].claims = {}
     world.late = tuple(late for late in world.late if late.op.host != host)
     _end_transfers(world, host)
 
 
 def reconcile(world: World, host: int) -> None:
-    """Its successor goes on with what workers have claimed. Who has not is gone by now."""
+    """Start the successor of kvtransfer with the claims of the workers. Workers without claims are gone by now."""
     claimants = world.hosts[host].claims
     assert claimants is not None
     ledger = make_ledger(world.setup)
@@ -154,14 +154,14 @@ def reconcile(world: World, host: int) -> None:
 
 
 def may_reconcile(world: World, host: int) -> bool:
-    """Whether the time in which workers come back may be over: those that live have all done so."""
+    """Return whether the time for workers to come back may be over: all living workers have come back."""
     claims = world.hosts[host].claims
     return claims is not None and all(job.session in claims for job in world.jobs.values() if job.host == host)
 
 
 def restart_ledger(world: World, host: int) -> None:
-    """kvtransfer ends, and its arena cannot be kept: so do all sessions, and their workers. What they still write goes
-    to a file that nobody maps."""
+    """End kvtransfer in a way that its arena cannot be kept. All sessions and workers of the host end too. Their late
+    writes go to a file that nobody maps."""
     world.hosts[host] = make_host(world.setup)
     world.queues = {session: queue for session, queue in world.queues.items() if world.host_of(session) != host}
     world.jobs = {name: job for name, job in world.jobs.items() if job.host != host}
@@ -173,7 +173,7 @@ def restart_ledger(world: World, host: int) -> None:
 
 
 def _end_transfers(world: World, host: int) -> None:
-    """What has been named can still be read: nothing but the digests tells that it may be gone."""
+    """End all transfers of a host. Named blocks can still be read, and only the digests show that they have changed."""
     for each in list(world.transfers.values()):
         reader = {"reader": "gone", "stream": ()} if each.here == host else {}
         source = {"source": "gone"} if each.there == host else {}

@@ -1,4 +1,4 @@
-"""What each party believes, and what is on its way between them: plain data."""
+"""The state of each party, and messages on their way between parties, as plain data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.types import Key
 DECODE, PREFILL = "decode", "prefill"
 
 Word = tuple[object, ...]
-"""What is in a block: (group, hash) where it may be shared, else (request, attempt, group, block)."""
+"""Content of a block: (group, hash) if the block may be shared, else (request, attempt, group, block)."""
 
 
 class Op(NamedTuple):
@@ -21,19 +21,19 @@ class Op(NamedTuple):
     session: int
     key: Key
     published: int = 0
-    """For seal: tokens at the front that need no publishing."""
+    """For seal: number of tokens at the beginning whose blocks are published already."""
     another: bool = False
-    """Whether its sender was given another prompt than decode."""
+    """Whether the sender got another prompt than the decode worker."""
     context_hash: bytes = b""
-    """For fill: names the prompt that was computed."""
+    """For fill: name of the computed prompt."""
 
 
 class Late(NamedTuple):
-    """An operation that its sender has given up, or that comes a second time."""
+    """An operation that its sender has given up, or that arrives a second time."""
 
     op: Op
     again: bool
-    """Whether it has been carried out already."""
+    """Whether the operation has been carried out already."""
 
 
 JobId = tuple[str, str, int]
@@ -41,7 +41,7 @@ JobId = tuple[str, str, int]
 
 
 class Job(NamedTuple):
-    """One attempt on one worker: what that worker believes."""
+    """One attempt on one worker, in the state that the worker knows."""
 
     role: str
     host: int
@@ -51,21 +51,21 @@ class Job(NamedTuple):
     phase: str
     tables: tuple[tuple[int, ...], ...] = ()
     settled: int = 0
-    """Tokens at the front whose blocks it will not write any more."""
+    """Number of tokens at the beginning whose blocks the job does not write any more."""
     cancelled: bool = False
     lost: bool = False
-    """Whether it was told that its lease had ended."""
+    """Whether the worker knows that the lease has ended."""
     grown: bool = False
     alone: bool = False
-    """Whether it was preempted, and computes its context itself."""
+    """Whether the decode worker computes the context itself, for example after a preemption."""
     reserved: bool = False
-    """Whether it is a prefill worker's and has reserved blocks of its own host, from where they will be fetched."""
+    """Whether this is a prefill job with blocks on its own host, from which the decode worker's host fetches them."""
     another: bool = False
-    """Whether it is a prefill worker's and was given another prompt than decode."""
+    """Whether this is a prefill job that got another prompt than the decode worker."""
     context_hash: bytes = b""
-    """Names the prompt with which the blocks were filled that it has adopted."""
+    """Name of the prompt in the adopted blocks."""
     fetch: str = ""
-    """Whether its blocks come from another host: called; answered: all have come."""
+    """State of the fetch from another host: empty if there is none; "called"; "answered" when all blocks are here."""
 
     @property
     def id(self) -> JobId:
@@ -77,17 +77,17 @@ class Job(NamedTuple):
 
     @property
     def touches(self) -> bool:
-        """Whether its engine may be writing."""
+        """Whether the engine may be writing to the blocks."""
         return self.phase in ("writing", "running", "extending", "stopping")
 
     @property
     def waits(self) -> bool:
-        """Whether it has blocks that its engine has not got."""
+        """Whether the job has blocks that the engine does not use yet."""
         return self.phase in ("admitted", "adopting", "adopted") or (self.phase == "opening" and self.reserved)
 
     @property
     def renews(self) -> bool:
-        """Whether its worker renews the lease."""
+        """Whether the worker renews the lease."""
         return (self.touches or self.waits) and not self.lost and not (self.cancelled and self.phase == "adopting")
 
 
@@ -95,15 +95,15 @@ class Asked(NamedTuple):
     """A request as the gateway knows it."""
 
     life: int = 0
-    """Grows when a new gateway gets the request again."""
+    """Number of gateway restarts after which the client has sent the request again."""
     tries: int = 0
     failures: int = 0
     phase: str = "waiting"
     prefiller: int = -1
     opened: Key | None = None
-    """Where its prefill worker has blocks of another host than decode."""
+    """Key of the prefill worker's lease, if that is on another host than the decode worker."""
     filled: Key | None = None
-    """Where its prefill worker has said that the blocks are complete."""
+    """Key of the filled lease, after the prefill worker has reported that the blocks are complete."""
 
     @property
     def runs(self) -> bool:
@@ -112,63 +112,64 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of the source that may be read, as it is named to the reader."""
+    """A block of the source that may be read, as the source names it to the reader."""
 
     group: int
     index: int
     slot: int
     hash: bytes
     digest: Word | None
-    """What it contains when it is named."""
+    """Content of the block when it is named."""
 
 
 class Named(NamedTuple):
-    """A message of the source."""
+    """A message of the source to the reader."""
 
     blocks: tuple[Block, ...]
     last: bool
-    """Whether these are all."""
+    """Whether no more messages follow."""
     filled_tokens: int
-    """That the source's lease contains."""
+    """Filled tokens of the source's lease, in the last message."""
     context_hash: bytes
-    """Names them, in the last message."""
+    """Name of these tokens, in the last message."""
 
 
 class Transfer(NamedTuple):
-    """A prompt, or a cached prefix, on its way between hosts: what the reader believes, what the source does, and the
-    stream between."""
+    """A transfer of a prompt or a cached prefix between hosts: the states of the reader and the source, and the stream
+    between them."""
 
     request: int
     here: int
-    """Host of the reader, which is kvtransfer of the decode worker's."""
+    """Host of the reader, the kvtransfer service of the decode worker's host."""
     there: int
-    """Host of the source, which is kvtransfer of the prefill worker's."""
+    """Host of the source, the kvtransfer service of the prefill worker's host."""
     session: int
-    """Of the worker that waits for it."""
+    """Session of the worker that waits for the transfer."""
     caller: JobId
-    """That worker's job."""
+    """Job of the worker that waits for the transfer."""
     key: Key
-    """Of the lease here."""
+    """Key of the lease at the reader."""
     source_key: Key
-    """Of the lease there; of a prefix the same, and each end makes its own."""
+    """Key of the lease at the source. For a prefix it equals `key`, and each end makes a lease of its own."""
     prefix: bool = False
     reader: str = "called"
-    """called; waiting: for another that brings the same prefix; reading; filled: its answer is on the way; gone."""
+    """State of the reader: called; waiting (for another transfer of the same prefix); reading; filled (its answer is on
+    its way); gone."""
     source: str = "gone"
-    """exporting: it has been called; gone."""
+    """State of the source: exporting (it has been called); gone."""
     cut: bool = False
-    """Whether the stream has broken, of which both sides are yet to learn."""
+    """Whether the stream has broken. Each side learns of this later."""
     tables: tuple[tuple[int, ...], ...] = ()
-    """Of the lease here, as the three below."""
+    """Block tables of the lease at the reader."""
     filled_tokens: int = 0
-    """That were here from the beginning."""
+    """Number of tokens that were at the reader from the beginning."""
     come: frozenset[tuple[int, int]] = frozenset()
-    """(group, block) of those that have been read."""
+    """(group, block) of each block that has been read."""
     stream: tuple[Named, ...] = ()
     adopted: Key | None = None
-    """Under which the source has taken over the filled lease there, or holds what it had cached."""
+    """Key with which the source has adopted the filled lease, or has leased its cached blocks."""
     named: tuple[int, ...] = ()
-    """By group, how far the source has named blocks."""
+    """Number of blocks that the source has passed, by group."""
     named_all: bool = False
 
     @property

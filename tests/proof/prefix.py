@@ -1,8 +1,8 @@
-"""A cached prefix comes from another host: kvtransfer's prefixes.py, and what fetches.py and exports.py do for it
-alone. The rest of it is a transfer as any other.
+"""Fetches of a cached prefix from another host: kvtransfer's prefixes.py, and the parts of fetches.py and exports.py
+that are for prefixes only. Everything else is like any other transfer.
 
-To the ledger each of the two services is what a decode worker is that computes a context itself: it reserves a lease of
-its own, the source of cached blocks alone.
+To its ledger each of the two services is like a decode worker that computes a context itself: it reserves a lease of
+its own. The lease of the source has only cached blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.proof.world import World, tables_of
 
 
 def ask(world: World, name: Id) -> None:
-    """The worker's call has come, or what it waited for is over. The prefix is brought, unless it is here or coming."""
+    """Handle a worker's call, or the end of the transfer that it waited for. Bring the prefix if nobody else does."""
     each = world.transfers[name]
     host, groups, request = world.hosts[each.here], world.setup.layout.groups, world.request(each.request)
     lacking = lacking_links(world.setup.layout, host.ledger.slot_of, request.hashes[: request.reusable])
@@ -41,7 +41,7 @@ def ask(world: World, name: Id) -> None:
 
 
 def pin(world: World, name: Id) -> None:
-    """The source has got the call, and holds what it has cached until all has been read."""
+    """Let the source, which has received the call, lease its cached blocks until all are read."""
     each = world.transfers[name]
     lease = transfer.do(world, "pin", each.there, each.source_key)
     if not isinstance(lease, Lease):

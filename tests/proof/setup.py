@@ -1,4 +1,4 @@
-"""What a world begins with: its requests, workers, blocks, and how much may go wrong in it."""
+"""Setups of worlds: requests, workers, blocks, and the number of faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
 
 
 def make_layout(*groups: tuple[int, int]) -> KVLayout:
-    """Groups as (block_tokens, window)."""
+    """Make a layout. Each group is (block_tokens, window)."""
     made = tuple(KVGroup(GroupShape(f"g{i}", (), 0, 0, window), tokens) for i, (tokens, window) in enumerate(groups))
     return KVLayout(made, itemsize=0, slot_bytes=4096, fingerprint="proof")
 
@@ -24,16 +24,16 @@ WITH_A_WINDOW = make_layout((16, 0), (32, 16))
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks for."""
+    """A client's request."""
 
     text: str
-    """The prompt's front, one letter for each 16 tokens. Equal beginnings have equal KV."""
+    """Beginning of the prompt, one letter for each 16 tokens. Equal beginnings have equal KV."""
     tail: int = 4
-    """Tokens of the prompt behind it; with none and no text, the lease has no blocks at all."""
+    """Tokens of the prompt after `text`. If both are empty, the lease has no blocks."""
     growth: int = 0
-    """Tokens that its decode worker asks room for only when it is there."""
+    """Tokens for which the decode worker requests blocks only after admission."""
     one_token: bool = False
-    """Whether the prefill worker's token is the last one, so that nothing is handed over."""
+    """Whether the prefill worker's token is the last one, so that there is no handoff."""
 
     @property
     def context(self) -> int:
@@ -41,12 +41,12 @@ class Request:
 
     @property
     def sealable(self) -> int:
-        """Tokens at the front whose blocks can be shared."""
+        """Number of tokens at the beginning whose blocks can be shared."""
         return len(self.text) * BASE_TOKENS
 
     @property
     def reusable(self) -> int:
-        """Links of the chain that can be found: the last token is always computed."""
+        """Number of links that can be found in a cache. The last token is always computed."""
         return min(len(self.text), max(0, self.context - 1) // BASE_TOKENS)
 
     @functools.cached_property
@@ -55,12 +55,12 @@ class Request:
 
     @functools.cached_property
     def name(self) -> bytes:
-        """Of the whole prompt."""
+        """Name of the whole prompt."""
         return hashlib.md5(f"{self.text}, {self.tail}".encode()).digest()
 
     @functools.cached_property
     def another(self) -> Request:
-        """As long as this one, and with another text, where it has any."""
+        """A request of the same length with another text, if it has any text."""
         return dataclasses.replace(self, text=self.text.upper())
 
 
@@ -72,19 +72,19 @@ class Setup:
     decoders: int = 2
     prefillers: int = 2
     places: tuple[int, ...] = ()
-    """The host of each worker, decode workers first; one host where it is empty."""
+    """Host of each worker, decode workers first. If empty, there is one host."""
     cached: tuple[tuple[int, str], ...] = ()
-    """(host, text) of what is cached from the beginning."""
+    """(host, text) of each prefix that is cached from the beginning."""
     fetched: str = ""
-    """Prompts that begin with one of these letters are believed to be cached on the other one of two hosts."""
+    """First letters of prompts that the gateway believes to be cached on the other one of two hosts."""
     attempts: int = 2
-    """Failed attempts after which the gateway gives a request up."""
+    """Number of failed attempts after which the gateway gives a request up."""
     faults: int = 0
-    """How often something may go wrong, in all."""
+    """Total number of faults that may happen."""
     policy: type[CachePolicy] = LRU
-    """What chooses the blocks to evict."""
+    """Cache policy of the ledgers."""
     kind: str = ""
-    """The only thing that may go wrong, by the name of its move; anything where it is empty."""
+    """Name of the only move that may be a fault. If empty, any fault may happen."""
 
     @property
     def hosts(self) -> int:
@@ -94,7 +94,7 @@ class Setup:
         return self.places[worker] if self.places else 0
 
     def prefix_source(self, request: int, host: int) -> int | None:
-        """Host from which whoever computes this request's prompt on `host` brings over a prefix first."""
+        """Return the host from which a worker on `host` fetches a prefix before it computes this request, or None."""
         text = self.requests[request].text
         return 1 - host if self.hosts == 2 and text and text[0] in self.fetched else None
 
@@ -113,23 +113,23 @@ def _of_a_prefix(*requests: Request, slots: int, cached: str) -> Setup:
 
 
 SETUPS = {
-    # One request alone, and its next attempt: so small that more may go wrong.
+    # One request and its next attempt. The world is so small that more faults can be explored.
     "one": Setup((Request("a"),), slots=3),
     # Two requests that share their first block.
     "handoff": Setup((Request("a"), Request("a")), slots=4),
-    # One that needs no blocks, one whose first token is its last; the second may find all of its front cached.
+    # One request without blocks, and one whose first token is its last and whose text may be cached completely.
     "edges": Setup((Request("", tail=0), Request("a", one_token=True)), slots=2),
-    # Both run out of room when they decode: one is preempted, and reserves anew under its next generation.
+    # Both requests run out of blocks when they decode. One is preempted, and reserves again with its next generation.
     "growth": Setup((Request("", growth=16), Request("", growth=16)), slots=3),
-    # Two cache groups, one of them with a window, whose blocks decode gives back.
+    # Two cache groups. One of them has a window, and decode gives back the blocks that the window has left.
     "window": Setup((Request("abc"), Request("a")), slots=9, layout=WITH_A_WINDOW),
-    # Prefill on one host, decode on another one.
+    # Prefill on one host, decode on another.
     "between_hosts": Setup((Request("a"),), slots=3, decoders=1, prefillers=1, places=(0, 1), attempts=1),
-    # Two that lack the same prefix, which another host has. Their worker computes prompts itself.
+    # Two requests that lack the same prefix, which another host has. Their worker computes prompts itself.
     "prefix": _of_a_prefix(Request("a"), Request("a"), slots=3, cached="a"),
-    # One of them lacks less of it.
+    # One of the two requests lacks a shorter part of the prefix.
     "longer_prefix": _of_a_prefix(Request("ab"), Request("a"), slots=4, cached="ab"),
-    # A prefix's source has work, too: what it has cached may have to go.
+    # The source of the prefix has requests of its own, so its cached blocks may be evicted.
     "lost_prefix": Setup(
         (Request("a"), Request("b")),
         slots=2,
@@ -140,7 +140,7 @@ SETUPS = {
         fetched="a",
         attempts=1,
     ),
-    # The source has one block, which the other request gets as soon as it is free: a reader may come too late.
+    # The source has one block, which the other request gets as soon as it is free. A reader may be too late.
     "too_late": Setup(
         (Request("a", tail=0), Request("b", tail=0)),
         slots=1,

@@ -1,6 +1,6 @@
-"""Larger worlds, many faults, chosen at random: `python -m tests.proof.simulate --seed N`, or `--seeds 10000`.
+"""Simulate larger worlds with many random faults: `python -m tests.proof.simulate --seed N`, or `--seeds 10000`.
 
-A run is a function of its seed. One that fails prints its trace, one line an event, and replays.
+A run depends only on its seed. A run that fails prints its trace, one line per event, and can be repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.proof.setup import ONE_GROUP, WITH_A_WINDOW, Request, Setup
 from tests.proof.world import Violation, World, make_world
 
 MOST_EVENTS = 20_000
-"""A run that has not come to rest by then goes round in circles."""
+"""Limit of events. A run that has not come to rest by then repeats itself for ever."""
 
 
 _HOW_OFTEN = {
@@ -33,13 +33,12 @@ _HOW_OFTEN = {
     network.restart_ledger: 0.05,
     worker.adopt_never: 0.1,
 }
-"""How likely a fault is, beside 1 for the others: after a restart little is left that could go wrong, and many wait to
-adopt."""
+"""Weights of faults; others have 1. Restarts leave little that could still fail, and calls to adopt are frequent."""
 
 
 @dataclass
 class Run:
-    """One seed's world and what has happened in it."""
+    """The world of one seed and its trace."""
 
     seed: int
     world: World
@@ -51,9 +50,11 @@ class Run:
 
 
 def setup_of(seed: int) -> Setup:
-    """20 requests with common beginnings, 4 + 4 workers, and room for a few of them at a time. In every second seed
-    each worker is on one of two hosts, so that about half of the attempts are between hosts, and in half of these seeds
-    prefixes come from the other host. Any policy evicts."""
+    """Make a setup: 20 requests with common beginnings, 4 decode and 4 prefill workers, and blocks for few requests.
+
+    For odd seeds there are two hosts, so that about half of the attempts are between hosts. In half of these seeds,
+    prefixes are fetched from the other host. The cache policy is random.
+    """
     draw = random.Random(seed)
     layout = draw.choice((ONE_GROUP, WITH_A_WINDOW))
     requests = tuple(
@@ -73,7 +74,7 @@ def setup_of(seed: int) -> Setup:
 
 
 def simulate(seed: int) -> Run:
-    """Runs a seed to its rest. Raises Violation, with the trace."""
+    """Run a seed until it comes to rest. Raises Violation with the trace."""
     run = Run(seed, make_world(setup_of(seed)))
     try:
         _run(run, random.Random(seed))
@@ -85,7 +86,7 @@ def simulate(seed: int) -> Run:
 def _run(run: Run, draw: random.Random) -> None:
     world = run.world
     often = draw.uniform(0.02, 0.3)
-    """How readily something goes wrong."""
+    """Probability of a fault per event."""
     while world.faults and len(run.lines) < MOST_EVENTS / 2:
         going = list(moves.progress(world))
         if world.faults and draw.random() < often and (wrong := list(moves.faults(world))):
@@ -93,7 +94,7 @@ def _run(run: Run, draw: random.Random) -> None:
             run.step(draw.choices(wrong, [_HOW_OFTEN.get(move.act, 1.0) for move in wrong])[0])
         elif not going or draw.random() < 0.1:
             if not going and not world.jobs:
-                break  # every request has come to its end
+                break  # every request has ended
             run.step(draw.choice(list(moves.at_any_time(world)) or going))
         else:
             run.step(_some(going, draw))
@@ -101,13 +102,13 @@ def _run(run: Run, draw: random.Random) -> None:
 
 
 def _some(going: list[Move], draw: random.Random) -> Move:
-    """Any, but mostly none that lets a late message arrive, or blocks: much happens before it does."""
+    """Choose a move. Mostly avoid moves in which late messages or blocks arrive, so that much happens before them."""
     in_time = [move for move in going if move.act not in (network.arrive, transfer.read, transfer.stop_reading)]
     return draw.choice(in_time if in_time and draw.random() < 0.95 else going)
 
 
 def _calm_down(run: Run, draw: random.Random) -> None:
-    """Nothing goes wrong any more; when nothing is left to do, time passes, and then all must have come to rest."""
+    """Run without faults. When no move is left, let time pass; after that, the world must be at rest."""
     rested = False
     while not rested:
         if len(run.lines) > MOST_EVENTS:
@@ -123,9 +124,9 @@ def _calm_down(run: Run, draw: random.Random) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, help="run this one and print its trace")
-    parser.add_argument("--seeds", type=int, default=100, help="run so many")
-    parser.add_argument("--first", type=int, default=0, help="the first of these")
+    parser.add_argument("--seed", type=int, help="run this seed and print its trace")
+    parser.add_argument("--seeds", type=int, default=100, help="number of seeds to run")
+    parser.add_argument("--first", type=int, default=0, help="first of these seeds")
     arguments = parser.parse_args()
     try:
         if arguments.seed is not None:

@@ -1,4 +1,4 @@
-"""The protocol in small worlds, every state of them. `make proof` goes further."""
+"""The protocol in every state of small worlds. `make proof` explores more."""
 
 from __future__ import annotations
 

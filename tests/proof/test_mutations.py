@@ -1,4 +1,4 @@
-"""A proof that cannot fail proves nothing: with any one of its guards gone, the protocol is found to be broken."""
+"""A proof that cannot fail proves nothing. Without any one of its guards, the protocol must be found broken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ MOST_SEEDS = 200
 
 @contextlib.contextmanager
 def found(words: str = "=>") -> Iterator[None]:
-    """A promise is broken, or the code itself notices. A mutation that only raises something else is broken itself."""
+    """Expect a Violation whose message matches. If an error caused it, this must be a PacelineError: any other error
+    means that the mutation itself is broken."""
     with pytest.raises(Violation, match=words) as raised:
         yield
     cause: BaseException | None = raised.value
@@ -160,7 +161,7 @@ def test_the_explorer_finds_blocks_of_another_prompt(monkeypatch: Patch) -> None
     wrong = dataclasses.replace(SETUPS["one"], faults=1, kind="call_prefill_for_another_prompt")
     with found("contains"):
         Explorer(wrong).run()
-    monkeypatch.setattr(judge, "check_content", lambda world, job: None)  # as if nobody looked before it is sealed
+    monkeypatch.setattr(judge, "check_content", lambda world, job: None)  # no check before the block is sealed
     with found("is published as"):
         Explorer(wrong).run()
 
@@ -179,7 +180,7 @@ def test_the_explorer_finds_a_protocol_without_generations(monkeypatch: Patch) -
 
 
 def test_a_reservation_that_was_refused_must_not_come_again(monkeypatch: Patch) -> None:
-    """As it was before the simulator found it (seed 20): refused for want of blocks, it came again and was granted."""
+    # The simulator found this bug with seed 20: a reservation refused for lack of blocks came again and was granted.
 
     def reserve(ledger: Ledger, session: int, key: Key, *rest: object) -> Lease:
         seen = ledger._book._ended.get(key[:2])

@@ -1,8 +1,8 @@
-"""A prompt comes from another host, or a prefix: kvtransfer's fetches.py, which reads, and exports.py, the source.
+"""Transfers of a prompt or a prefix between hosts: kvtransfer's fetches.py is the reader, exports.py the source.
 
-Of a prompt, the reader is to its ledger what a prefill worker is on one host, and the source what a decode worker is;
-for a prefix see `prefix`. That the other end is gone each learns in its own time. A read copies what is in the blocks
-of the source at that moment, whosever they are by then: nothing but the digests tells.
+For a prompt, the reader is to its ledger like a prefill worker on one host, and the source like a decode worker; for a
+prefix see `prefix`. Each end learns at a time of its own that the other end is gone. A read copies the present content
+of the source's blocks, even if another request has them by then. Only the digests reveal this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Id = tuple[str, int]
 
 
 def put(world: World, transfer: Transfer, **changes: object) -> Transfer:
-    """Stores a transfer as it is now, until it is over at both ends."""
+    """Store the changed transfer, or remove it if it is over at both ends."""
     transfer = transfer._replace(**changes)  # type: ignore[arg-type]
     world.transfers[transfer.id] = transfer
     if transfer.reader == transfer.source == "gone":
@@ -31,7 +31,7 @@ def put(world: World, transfer: Transfer, **changes: object) -> Transfer:
 
 
 def waiting_job(world: World, transfer: Transfer) -> Job | None:
-    """The worker's that waits for this transfer."""
+    """Return the job that waits for this transfer, or None."""
     job = world.jobs.get(transfer.caller)
     if job is None or job.session != transfer.session:
         return None
@@ -43,7 +43,7 @@ def waiting_job(world: World, transfer: Transfer) -> Job | None:
 
 
 def begin(world: World, name: Id) -> None:
-    """The call of the decode worker has come: the reader opens its lease, and calls the source."""
+    """Handle the call of the decode worker: the reader opens its lease, and calls the source."""
     transfer = world.transfers[name]
     try:
         world.hosts[transfer.here].ledger.renew(transfer.session, transfer.key, world.now)
@@ -68,8 +68,7 @@ def begin(world: World, name: Id) -> None:
 
 
 def read(world: World, name: Id) -> None:
-    """Reads the blocks of one message and publishes those that have a name. With the last ones the lease is
-    complete."""
+    """Read the blocks of one message and publish those that have a name. The last message completes the lease."""
     transfer = world.transfers[name]
     here, there = world.hosts[transfer.here], world.hosts[transfer.there]
     (blocks, last, filled_tokens, context_hash), *stream = transfer.stream
@@ -83,7 +82,7 @@ def read(world: World, name: Id) -> None:
         here.memory[place] = there.memory[block.slot]
     try:
         if damaged(here, blocks, places):
-            raise PacelineError("what came is not what was named")
+            raise PacelineError("the content of a block is not the named one")
         for block in blocks:
             if block.hash:
                 here.ledger.seal(TRANSFER, transfer.key, block.group, block.index, [block.hash], world.now)
@@ -99,7 +98,7 @@ def read(world: World, name: Id) -> None:
         end_flight(world, put(world, transfer, reader="filled"))
     elif last:
         if any(group.shape.window for group in world.setup.layout.groups):
-            do(world, "trim", transfer.here, transfer.key)  # what no query sees has not come
+            do(world, "trim", transfer.here, transfer.key)  # blocks that no query sees have not come
         if isinstance(do(world, "fill", transfer.here, transfer.key, context_hash), Lease):
             put(world, transfer, reader="filled")
         else:
@@ -111,7 +110,7 @@ def damaged(here: Host, blocks: tuple[Block, ...], places: list[int]) -> bool:
 
 
 def stop_reading(world: World, name: Id) -> None:
-    """The transfer failed, or nobody waits for it: the reader gives its hold back. It touches nothing any more."""
+    """End the reader, because the transfer failed or nobody waits for it. It releases its lease and writes no more."""
     transfer = world.transfers[name]
     if transfer.reader == "reading":
         do(world, "release", transfer.here, transfer.key)
@@ -121,18 +120,18 @@ def stop_reading(world: World, name: Id) -> None:
 
 
 def end_flight(world: World, transfer: Transfer) -> None:
-    """A prefix has come or failed, or nobody waits for it any more: those who wait for it look again."""
+    """End the flight of a prefix that has arrived or failed. Transfers that wait for it look for the prefix again."""
     for name in world.hosts[transfer.here].flights.end(transfer.id):
         put(world, world.transfers[name], reader="called")
 
 
 def run_out_of_time(world: World, name: Id) -> None:
-    """A prefix takes so long that it is given up, whoever it is that has not got on."""
+    """Give up a prefix that takes too long, whichever side is slow."""
     stop_reading(world, name)
 
 
 def answer(world: World, name: Id) -> None:
-    """The worker learns that all is here."""
+    """Tell the worker that all blocks are here."""
     transfer = world.transfers[name]
     job = waiting_job(world, transfer)
     assert job is not None
@@ -147,7 +146,7 @@ def answer(world: World, name: Id) -> None:
 
 
 def take_over(world: World, name: Id) -> None:
-    """The prompt is complete: the source adopts its lease, so that it stays until all has been read."""
+    """Let the source adopt the lease of a complete prompt, so that the lease stays until all blocks are read."""
     transfer = world.transfers[name]
     taken = do(world, "adopt", transfer.there, transfer.source_key)
     if isinstance(taken, Lease):
@@ -157,7 +156,7 @@ def take_over(world: World, name: Id) -> None:
 
 
 def tell(world: World, name: Id) -> None:
-    """The source names the blocks that have become complete."""
+    """Let the source name the blocks that have become complete."""
     transfer = world.transfers[name]
     lease = exported(world, transfer)
     assert lease is not None
@@ -168,7 +167,7 @@ def tell(world: World, name: Id) -> None:
 
 
 def stop_exporting(world: World, name: Id) -> None:
-    """The lease has ended, or the reader is gone or done."""
+    """End the source, because its lease has ended or the reader is gone or done."""
     transfer = world.transfers[name]
     if transfer.adopted is not None:
         do(world, "release", transfer.there, transfer.adopted)
@@ -176,11 +175,11 @@ def stop_exporting(world: World, name: Id) -> None:
 
 
 def keep(world: World, transfer: Transfer, now: float) -> bool:
-    """What the source does every second: it renews, or takes over what has been filled. Whether the lease is its
-    own."""
+    """Do the source's regular work: renew its lease, or adopt the lease once it is filled. Return whether the source
+    then owns the lease."""
     ledger = world.hosts[transfer.there].ledger
     if transfer.prefix and not transfer.named_all:
-        return False  # it renews nothing until all has been named
+        return False  # the source of a prefix renews nothing until it has named all blocks
     try:
         if transfer.adopted is not None:
             ledger.renew(TRANSFER, transfer.adopted, now)
@@ -190,12 +189,12 @@ def keep(world: World, transfer: Transfer, now: float) -> bool:
             put(world, transfer, adopted=ledger.adopt(TRANSFER, lease.key, now).key)
             return True
     except PacelineError:
-        pass  # which it meets again when it looks
+        pass  # the source meets this error again at its next look
     return False
 
 
 def exported(world: World, transfer: Transfer) -> Lease | None:
-    """The lease at the source, while it lives."""
+    """Return the lease at the source, or None if it does not live any more."""
     key = transfer.adopted or transfer.source_key
     for lease in world.hosts[transfer.there].ledger.leases():
         if lives(lease, world.now) and lease.key[:2] == key[:2]:
@@ -204,7 +203,7 @@ def exported(world: World, transfer: Transfer) -> Lease | None:
 
 
 def complete(world: World, transfer: Transfer, lease: Lease) -> tuple[tuple[Block, ...], tuple[int, ...]]:
-    """Blocks of the source's lease that can be named and have not been, and how far they go."""
+    """Return the blocks of the source's lease that can be named now and were not, and the new value of `named`."""
     host = world.hosts[transfer.there]
     cursor = Cursor(world.setup.layout.groups, transfer.filled_tokens)
     cursor._next = list(transfer.named)

@@ -1,4 +1,4 @@
-"""What the two ends of a transfer do next, when nothing goes wrong."""
+"""The next moves of the two ends of a transfer if nothing goes wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Acts = Iterator[Callable[[World, Id], None]]
 
 
 def progress(world: World, each: Transfer) -> Acts:
-    """A service that is away does nothing."""
+    """Yield the next moves of both ends. A service that is away does nothing."""
     if each.reader != "gone" and not world.hosts[each.here].away:
         yield from _of_reader(each, transfer.waiting_job(world, each) is not None)
     if each.source != "gone" and not world.hosts[each.there].away:

@@ -1,7 +1,7 @@
-"""What workers do: services/{prefill,decode}/service.py over services/common/{worker,kv_client}.py.
+"""Workers: services/{prefill,decode}/service.py, which use services/worker/{worker,kv_client}.py.
 
-Functions named `*_answered` are what comes back from the ledger; the others are moves. `error` is what the ledger
-refused with, UnavailableError where no answer came.
+Functions named `*_answered` handle answers of the ledger; the others are moves. An answer is a lease or the ledger's
+error. It is UnavailableError if no answer came.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.proof.world import World, tables_of
 
 
 def answered(world: World, op: Op, answer: Answer) -> None:
-    """Goes on with the job that waits for this answer."""
+    """Continue the job that waits for this answer."""
     job = _waiting_for(world, op)
     if job is not None:
         _ANSWERED[op.kind](world, job, answer)
@@ -44,10 +44,10 @@ def _reserve_answered(world: World, job: Job, answer: Answer) -> None:
     if isinstance(answer, Lease | UnavailableError):
         world.send(job, "release")
     elif isinstance(answer, BusyError) and job.alone and not job.cancelled:
-        world.put(job, phase="waiting")  # for another try, under a key of its own
+        world.put(job, phase="waiting")  # it will try again with a new key
         return
     elif isinstance(answer, BusyError) and world.is_current(job):
-        world.asked[job.request] = world.asked[job.request]._replace(phase="waiting")  # back in line, at no cost
+        world.asked[job.request] = world.asked[job.request]._replace(phase="waiting")  # not a failed attempt
     world.drop(job)
 
 
@@ -65,7 +65,7 @@ def _open_answered(world: World, job: Job, answer: Answer) -> None:
 
 
 def goes_on_with_its_own(world: World, job: Job, opened: Lease) -> bool:
-    """Whether what is cached in the blocks belongs to the prompt that a prefill worker was given."""
+    """Return whether the cached content of the blocks belongs to the prompt that the prefill worker got."""
     return not opened.filled_tokens or opened.context_hash == world.prompt(job).hashes[opened.filled_tokens // 16 - 1]
 
 
@@ -80,7 +80,7 @@ def _fill_answered(world: World, job: Job, answer: Answer) -> None:
 def _extend_answered(world: World, job: Job, answer: Answer) -> None:
     if isinstance(answer, Lease):
         world.put(job, phase="running", grown=True, tables=tables_of(answer))
-    elif isinstance(answer, BusyError):  # preempted: it leaves the engine, and comes again under its next generation
+    elif isinstance(answer, BusyError):  # preempted: it leaves the engine, and reserves again with its next generation
         world.send(job, "release")
         world.put(job, phase="waiting", tables=(), alone=True, grown=True)
     else:
@@ -104,7 +104,7 @@ _WAITS_IN = {
 
 
 def reserve(world: World, job: Job, prefix_source: int | None = None) -> None:
-    """Asks for blocks, and, where it is told a source, for a prefix from there before, whether that comes or not."""
+    """Reserve blocks. If there is a prefix source, first fetch the prefix; reserve even if this fails."""
     if prefix_source is None or not world.request(job.request).reusable:
         world.send(world.put(job, phase="reserving"), "reserve")
         return
@@ -115,12 +115,15 @@ def reserve(world: World, job: Job, prefix_source: int | None = None) -> None:
 
 
 def leave_prefix(world: World, job_id: JobId) -> None:
-    """Its call for a prefix is over: that has come or failed, or the call breaks, and kvtransfer is yet to learn."""
+    """End the call for a prefix, because the prefix has come or failed, or because the call breaks.
+
+    kvtransfer learns of a broken call later.
+    """
     reserve(world, world.jobs[job_id])
 
 
 def given(world: World, job: Job, answer: Answer) -> None:
-    """The ledger has given it the blocks for which it waited, or refused to; the worker has not heard yet."""
+    """Handle the ledger's answer to a job that waits to adopt its blocks. The worker does not know the answer yet."""
     if isinstance(answer, Lease):
         world.put(job, phase="adopting", tables=tables_of(answer), context_hash=answer.context_hash)
         return
@@ -130,7 +133,7 @@ def given(world: World, job: Job, answer: Answer) -> None:
 
 
 def hear(world: World, job_id: JobId) -> None:
-    """The answer comes: the blocks are its own, where it has not given them up meanwhile."""
+    """Let the answer reach the worker. It has adopted the blocks, unless it has given them up meanwhile."""
     job = world.jobs[job_id]
     if job.cancelled or job.lost:
         world.drop(job)
@@ -139,8 +142,8 @@ def hear(world: World, job_id: JobId) -> None:
 
 
 def begin(world: World, job: Job) -> None:
-    """It has its blocks, and the first token unless it computes that itself, too. Where the blocks were lost meanwhile,
-    or contain another prompt, it gives up."""
+    """Begin to decode. The worker has its blocks, and the first token unless it computes the prompt itself. It gives up
+    if the blocks were lost meanwhile or have another prompt."""
     if job.lost:
         world.drop(job)
     elif job.alone:
@@ -152,7 +155,7 @@ def begin(world: World, job: Job) -> None:
         judge.check_content(world, job)
         sealable = world.request(job.request).sealable
         if not job.fetch and job.settled < sealable:
-            world.send(job, "seal")  # what the prefill worker has left to it
+            world.send(job, "seal")  # blocks that the prefill worker has not sealed
         world.put(job, phase="running", settled=sealable)
 
 
@@ -161,7 +164,7 @@ def is_filled_with_its_own(world: World, job: Job) -> bool:
 
 
 def adopt_never(world: World, job_id: JobId) -> None:
-    """The call breaks, or its answer does. The worker gives up what it reserved."""
+    """Break the call to adopt, or its answer. The worker gives up the blocks that it reserved."""
     job = world.jobs[job_id]
     if not (job.cancelled or job.lost):
         world.send(job, "release")
@@ -169,22 +172,22 @@ def adopt_never(world: World, job_id: JobId) -> None:
 
 
 def _leave_call(world: World, job: Job) -> None:
-    """It waits no longer, of which kvtransfer may learn after it has carried out the adoption."""
+    """Stop waiting to adopt. kvtransfer may learn of this after it has carried out the adoption."""
     if job.phase == "admitted":
         world.send_late(Op("adopt", job.host, job.session, job.key), again=False)
 
 
 def compute(world: World, job_id: JobId) -> None:
-    """The prefill worker writes its blocks, samples, and lets go of all.
+    """Let the prefill worker write its blocks, sample the first token, and give its blocks away.
 
-    It does so for the decode worker, or, after a request's only token, for good.
+    They go to the decode worker, or back to the pool if the first token is the only one.
     """
     job = world.jobs[job_id]
     world.write(job)
     judge.check_content(world, job)
     request = world.request(job.request)
     if job.settled < request.sealable and (job.reserved or request.one_token):
-        world.send(job, "seal")  # for readers of another host, or for good: others seal what they get
+        world.send(job, "seal")  # for readers on another host, or at the end; else the decode worker seals
     job = world.put(job, settled=max(job.settled, request.sealable))
     if request.one_token:
         world.put(job, phase="stopping")
@@ -195,7 +198,7 @@ def compute(world: World, job_id: JobId) -> None:
 
 
 def generate(world: World, job_id: JobId) -> None:
-    """The decode worker asks for more room where it needs it, and else computes its tokens."""
+    """Let the decode worker request more blocks if it needs any, or else compute its tokens."""
     job = world.jobs[job_id]
     request = world.request(job.request)
     if request.growth and not job.grown:
@@ -215,7 +218,7 @@ def generate(world: World, job_id: JobId) -> None:
 
 
 def _trim(world: World, job: Job) -> Job:
-    """Gives back what no query reads any more."""
+    """Give back blocks that no query reads any more."""
     world.send(job, "trim")
     trimmed = list(job.tables)
     for index, group in enumerate(world.setup.layout.groups):
@@ -230,21 +233,21 @@ def _succeed(world: World, job: Job) -> None:
 
 
 def removed(world: World, job_id: JobId) -> None:
-    """The engine has confirmed that no step touches the blocks any more."""
+    """Release the blocks, after the engine has confirmed that no step touches them any more."""
     job = world.jobs[job_id]
     world.drop(job)
     world.send(job, "release")
 
 
 def reserve_again(world: World, job_id: JobId) -> None:
-    """There may be room for a preempted request."""
+    """Reserve blocks for a preempted request again."""
     job = world.jobs[job_id]
     job = world.put(job, phase="reserving", key=job.next_key)
     world.send(job, "reserve")
 
 
 def cancel(world: World, job_id: JobId) -> None:
-    """A worker learns that the gateway has given up the attempt."""
+    """Tell a worker that the gateway has given up the attempt."""
     job = world.jobs[job_id]
     match job.phase:
         case "admitted" | "adopted" | "waiting":
@@ -263,7 +266,7 @@ def cancel(world: World, job_id: JobId) -> None:
 
 
 def learn_of_loss(world: World, job_id: JobId) -> None:
-    """A renewal was refused."""
+    """Handle a refused renewal: the lease is lost."""
     job = world.jobs[job_id]
     if job.waits:
         world.send(job, "release")
@@ -273,7 +276,7 @@ def learn_of_loss(world: World, job_id: JobId) -> None:
 
 
 def fetch_failed(world: World, job_id: JobId) -> None:
-    """The blocks did not come, or the call broke in which they were asked for."""
+    """Give up a job whose blocks did not come, or whose call for them broke."""
     job = world.jobs[job_id]
     _leave_call(world, job)
     world.send(job, "release")
@@ -281,15 +284,15 @@ def fetch_failed(world: World, job_id: JobId) -> None:
 
 
 def scribble(world: World, job: Job) -> None:
-    """A step that is still under way writes: of a request that stops, or of a worker that nobody hears any more."""
+    """Write to the blocks in a step that still runs, for a request that stops or a worker that is cut off."""
     world.write(job)
 
 
-# ---- a worker comes to its end
+# ---- the end of a worker
 
 
 def crash(world: World, worker: int) -> None:
-    """It is heard no more, but may still write, and what it sent last may still come. A new one takes its place."""
+    """Replace a worker by a new one. The old one is cut off. It may still write, and its last operation may arrive."""
     session = world.sessions[worker]
     world.sessions[worker] = world.next_session(session)
     world.unnoticed += (session,)

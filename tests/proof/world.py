@@ -1,9 +1,9 @@
-"""Hosts, each with the real ledger and the memory it manages, and small models of everybody who sends them messages.
+"""Worlds: hosts with the real ledger and the memory that it manages, and small models of all that send it messages.
 
-A world is plain data. Everything that can happen to it is a *move*, a function of the other modules; nothing else
-changes it. Between gateway and workers there are streams, which break but never repeat or reorder; what each side
-learns of a break, and when, is free. The same leases for a transfer between two hosts. Between workers and the ledger
-each operation may be lost, carried out without an answer, come late (behind what was sent after it), or come twice.
+A world is plain data. Only *moves* change it, which are functions of the other modules. Between gateway and workers
+there are streams. A stream can break, but never repeats or reorders messages, and each side may learn of a break at any
+time. The same is true of a transfer between two hosts. An operation between a worker and the ledger may be lost, be
+carried out without an answer, arrive late (after operations that were sent after it), or arrive twice.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tests.proof.setup import Request, Setup
 
 LEASE = 10.0
 FIRST_SESSION = TRANSFER + 1
-"""Of a worker."""
+"""Session of the first worker."""
 
 
 class Violation(AssertionError):
-    """The protocol broke a promise."""
+    """A promise that the protocol has broken."""
 
 
 @dataclass
 class Host:
-    """An arena, and the service that keeps its ledger."""
+    """A host: its arena, and the service with its ledger."""
 
     ledger: Ledger
     memory: list[Word | None]
     claims: dict[int, tuple[Claim, ...]] | None = None
-    """Set while kvtransfer is away: by session, what workers that have come back say they hold. Nothing reaches the
-    ledger, which is still that of the service that ended, for the judge to see."""
+    """Claims of workers that have come back, by session, while kvtransfer is away; otherwise None. Meanwhile `ledger`
+    is the ledger of the service that ended. No operation reaches it, and only the judge looks at it."""
     flights: Flights[tuple[str, int]] = field(default_factory=Flights)
-    """Of prefixes, by the ids of their transfers."""
+    """Flights of prefixes, by the ids of their transfers."""
 
     @property
     def away(self) -> bool:
@@ -56,20 +56,20 @@ class World:
     setup: Setup
     hosts: list[Host]
     faults: int
-    """How many more may happen."""
+    """Number of faults that may still happen."""
     asked: list[Asked]
     sessions: list[int]
-    """Of each worker, decode workers first."""
+    """Session of each worker, decode workers first."""
     queues: dict[int, tuple[Op, ...]]
-    """By session; the first one is on its way, the others wait for its answer."""
+    """Operations by session. The first one is on its way; the others wait for its answer."""
     jobs: dict[JobId, Job]
     transfers: dict[tuple[str, int], Transfer]
-    """By request id and attempt."""
+    """Transfers by request id and attempt."""
     late: tuple[Late, ...] = ()
     ghosts: tuple[Job, ...] = ()
     """Jobs of workers that are gone, but may still write."""
     unnoticed: tuple[int, ...] = ()
-    """Sessions that are over without the ledger's knowing."""
+    """Sessions that have ended, which the ledger has not noticed yet."""
     now: float = 0.0
 
     def copy(self) -> World:
@@ -85,36 +85,36 @@ class World:
         return self.setup.requests[index]
 
     def host_of(self, session: int) -> int:
-        """Of a worker, also one that is gone."""
+        """Return the host of a worker's session, even if the worker is gone."""
         return self.setup.place((session - FIRST_SESSION) % len(self.sessions))
 
     def next_session(self, session: int) -> int:
-        """Of the worker that takes the place of this one."""
+        """Return the session of the worker that replaces this one."""
         return session + len(self.sessions)
 
     def is_current(self, job: Job) -> bool:
-        """Whether the gateway still wants what this job does."""
+        """Return whether the job belongs to the request's present attempt."""
         asked = self.asked[job.request]
         return asked.runs and job.key[:2] == (request_id(job.request, asked.life), asked.tries)
 
     def prompt(self, job: Job) -> Request:
-        """What it was given to compute."""
+        """Return the prompt that the job got."""
         request = self.request(job.request)
         return request.another if job.another else request
 
     def job(self, role: str, index: int) -> Job | None:
-        """The job of the request's attempt that runs now."""
+        """Return the job of the request's present attempt, or None."""
         asked = self.asked[index]
         return self.jobs.get((role, request_id(index, asked.life), asked.tries))
 
     def room_for(self, index: int, grown: bool, host: int) -> bool:
-        """Whether a request finds blocks, also where it can share none with others that run."""
+        """Return whether there are enough blocks for a request, even if it can share none with running requests."""
         request, counts = self.request(index), self.hosts[host].ledger.counts()
         tokens = request.context + grown * request.growth
         return self.setup.layout.slots_for(tokens) <= counts.free + counts.cached
 
     def word(self, job: Job, group: int, block: int) -> Word:
-        """What the block of a job contains when its tokens have been computed."""
+        """Return the content of a job's block after its tokens are computed."""
         request, tokens = self.prompt(job), self.setup.layout.groups[group].block_tokens
         end = (block + 1) * tokens
         if end <= request.sealable:
@@ -127,7 +127,7 @@ class World:
     # ---- changing
 
     def put(self, job: Job, **changes: object) -> Job:
-        """Stores a job as it is now."""
+        """Store and return the changed job."""
         job = job._replace(**changes)  # type: ignore[arg-type]
         self.jobs[job.id] = job
         return job
@@ -136,7 +136,7 @@ class World:
         del self.jobs[job.id]
 
     def send(self, job: Job, kind: str, generation: int | None = None) -> None:
-        """Submits an operation behind all others of the same worker."""
+        """Submit an operation after all others of the same worker."""
         key = job.key if generation is None else job.key._replace(generation=generation)
         published = job.settled if kind == "seal" else 0
         context = self.prompt(job).name if kind == "fill" else b""
@@ -144,11 +144,11 @@ class World:
         self.queues[job.session] = (*self.queues.get(job.session, ()), op)
 
     def send_late(self, op: Op, again: bool) -> None:
-        """Leaves an operation on its way, to come at any time."""
+        """Leave an operation on its way; it may arrive at any time."""
         self.late += (Late(op, again),)
 
     def write(self, job: Job) -> None:
-        """The job's engine writes to all blocks that it may write to, as far as it knows."""
+        """Write to all blocks that the job's engine may write to, as far as it knows."""
         for group, block, slot in blocks_of(job.tables):
             if self.may_write(job, group, block):
                 self.hosts[job.host].memory[slot] = self.word(job, group, block)
@@ -159,12 +159,12 @@ def request_id(index: int, life: int) -> str:
 
 
 def origin(request_id: str) -> str:
-    """The request's own id, also of the one under which its prefix is moved."""
+    """Return the id of the request, also for the id with which its prefix is moved."""
     return request_id.removeprefix(_PREFIX)
 
 
 def is_prefix(key: Key) -> bool:
-    """Whether a lease is one in which a prefix is moved."""
+    """Return whether a lease is for the transfer of a prefix."""
     return key.request_id.startswith(_PREFIX)
 
 
@@ -176,7 +176,7 @@ def tables_of(lease: Lease) -> tuple[tuple[int, ...], ...]:
 
 
 def blocks_of(tables: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
-    """(group, block, slot) of all that there are."""
+    """Return (group, block, slot) of all blocks in the tables."""
     return [
         (group, block, slot)
         for group, table in enumerate(tables)
@@ -194,7 +194,7 @@ def make_host(setup: Setup) -> Host:
 
 
 def _cache(host: Host, text: str) -> None:
-    """As if a request had been served that left this; in a layout of one group."""
+    """Cache a text, as if an earlier request had left it. The layout must have one group."""
     hashes, ledger = Request(text, tail=0).hashes, host.ledger
     tokens, session = 16 * len(hashes), FIRST_SESSION - 2
     lease = ledger.reserve(session, Key(f"left {text}", 1, 1), hashes, tokens, 0, 0.0)
