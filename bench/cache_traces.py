@@ -22,7 +22,7 @@ def read_trace(path: Path) -> Trace:
     try:
         requests = [json.loads(line)["hash_ids"] for line in path.read_text().splitlines() if line.strip()]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no trace in Mooncake's format: {error!r}") from error
+        raise ValueError(f"{path} is not a trace in Mooncake's format: {error!r}") from error
     if any(len({*blocks}) != len(blocks) for blocks in requests):
         raise ValueError(f"{path} has a request that contains a block twice")
     return requests

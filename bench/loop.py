@@ -111,7 +111,7 @@ def run(
 def _requests(
     loaded: Loaded, prompts: Sequence[list[int]], blocks: Sequence[int], sampling: SamplingParams, adopted: bool
 ) -> Iterator[Request]:
-    """Yield one request per prompt, named by its index, with `blocks` of its own in each group."""
+    """Yield one request per prompt, named by its index. `blocks` is its number of own blocks in each group."""
     slots = itertools.count()
     for index, prompt in enumerate(prompts):
         tables = [[next(slots) for _ in range(count)] for count in blocks]

@@ -54,7 +54,7 @@ ONE_HOST = (Host(), Host())
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Make two network namespaces for the `with` statement. Raises NoNamespacesError."""
     if why := _why_not():
-        raise NoNamespacesError(f"two hosts on one machine are network namespaces, and {why}")
+        raise NoNamespacesError(f"two hosts on one machine need network namespaces: {why}")
     first, second = (Host(f"10.213.77.{number}", f"pl{os.getpid()}-{number}") for number in (1, 2))
     with contextlib.ExitStack() as undo:
         for host in (first, second):
@@ -73,11 +73,11 @@ def _why_not() -> str:
     if os.geteuid():
         return "only root can make them"
     if not shutil.which("ip"):
-        return "`ip` makes them: install iproute2"
+        return "`ip` is missing: install iproute2"
     probe = f"pl{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if made.returncode:
-        return f"there are none here: {made.stderr.strip()}"
+        return f"none can be made here: {made.stderr.strip()}"
     _ip("netns", "del", probe)
     return ""
 

@@ -93,7 +93,7 @@ def beside(before: Look, after: Look, tokens: int) -> dict[str, float]:
 
 def _gained(before: Look, after: Look, name: str) -> float:
     if name not in after:
-        raise ServerError(f"/metrics has no {name}: is this the gateway of a Paceline of this version?")
+        raise ServerError(f"/metrics has no {name}: is this a Paceline gateway of this version?")
     return after[name] - before.get(name, 0.0)
 
 

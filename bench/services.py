@@ -72,7 +72,9 @@ class Process:
         deadline = time.monotonic() + seconds
         while text not in self.text:
             if not self.alive or time.monotonic() > deadline:
-                raise RuntimeError(f"{'did not say' if self.alive else 'ended before saying'} {text!r}:\n{self.text}")
+                raise RuntimeError(
+                    f"{'did not print' if self.alive else 'ended before printing'} {text!r}:\n{self.text}"
+                )
             time.sleep(0.05)
         return self.text
 

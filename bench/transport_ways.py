@@ -141,7 +141,7 @@ async def read_nixl(memory: ArenaMemory, ip: str, offer: str) -> Read:
         while state == "PROC":
             state = agent.check_xfer_state(handle)
         if state != "DONE":
-            raise RuntimeError(f"NIXL says {state}")
+            raise RuntimeError(f"the NIXL transfer ended in state {state}")
         agent.release_xfer_handle(handle)
 
     return read
@@ -177,7 +177,7 @@ async def reader(way: str, memory: ArenaMemory, ip: str, offer: str) -> None:
         await read()
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu_before
         if not np.array_equal(np.frombuffer(memory.blocks, np.uint8), expected):
-            raise RuntimeError(f"{way} brought other bytes")
+            raise RuntimeError(f"{way} delivered wrong bytes")
         print(seconds, cpu, flush=True)
 
 

@@ -177,7 +177,7 @@ class Host:
             self._take_events()
             if len(self.ended) == len(wishes) and not self.arena.used:
                 return
-        raise AssertionError("it does not come to an end")
+        raise AssertionError("the requests never end")
 
     def _admit(self) -> None:
         while self._waiting and not self._asks:  # running requests get blocks first

@@ -140,7 +140,7 @@ def _scalar(rng: random.Random, field: FieldDescriptor) -> Any:
             return rng.choice(_REALS)
         case FieldDescriptor.TYPE_ENUM:
             return rng.choice((0, 1, 2, 3, 4, 99, 2**31 - 1, -1))
-    raise AssertionError(f"{field.full_name} is of a type that the fuzzer does not know; teach it")
+    raise AssertionError(f"{field.full_name} has a type that the fuzzer does not know; add it")
 
 
 def _is_map(field: FieldDescriptor) -> bool:

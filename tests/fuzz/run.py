@@ -187,7 +187,7 @@ async def fuzz(stack: FuzzStack, seconds: float, seed: int, roles: Sequence[str]
     for role, used in before.usage.items():
         now = after.usage[role]
         print(
-            f"{role:<10} {used.anonymous_bytes >> 20} -> {now.anonymous_bytes >> 20} MiB of its own, "
+            f"{role:<10} {used.anonymous_bytes >> 20} -> {now.anonymous_bytes >> 20} MiB private, "
             f"{used.descriptors} -> {now.descriptors} descriptors"
         )
     return wrong + before.changes(after, cache_may_grow=True) + stack.complaints()

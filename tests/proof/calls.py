@@ -22,7 +22,7 @@ def carry_out(world: World, op: Op) -> Answer:
     except PacelineError as error:
         return error
     if not allowed:
-        raise Violation(f"{op} was carried out, and its sender had no right to it")
+        raise Violation(f"{op} was carried out, but its sender had no right to it")
     return answer
 
 
@@ -65,5 +65,5 @@ def _adopt(ledger: Ledger, session: int, key: Key, now: float) -> Lease:
     """Adopt a lease if it is filled, as services/kvtransfer/adoptions.py does."""
     lease = ledger.find(key, now)
     if lease.owner != session or lease.state is not State.FILLED:
-        raise StaleError(f"{key} is not to be adopted by {session}")
+        raise StaleError(f"{session} cannot adopt {key}")
     return ledger.adopt(session, lease.key, now)

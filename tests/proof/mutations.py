@@ -126,7 +126,7 @@ def without_time_to_come_back(patch: Patch) -> None:
 
 
 def without_claims_of_what_has_ended(patch: Patch) -> None:
-    """Let a worker not claim blocks of lost leases, although its engine may still write to them."""
+    """Let a worker leave out claims for lost leases, although its engine may still write to their blocks."""
     original = claims.claims_of
     patch.setattr(claims, "claims_of", lambda world, job: [each for each in original(world, job) if each.active])
 
