@@ -1,4 +1,4 @@
-"""Who does not know the secret gets nowhere, whatever the method."""
+"""Callers without the secret are refused, whatever method they call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER = Secret("the secret of another one")
 
 
 class Open(kvtransfer_pb2_grpc.KVTransferServicer, worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
-    """Counts the calls that got through, of three of the four kinds."""
+    """A server of three of the four services. It records the metadata of the calls that were let in."""
 
     def __init__(self) -> None:
         self.metadata: list[dict[str, str]] = []
@@ -62,7 +62,7 @@ async def serving(secret: Secret = SECRET) -> AsyncIterator[tuple[str, Open]]:
 
 
 async def outcome(address: str, secret: Secret, method: str) -> tuple[grpc.StatusCode, str | None]:
-    """How a call ends whose caller sends nothing and only waits."""
+    """Call a method without sending anything, and return the status and the details with which the call ends."""
     async with open_channel(address, secret) as channel:
         call = channel.stream_stream(method)(timeout=10)
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -138,7 +138,7 @@ async def test_a_worker_that_kvtransfer_refuses_gives_up_at_once() -> None:
     layout = make_layout((GroupShape("g", (0,), 1, 8),), 4, "model")
     async with serving() as (address, _):
         client = KVClient(address, "w", "decode", OTHER)
-        async with asyncio.timeout(20):  # it waits a minute for one that is not there
+        async with asyncio.timeout(20):  # it would retry for a minute if kvtransfer did not answer
             with pytest.raises(RefusedError, match=f"kvtransfer at {address} refuses us: .*--auth-token-file"):
                 await client.session.attach(layout, 16)
         await client.session.close()

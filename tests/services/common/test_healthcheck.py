@@ -7,7 +7,7 @@ from paceline.services.common.secret import Secret, make_secret, read_secret
 
 
 async def healthcheck(*arguments: str) -> tuple[int | None, str]:
-    """Exit code and stderr of the command, as a container runs it."""
+    """Run the command as a container does, and return its exit code and stderr."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "paceline.services.common.healthcheck", *arguments, stderr=asyncio.subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""A service tells others where it is, and ends when it is told to, whatever it is doing."""
+"""A service registers its address, and ends when it is told to, whatever it is doing."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a service as a process; `program` is Python that comes before it."""
+    """Return a function that starts a service as a process, after the Python code in `program`."""
     processes = []
 
     def start(*arguments: str, program: str = "") -> subprocess.Popen[str]:
@@ -122,14 +122,14 @@ def start() -> Iterator[Start]:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Tells it to stop; returns the exit code and what it has said."""
+    """Stop a process with SIGTERM and return its exit code and output."""
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=WAIT)
     return process.returncode, said
 
 
 def wait_for_reader(fifo: Path) -> int:
-    """Waits for a process that opens `fifo`, and keeps it waiting for content; the caller closes what is returned."""
+    """Wait until a process opens `fifo`, and let it wait for content. The caller must close the returned descriptor."""
     deadline = time.monotonic() + WAIT
     while True:
         try:
@@ -141,7 +141,7 @@ def wait_for_reader(fifo: Path) -> int:
 
 @pytest.fixture
 def silent() -> Iterator[socket.socket]:
-    """A server that takes connections and never says a word."""
+    """A server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(WAIT)
         yield server
@@ -155,7 +155,7 @@ def address_of(server: socket.socket) -> str:
 def test_a_worker_that_loads_its_model_ends_at_once(role: str, start: Start, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     worker = start(role, str(tmp_path))
-    # From here on a thread of the worker waits for the file, and no signal can interrupt it.
+    # From now on a thread of the worker waits for the file, and no signal can interrupt it.
     writer = wait_for_reader(tmp_path / "config.json")
     code, said = end(worker)
     os.close(writer)

@@ -1,4 +1,4 @@
-"""An error crosses the wire as itself."""
+"""Errors cross the wire unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from paceline.services.common.secret import Secret
 
 
 class Failing(pb_grpc.KVTransferServicer):
-    """A service whose every call ends in `error`."""
+    """A service whose calls all fail with `error`."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -54,7 +54,7 @@ async def serve(error: Exception) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def received(error: Exception) -> PacelineError:
-    """What the caller sees of an error."""
+    """Return the error that a caller gets when the service raises `error`."""
     async with serve(error) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pb_grpc.KVTransferStub(channel).Ledger(pb.LedgerRequest(), timeout=10)

@@ -1,4 +1,4 @@
-"""The file by which services know each other."""
+"""The file with the secret that all services share."""
 
 from __future__ import annotations
 

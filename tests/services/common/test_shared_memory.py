@@ -32,7 +32,7 @@ def address(view: memoryview) -> int:
 
 
 def mapping_at(where: int) -> dict[str, str]:
-    """What the system says of the mapping that begins there; nothing where there is none."""
+    """Return the fields of /proc/self/smaps for the mapping at this address; empty if there is no such mapping."""
     text = Path("/proc/self/smaps").read_text()
     found = re.search(rf"^{where:x}-.*\n((?:\w+:.*\n)+)", text, re.MULTILINE)
     return dict(re.findall(r"^(\w+): +(.*)$", found[1], re.MULTILINE)) if found else {}
@@ -76,7 +76,7 @@ def test_a_new_file_gets_huge_pages_and_every_map_of_it_has_them(descriptor: int
 
 @pytest.fixture
 def overlay(tmp_path: Path) -> Iterator[Path]:
-    """A folder on overlayfs, as the root of a container is."""
+    """A folder on overlayfs, like the root of a container."""
     lower, upper, work, merged = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
     for folder in (lower, upper, work, merged):
         folder.mkdir()
@@ -101,7 +101,7 @@ def test_a_mapped_arena_is_locked_on_overlayfs_too(overlay: Path) -> None:
 
 
 def test_a_lock_lives_as_long_as_a_mapping_on_overlayfs_too(overlay: Path) -> None:
-    """Another worker takes a pool for one whose worker has ended if it can lock the file."""
+    """If a worker can lock the file of a pool, it assumes that the pool's own worker has ended."""
     path = overlay / "paceline.pool"
     path.touch(mode=0o600)
     os.truncate(path, SIZE)

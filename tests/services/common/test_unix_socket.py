@@ -1,4 +1,4 @@
-"""Messages over a stream of bytes: where one ends, what is too long, and who hears when it is over."""
+"""Messages over a stream of bytes: how they are framed, the size limit, and the end of the connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.services.worker.batch_sender import HostConnection
 
 
 class End:
-    """One end of a connection, whose other one is a bare socket."""
+    """One end of a connection. The other end is a bare socket."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -82,7 +82,7 @@ async def test_each_reply_finds_who_waits_for_it_and_the_end_finds_all(tmp_path:
     await asyncio.sleep(0.01)
     assert [request.id for request in requests] == [1, 2, 3]
     calls[0].cancel()
-    for number in (9, 1, 3):  # nobody's, one that nobody waits for any more, and the last one's
+    for number in (9, 1, 3):  # an unknown id, the id of a cancelled call, and the last call's id
         other.sendall(framed(pb.BatchReply(id=number).SerializeToString()))
     assert (await calls[2]).id == 3
     other.close()

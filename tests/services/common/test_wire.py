@@ -1,4 +1,4 @@
-"""What is said on one side of the wire is understood on the other."""
+"""Messages that one side encodes have the same meaning on the other side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The socket by which gateways of a worker's host read events."""
+"""The socket on which gateways on a worker's host read events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 20.0
 
 
 class Worker:
-    """As much of a decode worker as tells events. Nothing answers at its address."""
+    """The part of a decode worker that sends events. Nothing answers at its gRPC address."""
 
     def __init__(self, folder: Path) -> None:
         self.outboxes = Outboxes()
@@ -57,7 +57,7 @@ async def test_events_come_until_the_worker_ends(worker: Worker) -> None:
     await worker.listener.close()
     assert isinstance(await inbox.get(), FeedError)
     with pytest.raises(FeedError):
-        await feed.join(inbox)  # neither by the socket nor by a call
+        await feed.join(inbox)  # neither over the socket nor over gRPC
 
 
 async def test_what_a_gateway_does_not_read_waits_in_the_outbox(worker: Worker) -> None:

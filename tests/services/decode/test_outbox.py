@@ -1,4 +1,4 @@
-"""What a decode worker tells one gateway."""
+"""The events that a decode worker sends to one gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.services.decode.outbox import MAX_TOKENS, Outbox, Outboxes
 
 
 class Gateway:
-    """Reads one stream, a message whenever the test says so."""
+    """A gateway that reads one stream, and takes a message only when the test says so."""
 
     def __init__(self, outboxes: Outboxes) -> None:
         self.messages: list[list[tuple[int, list[int]]]] = []
@@ -43,7 +43,7 @@ async def open_stream() -> tuple[Gateway, Outbox]:
     gateway = Gateway(outboxes)
     while not gateway.messages:
         await asyncio.sleep(0)
-    assert gateway.messages == [[]]  # says that the stream is known
+    assert gateway.messages == [[]]  # the first message is empty and says that the stream is known
     return gateway, outboxes.of(worker_pb2.Recipient(stream="stream"))
 
 
@@ -60,7 +60,7 @@ async def test_what_comes_together_travels_together_and_nothing_is_lost_or_doubl
     put(outbox, 1, 13)
     flushing = asyncio.create_task(outbox.flush())
     await asyncio.sleep(0)
-    put(outbox, 1, 14)  # nobody waits for what comes later
+    put(outbox, 1, 14)  # the flush does not wait for later events
     gateway.read(1)
     while len(gateway.messages) < 2:
         await asyncio.sleep(0)
@@ -118,7 +118,7 @@ async def test_with_the_stream_its_attempts_end() -> None:
     async with outbox.member(1, errors.append):
         put(outbox, 1, 10)
         await end_tasks(gateway.stream)
-        put(outbox, 1, 11)  # goes nowhere, and takes no memory
+        put(outbox, 1, 11)  # dropped, and takes no memory
         assert not outbox.is_writing
     assert len(errors) == 1
 

@@ -28,11 +28,11 @@ from tests.services.gateway.toy_model import write_toy_model
 from tests.services.gateway.toy_workers import ToyWorker
 
 PATIENCE = 20.0
-"""Seconds after which a test that waits has failed."""
+"""Seconds after which a test that still waits fails."""
 
 
 async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
-    """Returns when `condition` holds; fails when it does not come to hold."""
+    """Wait until `condition` returns true. Raise TimeoutError after PATIENCE seconds."""
     async with asyncio.timeout(PATIENCE):
         while True:
             leases = condition()
@@ -42,7 +42,7 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
 
 
 class Cluster:
-    """Toy workers, and a gateway's picture of them."""
+    """A gateway's view of the fleet, and the toy workers in it."""
 
     def __init__(self, redis_url: str, secret: Secret) -> None:
         self.redis = connect(redis_url)
@@ -82,7 +82,7 @@ class Cluster:
 
 @pytest.fixture
 async def own_redis(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
-    """A Redis that a test may flush and kill."""
+    """A Redis of the test's own, which it may flush and kill."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     server = ValkeyServer(port=port, data_dir=tmp_path / "redis")
@@ -101,7 +101,7 @@ async def cluster(redis_server: str) -> AsyncIterator[Cluster]:
 
 
 class Stack:
-    """A gateway as it is in production, with toy workers behind it."""
+    """A gateway as in production, with toy workers."""
 
     def __init__(self, redis_url: str, config: GatewayConfig) -> None:
         self.redis_url = redis_url
@@ -134,7 +134,7 @@ class Stack:
         self.http = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE)
         self.openai = openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE)
         self.resources = [self.http.aclose, self.openai.close]
-        # A machine with much else to do may be too slow for the first look at Redis.
+        # On a busy machine the gateway's first read of the fleet may take longer than its start.
         if any(worker.role == "decode" for worker in self.workers.values()):
             await eventually(self._is_healthy)
 
@@ -157,7 +157,7 @@ class Stack:
         return await self.http.post(path, json=body)
 
     def pause_decode(self, after: int = 5) -> None:
-        """All decode workers are silent behind so many tokens, until each is to resume."""
+        """Pause all decode workers after `after` tokens of each call, until their `resume` is set."""
         for worker in self.workers.values():
             if worker.role == "decode":
                 worker.pause_after = after
@@ -169,13 +169,13 @@ class Stack:
         return check
 
     async def sees_all(self) -> bool:
-        """Whether the gateway knows each worker."""
+        """Return whether the gateway knows exactly the stack's workers."""
         known = (await self.http.get("/fleet")).json()["workers"]
         return {worker["worker_id"] for worker in known} == set(self.workers)
 
 
 class Reader:
-    """Reads a stream in the background."""
+    """A client that reads a stream in the background."""
 
     def __init__(self, stack: Stack, **body: Any) -> None:
         self.text = ""
@@ -196,14 +196,16 @@ StartStack = Callable[..., Awaitable[Stack]]
 
 @pytest.fixture(autouse=True)
 def prompt_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks every tenth of a second whether it is to end, which took longer than most of these tests."""
+    """Make uvicorn check ten times as often whether it must stop. Its interval of 0.1 s is longer than most of these
+    tests.
+    """
     quick = {**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 10)}
     monkeypatch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**quick))
 
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the fleet and at what hosts have: most tests would only wait for them."""
+    """Make the gateway read the fleet and the hosts' blocks more often, because most tests would only wait for this."""
     monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.1)
     monkeypatch.setattr(block_feed, "_WATCH_SECONDS", 0.1)
     monkeypatch.setattr(block_feed, "_ASK_SECONDS", 0.2)
@@ -221,12 +223,12 @@ def toy_tokenizer(toy_model: Path) -> Tokenizer:
 
 @pytest.fixture
 async def start_stack(redis_server: str, toy_model: Path) -> AsyncIterator[StartStack]:
-    """Starts stacks: `prefill` and `decode` say how many workers of each; the rest are options of the gateway."""
+    """Return a function that starts stacks with `prefill` and `decode` workers. `options` are the gateway's."""
     stacks: list[Stack] = []
 
     async def start(prefill: int = 1, decode: int = 1, redis: str = redis_server, **options: Any) -> Stack:
         cluster = uuid.uuid4().hex
-        # Prompts are short, and most tests are of those that are handed over.
+        # The tests' prompts are short, but most tests need a handoff.
         settings = {"model": str(toy_model), "port": 0, "drain_seconds": 5.0, "stall_seconds": PATIENCE}
         settings |= {"local_prefill_tokens": 0, **options}
         stack = Stack(redis, GatewayConfig(redis=redis, cluster=cluster, **settings))
@@ -244,5 +246,5 @@ async def start_stack(redis_server: str, toy_model: Path) -> AsyncIterator[Start
 
 @pytest.fixture
 async def stack(start_stack: StartStack) -> Stack:
-    """One prefill and one decode worker."""
+    """A stack with one prefill and one decode worker."""
     return await start_stack()

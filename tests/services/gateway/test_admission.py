@@ -1,4 +1,4 @@
-"""A worker that does not answer an admission holds up nobody for long, unless it is well and needs its time."""
+"""A worker that does not answer an admission delays requests only briefly, unless it is healthy and needs the time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOR_EVER = 3600.0
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silence is never long enough by itself, and soon long enough to ask for a worker's health."""
+    """Let no silence be too long by itself, and let the gateway ask for a worker's health after 0.01 s of silence."""
     monkeypatch.setattr(attempt, "ADMIT_SECONDS", FOR_EVER)
     monkeypatch.setattr(worker_call, "QUIET_SECONDS", 0.01)
 
@@ -32,7 +32,7 @@ async def test_one_that_stands_still_is_left_alone(
         async with asyncio.timeout(20):
             answer = await stack.post("/v1/completions", prompt="x", max_tokens=9, seed=0)
         assert answer.json()["choices"][0]["text"] == TEXT[:9]
-    # Set aside, it was asked by the first request alone.
+    # The gateway set the worker aside, so only the first request was sent to it.
     await eventually(lambda: still.outcomes() == ["cancelled"])
     assert f"{role} worker {role}-0 hangs: it does not answer" in caplog.text
 
@@ -58,7 +58,7 @@ async def test_one_that_is_well_is_waited_for(start_stack: StartStack) -> None:
     slow.pause_after = ADMISSION
     task = asyncio.create_task(stack.post("/v1/completions", prompt="x", max_tokens=9, seed=0))
     await eventually(lambda: bool(slow.calls))
-    await asyncio.sleep(0.3)  # its health was asked by now
+    await asyncio.sleep(0.3)  # long enough for the gateway to ask for its health
     slow.resume.set()
     assert (await task).json()["choices"][0]["text"] == TEXT[:9]
     assert (slow.outcomes(), other.calls) == (["finished"], [])

@@ -9,7 +9,7 @@ from paceline.services.gateway.admission_queue import AdmissionQueue
 
 
 class Room:
-    """Places that requests take; none to begin with."""
+    """A number of places that requests take. There are none at first."""
 
     def __init__(self) -> None:
         self.places = 0
@@ -32,13 +32,13 @@ async def queue_up(line: AdmissionQueue, room: Room, *names: str, **kind: int) -
     for name in names:
         length = len(line)
         tasks.append(asyncio.create_task(line.admit(room.ask(name), **kind)))
-        while len(line) == length:  # what it waits for gives no signal
+        while len(line) == length:  # no signal tells that the request is in the queue
             await asyncio.sleep(0)
     return tasks
 
 
 async def serve_one_by_one(line: AdmissionQueue, room: Room, tasks: list[asyncio.Task[str]]) -> list[str]:
-    """In which order all that wait get room."""
+    """Make room for one request after another, and return the names in the order in which they were admitted."""
     begin = len(room.taken_by)
     for served in range(len(tasks)):
         room.places = 1
@@ -111,7 +111,7 @@ async def test_the_patient_get_their_turn_however_many_come_later() -> None:
     line, room = AdmissionQueue(100, 60), Room()
     tasks = await queue_up(line, room, "a")
     tasks += await queue_up(line, room, "p1", "p2", patient=True)
-    for name in "bcdef":  # one comes for each that goes
+    for name in "bcdef":  # one request arrives for each that is admitted
         tasks += await queue_up(line, room, name)
         room.places = 1
         line.wake()

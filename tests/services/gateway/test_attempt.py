@@ -1,4 +1,4 @@
-"""One attempt, against toy workers; what a client sees of attempts that fail is in test_trouble.py."""
+"""One attempt, against toy workers. test_trouble.py tests what a client sees of attempts that fail."""
 
 from __future__ import annotations
 

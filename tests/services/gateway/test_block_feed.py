@@ -1,4 +1,4 @@
-"""The prefix index follows real kvtransfer services through a real Redis, whatever either of them loses."""
+"""The prefix index follows real kvtransfer services through a real Redis, even if events are lost on either side."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TOKENS = list(range(1000))
 
 
 class LiveHost:
-    """A kvtransfer service as it is in production, with one worker."""
+    """A kvtransfer service as in production, with one worker."""
 
     def __init__(self, host: Host, worker: Worker, redis_url: str, cluster: str, epoch: int) -> None:
         self.host = host
         self.worker = worker
         self.loses = False
-        """Whether its events are lost on their way to Redis."""
+        """Whether block events are lost on their way to Redis."""
         self._epoch = epoch
         self._count = 0
         self._registrar = Registrar(redis_url, cluster, self._member)
@@ -66,7 +66,7 @@ class LiveHost:
         return Member(name, "kvtransfer", self._epoch, self.host.address, name, host=report)
 
     async def cache(self, tokens: list[int]) -> None:
-        """Leaves a context in the cache, and evicts others where there is no room."""
+        """Cache a context. Others are evicted if there is no room."""
         self._count += 1
         links = Context(tokens).links("model-a")
         of, count = key(f"r{self._count}"), len(links)
@@ -77,7 +77,7 @@ class LiveHost:
 
 
 class Gateway:
-    """What of a gateway follows the hosts."""
+    """The parts of a gateway that follow the hosts' blocks."""
 
     def __init__(self, redis_url: str, cluster: str) -> None:
         self.redis = connect(redis_url)
@@ -97,7 +97,7 @@ class Gateway:
         await self.redis.aclose()
 
     async def comes_to_see(self, **tokens: int) -> None:
-        """Of TOKENS, by host."""
+        """Wait until the index has exactly these hosts, with this many cached tokens of TOKENS each."""
         await eventually(lambda: self.index.cached_tokens(Context(TOKENS), 1000) == tokens)
 
 
@@ -113,7 +113,7 @@ async def test_what_was_there_before_and_what_comes_later(tmp_path: Path, redis_
             await gateway.comes_to_see(a=32)
             await host.cache(TOKENS[:64])
             await gateway.comes_to_see(a=64)
-            await host.cache(TOKENS[500 : 500 + 16 * SLOTS])  # evicts all of it
+            await host.cache(TOKENS[500 : 500 + 16 * SLOTS])  # evicts all other blocks
             await gateway.comes_to_see()
 
 
@@ -126,7 +126,7 @@ async def test_what_came_while_nobody_read_is_asked_for(tmp_path: Path, redis_se
         await gateway.comes_to_see(a=32)
         host.loses = True
         await host.cache(TOKENS[:64])
-        # Nothing more comes by the stream: that there is more shows in the heartbeat.
+        # No more events come through the stream. The heartbeat shows that events are missing.
         await gateway.comes_to_see(a=64)
         host.loses = False
         await host.cache(TOKENS[:96])

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, as the official client sees it."""
+"""POST /v1/chat/completions through the official client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions, as the official client sees it."""
+"""POST /v1/completions through the official client."""
 
 from __future__ import annotations
 

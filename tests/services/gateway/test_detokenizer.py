@@ -17,7 +17,7 @@ ALPHABET = {byte: character for character, byte in _byte_vocabulary().items()}
 
 
 def vocabulary_of(pieces: list[bytes]) -> tuple[tokenizers.Tokenizer, list[int]]:
-    """A byte-level tokenizer whose tokens are `pieces`, and their ids."""
+    """Return a byte-level tokenizer whose tokens are `pieces`, and the ids of the pieces."""
     spelled = ["".join(ALPHABET[byte] for byte in piece) for piece in pieces]
     ids = {token: i for i, token in enumerate(dict.fromkeys(spelled))}
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, []))
@@ -47,7 +47,7 @@ def text_of(data: bytes | list[int], **options: Any) -> tuple[str, str | int | N
 
 
 def reference(text: str, stops: list[str], include: bool, free: int = 0) -> str:
-    """Reads the text character by character, `free` of them without looking, until it ends with a stop string."""
+    """Return the text up to the first stop string that ends after the first `free` characters."""
     for end in range(free + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

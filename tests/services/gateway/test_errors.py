@@ -1,4 +1,4 @@
-"""What clients get for what they should not have sent: OpenAI's error body, and the name of the field."""
+"""Errors for invalid requests: OpenAI's error body, which names the invalid field."""
 
 from __future__ import annotations
 

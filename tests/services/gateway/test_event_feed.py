@@ -1,4 +1,4 @@
-"""One stream carries what happens to all attempts on a worker."""
+"""One stream carries the events of all attempts on a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of the fleet, against a real Redis and real health services."""
+"""The gateway's view of the fleet, against a real Redis and real health services."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.services.gateway.conftest import Cluster, eventually
 
 
 async def probed(cluster: Cluster) -> None:
-    """Returns when the member has been checked several times after its heartbeat stopped."""
+    """Wait until the gateway has checked the member several times after its heartbeat stopped."""
     await eventually(lambda: "d" not in cluster.names() or not cluster.fleet.worker("d").listed)
     await asyncio.sleep(3 * fleet.REFRESH_SECONDS)
 
@@ -93,7 +93,7 @@ async def test_a_call_is_unreported_until_the_figures_contain_it(cluster: Cluste
     worker = cluster.fleet.worker("d")
     with cluster.fleet.call(worker):
         assert [(c.in_flight, c.unreported) for c in cluster.fleet.snapshot()] == [(1, 1)]
-        # The first figures that come now may have been written before.
+        # The first report after the call began may have been written before it.
         worker.look(worker.member)
         assert worker.unreported == 1
         worker.look(worker.member)
@@ -104,7 +104,7 @@ async def test_a_call_is_unreported_until_the_figures_contain_it(cluster: Cluste
 
 
 def figures(cluster: Cluster) -> tuple[float, float]:
-    """Calls and tokens that the member is taken to have before it."""
+    """Return how many calls and how many tokens the gateway expects the member to work on before a new call."""
     (candidate,) = cluster.fleet.snapshot()
     return candidate.load * candidate.member.max_seqs, candidate.queued_tokens
 
@@ -117,10 +117,10 @@ async def test_without_new_figures_a_gateway_goes_by_its_own_calls(cluster: Clus
     reported = dataclasses.replace(member.member, load=LoadReport(running=5, waiting=2, queued_tokens=900))
     member.look(reported)
     with cluster.fleet.call(member, 70):
-        member.note_listed(True)  # until now; so the figures are not old
+        member.note_listed(True)  # it was listed until now, so its report is recent
         assert figures(cluster) == (8, 970)
         await eventually(lambda: figures(cluster) == (1, 70))
-        assert member.member is reported  # as /fleet and /metrics have it
+        assert member.member is reported  # as /fleet and /metrics still show it
         with cluster.fleet.call(member, 30):
             assert figures(cluster) == (2, 100)
     assert figures(cluster) == (0, 0)
@@ -151,7 +151,7 @@ async def test_who_refuses_us_gets_no_requests_and_is_named(cluster: Cluster, ca
     await eventually(lambda: cluster.usable() == ["d"])
     assert "decode worker stranger gets no requests: stranger refuses us" in caplog.text
     assert "--auth-token-file" in caplog.text
-    # It is asked no more, however long it stays; and goes when Redis forgets it.
+    # The gateway does not ask it again while Redis lists it, and forgets it when Redis does.
     await asyncio.sleep(3 * fleet.REFRESH_SECONDS)
     assert caplog.text.count("gets no requests") == 1
     assert cluster.names() == ["d", "stranger"]
@@ -197,7 +197,7 @@ async def test_what_a_worker_has_computed_since_it_reported_is_not_queued_any_mo
         assert queued() == 1400
         with cluster.fleet.call(worker, 300):
             assert queued() == 1700
-    assert queued() == 400  # which another gateway has sent, as far as is known here
+    assert queued() == 400  # tokens that another gateway has sent, as far as this one can know
     worker.look(dataclasses.replace(busy, load=LoadReport()))
     assert queued() == 0
 

@@ -1,4 +1,4 @@
-"""What the client sees where workers are full: it waits its turn, or is told that it would wait too long."""
+"""What a client sees when all workers are full: it waits its turn, or gets an error if the wait would be too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A head that is too large, or does not come, costs the gateway nothing."""
+"""A request head that is too large, or never ends, costs the gateway nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_an_endless_head_is_cut_off(
             sent += 4096
         assert b"400" in await reader.readline()
     except ConnectionError:
-        pass  # it was closed while we wrote
+        pass  # the gateway closed the connection while we wrote
     assert sent < 100 * middleware.MAX_HEAD_BYTES
 
 
@@ -43,7 +43,7 @@ async def test_a_large_head_within_the_bounds_is_answered(
     connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
 ) -> None:
     reader, writer = connection
-    for _ in range(2):  # the second on the same connection: what was counted starts anew
+    for _ in range(2):  # the second request on this connection has limits of its own
         for part in (HEALTH, b"X-A: " + b"a" * 40_000 + b"\r\n", b"\r\n"):
             writer.write(part)
             await writer.drain()

@@ -1,4 +1,4 @@
-"""Work that needs no decoding: it is placed on prefill workers alone."""
+"""Work without decoding, which needs only a prefill worker."""
 
 from __future__ import annotations
 

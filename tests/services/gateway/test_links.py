@@ -1,4 +1,4 @@
-"""What comes from other hosts: prompts computed there, prefixes cached there, and links that lose them."""
+"""Prompts computed and prefixes cached on other hosts, and links that lose them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ async def test_over_a_link_that_loses_blocks_nothing_more_is_moved(start_stack: 
     for _ in range(2):
         answer = (await stack.post("/v1/completions", prompt="x", max_tokens=30, seed=0)).json()
         assert answer["choices"][0]["text"] == TEXT[:30]
-    # The worker that could not fetch is not to blame: it goes on with the prompt itself, and so does the next request.
+    # The worker that could not fetch the blocks is not at fault. It computes this prompt itself, and the next one too.
     commands = [call.commands for call in decode.calls]
     assert commands[-2:] == [["prefill_here"], ["prefill_here"]]
-    # Where a command meets the end of its call, gRPC may say "internal error" instead of why: then it is tried again.
+    # If a command is sent while its call ends, gRPC may report "internal error" instead of the reason. Then the gateway
+    # tries the link again.
     assert commands[:-2] in ([["fetch"]], [["fetch"], ["fetch"]])
 
 
@@ -47,9 +48,10 @@ async def test_a_wrong_hint_costs_another_try_and_is_not_believed_again(start_st
     async def is_believed() -> bool:
         answer = (await stack.post("/v1/completions", prompt=prompt, max_tokens=30, seed=0)).json()
         assert answer["choices"][0]["text"] == TEXT[:30]
-        # What was found, not what the hint said.
+        # The number of tokens that the worker found, not the one in the hint.
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
-        # It finds 16 tokens where 192 were to be: so much is not computed beside others' tokens.
+        # The hint promised 192 cached tokens, but the worker finds 16. The decode worker may compute at most 64, so a
+        # prefill worker computes the rest.
         assert decode.calls[-1].commands == ["fetch", "handoff"]
         return len(decode.calls) > 1 and decode.calls[-2].outcome == "cancelled"
 

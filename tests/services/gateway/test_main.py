@@ -1,4 +1,4 @@
-"""The process: its port, its start, its end."""
+"""The gateway's process: its port, its start and its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ async def test_a_taken_port_is_one_sentence() -> None:
 
 
 async def test_what_is_small_is_sent_at_once() -> None:
-    """Else the second part of an answer, or the next token, waits until the client has confirmed what came before."""
+    """Otherwise the second part of an answer, or the next token, waits until the client has acknowledged the last
+    packet.
+    """
     no_delay: asyncio.Queue[int] = asyncio.Queue()
 
     def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The id of a request: in its answer, and in every line that the log has about it."""
+"""A request's id in its response and in all of its log lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.services.gateway.conftest import Stack, StartStack
 
 
 class Lines(logging.Handler):
-    """The lines of the log, each with the id that its JSON form shows."""
+    """A log handler that keeps each message with the request id that the JSON form shows."""
 
     def __init__(self) -> None:
         super().__init__()

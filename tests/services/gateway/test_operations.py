@@ -1,4 +1,4 @@
-"""What people who run the stack see, and what holds for every request."""
+"""Endpoints for operators, and rules that hold for every request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.services.gateway.conftest import Stack, StartStack, eventually
 
 
 async def metrics(stack: Stack) -> dict[str, float]:
-    """Samples summed over their labels."""
+    """Return the gateway's metrics by name, each summed over its labels."""
     text = (await stack.http.get("/metrics")).text
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -143,7 +143,7 @@ async def test_a_host_that_starts_again_while_its_ledger_is_asked_for_is_no_erro
     async def view() -> httpx.Response:
         return await stack.http.get("/fleet")
 
-    # Until the gateway has heard of it, there is no ledger to wait for.
+    # Ask until the gateway knows the host. Then /fleet waits for the host's ledger.
     while (waiting := asyncio.create_task(view())) in (await asyncio.wait([waiting], timeout=1.0))[0]:
         assert waiting.result().json()["hosts"] == []
     await leaving.leave_redis()

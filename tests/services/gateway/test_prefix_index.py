@@ -1,4 +1,4 @@
-"""The picture of the caches, against the pool whose events it follows."""
+"""The prefix index, against the block pool whose events it follows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIXED = make_layout((64, 0), (16, 40))
 
 
 def names(layout: KVLayout, tokens: list[int], salt: str = "") -> list[list[bytes]]:
-    """Of all full blocks of a context."""
+    """Return the names of all full blocks of a context, by group."""
     links = Context(tokens, salt).links(layout.fingerprint)
     return [list(full_block_names(group, links, len(tokens))) for group in layout.groups]
 
@@ -69,17 +69,17 @@ def test_behind_a_window_only_what_can_be_seen_is_needed() -> None:
 def test_events_are_followed_and_gaps_are_noticed() -> None:
     index = PrefixIndex()
     (chain,) = names(FULL, TOKENS)
-    assert not index.apply(stored(chain[0]))  # nobody knows this host
+    assert not index.apply(stored(chain[0]))  # this host has sent no list yet
     index.replace("a", HostBlocks("p", 2, FULL, [chain[:2]]))
-    assert index.apply(stored(b"0" * 16, b"1" * 16, chain[2], first=0))  # two of them are old
+    assert index.apply(stored(b"0" * 16, b"1" * 16, chain[2], first=0))  # two of the three events are old
     assert index.cached_tokens(Context(TOKENS), 199) == {"a": 48}
-    assert index.apply(stored(chain[2], first=2))  # the same again
+    assert index.apply(stored(chain[2], first=2))  # the same event again
     assert not index.apply(stored(chain[4], first=4))
     assert not index.apply(stored(chain[3], first=3, pool="another"))
     assert index.cached_tokens(Context(TOKENS), 199) == {"a": 48}
     assert index.apply(BlockBatch("a", "p", 3, (BlockEvent("removed", 0, chain[0]),)))
     assert index.cached_tokens(Context(TOKENS), 199) == {}
-    assert index.apply(stored(chain[0], first=1))  # from before it was removed
+    assert index.apply(stored(chain[0], first=1))  # the event from before the block was removed
     assert index.cached_tokens(Context(TOKENS), 199) == {}
     index.replace("a", blocks(FULL, TOKENS))
     index.forget("a")
@@ -93,7 +93,7 @@ operations = st.lists(
 
 @given(operations)
 def test_who_follows_knows_what_the_ledger_would_reuse(steps: list[tuple[int, int, str]]) -> None:
-    """Contexts are cached and evicted; what the host tells comes, comes twice or is lost."""
+    """Contexts are cached and evicted. Their events arrive, arrive twice, or are lost."""
     desk = Desk(12, (32, 0), (16, 40))
     layout, index = desk.layout, PrefixIndex()
     contexts = [[family] * 16 * 12 for family in range(4)]

@@ -1,4 +1,4 @@
-"""What the client sees when Redis is flushed or dies: nothing."""
+"""Clients notice nothing when Redis is flushed or dies."""
 
 from __future__ import annotations
 

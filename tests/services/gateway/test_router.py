@@ -109,11 +109,11 @@ def test_who_failed_is_taken_only_where_there_is_no_other() -> None:
     assert placed(need, member("d1")) == ("d1", None)
 
 
-# ---- what it costs
+# ---- the costs of a placement
 
 
 def two_hosts(**fields: object) -> list[Member]:
-    """A prefill and a decode worker on each of h1 and h2; `fields` are those of p1."""
+    """Return a prefill and a decode worker on each of h1 and h2. `fields` are set on p1."""
     return [
         member("d1", host_id="h1"),
         member("p1", "prefill", host_id="h1", **fields),
@@ -132,7 +132,7 @@ def test_the_host_with_the_longest_prefix_is_taken() -> None:
 
 
 def slow(candidate: Member) -> Candidate:
-    """Its host gets no more from others than it computes."""
+    """Return a worker whose host fetches blocks at 1000 tokens per second, which is about as fast as computing them."""
     return Candidate(candidate, fetch_tokens_per_second=1000)
 
 
@@ -149,7 +149,7 @@ def test_a_prefix_is_brought_where_its_host_is_busy() -> None:
     assert found.prefill is not None
     assert (found.decode.worker_id, found.prefill.worker_id) == ("d2", "p2")
     assert (found.source, found.cached_tokens) == ("h1", 1024)
-    # Not over a cut link, and not for less than it costs.
+    # No prefix is fetched over a cut link, or if the fetch takes longer than it saves.
     for need in (
         dataclasses.replace(prompt(2000, h1=1600), cut=frozenset({("h1", "h2")})),
         prompt(2000, h1=512, h2=504),
@@ -163,7 +163,7 @@ def test_a_prefix_is_brought_from_a_host_without_workers() -> None:
     found = place(prompt(2000, gone=1600, other=1024), [Candidate(m) for m in two_hosts()])
     assert found is not None
     assert (found.source, found.cached_tokens) == ("gone", 1600)
-    # Blocks of another layout are of no use here.
+    # Blocks of another layout cannot be used.
     need = dataclasses.replace(prompt(2000, gone=1600, other=1024), layouts={"gone": "another", "other": "m"})
     found = place(need, [Candidate(m) for m in two_hosts()])
     assert found is not None
@@ -188,7 +188,7 @@ def test_own_calls_queue_before_they_are_reported() -> None:
 
 
 def test_misses_do_not_all_go_to_one_worker() -> None:
-    """One after the other, so that nobody has a queue; one worker is a little faster."""
+    """Requests arrive one after another, so no worker has a queue. p1 is a little faster than p2."""
     d1, p1, d2, p2 = two_hosts(prefill_tokens_per_second=1030)
     recent, taken = {"p1": 0.0, "p2": 0.0}, []
     for _ in range(20):
@@ -203,7 +203,7 @@ def test_misses_do_not_all_go_to_one_worker() -> None:
 
 
 def test_a_faster_worker_is_preferred() -> None:
-    assert placed(prompt(2000), *two_hosts(prefill_tokens_per_second=500)) == ("d1", "p1")  # all as slow
+    assert placed(prompt(2000), *two_hosts(prefill_tokens_per_second=500)) == ("d1", "p1")  # p2 counts as equally slow
     d1, p1, d2, p2 = two_hosts(prefill_tokens_per_second=500)
     faster = dataclasses.replace(p2, load=LoadReport(prefill_tokens_per_second=1000))
     assert placed(prompt(2000), d1, p1, d2, faster) == ("d2", "p2")
@@ -227,7 +227,7 @@ def test_the_little_behind_a_prefix_is_computed_where_it_is() -> None:
     far = member("p", "prefill", host_id="other")
     assert placed(prompt(1000, host=960), member("d"), far) == ("d", None)
     assert placed(prompt(1000, host=960), member("d"), member("p", "prefill", max_seqs=0)) == ("d", None)
-    # A prefill worker of the same host does as well, and disturbs nobody; but then the blocks change hands.
+    # A prefill worker on the same host does not slow down other requests' decoding, but it costs a handoff.
     assert placed(prompt(1000, host=960), member("d"), member("p", "prefill")) == ("d", None)
     assert placed(prompt(1000, host=960), member("d", running=2), member("p", "prefill")) == ("d", "p")
     busy = member("p", "prefill", queued_tokens=500)
@@ -238,10 +238,10 @@ def test_no_long_prompt_is_computed_beside_others_tokens() -> None:
     full = Candidate(member("p", "prefill", max_seqs=3), in_flight=3)
     assert placed(prompt(1000, host=960 - LOCAL_TOKENS), member("d"), full) is None
     assert placed(prompt(LOCAL_TOKENS + 1), member("d"), full) is None
-    # Nor many short ones at a time.
+    # Many short prompts count together.
     queue = member("d", queued_tokens=LOCAL_TOKENS - 39)
     assert placed(prompt(1000, host=960), queue, full) is None
-    # Where they are many that would wait for it, a prefill worker elsewhere is better.
+    # If many requests that decode would wait for the prompt, a prefill worker on another host is better.
     crowd = member("d", running=60, max_seqs=64)
     assert placed(prompt(1000, host=960), crowd, member("p", "prefill", host_id="other")) == ("d", "p")
 
@@ -264,7 +264,7 @@ def test_a_placement_says_what_it_counts_on() -> None:
     assert (local.cached_tokens, local.least_cached_tokens) == (960, 1000 - LOCAL_TOKENS)
     alone = place(prompt(1000, host=960), [Candidate(member("d"))])
     assert alone is not None
-    assert (alone.cached_tokens, alone.least_cached_tokens) == (960, 0)  # there is no other place
+    assert (alone.cached_tokens, alone.least_cached_tokens) == (960, 0)  # no other worker could compute the rest
 
 
 def test_in_turn_nothing_is_weighed() -> None:

@@ -1,4 +1,4 @@
-"""How requests wait for workers; what a client sees of workers that fail later is in test_trouble.py."""
+"""How requests wait for workers. test_trouble.py tests what a client sees of workers that fail later."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_scores_are_told_once_and_asked_for_until_all_have_come() -> None:
     assert own.needs_scores
     assert own.work("model").sampling.HasField("prompt_logprobs")
     assert own.note(PromptScores(1, tokens(2)), record) == PromptScores(1, tokens(2))
-    again = PromptScores(1, tokens(2, 3))  # the next attempt begins at the front
+    again = PromptScores(1, tokens(2, 3))  # the next attempt starts again with the first token
     assert own.note(again, record) == PromptScores(2, tokens(3))
     assert own.note(again, record) is None
     assert not own.needs_scores

@@ -21,7 +21,7 @@ async def silence(*_: Any) -> Any:
 
 
 class Events:
-    """A stream of events that remembers its end."""
+    """An endless stream of events that records whether it was closed."""
 
     def __init__(self) -> None:
         self.closed = False

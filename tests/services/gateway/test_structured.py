@@ -1,4 +1,4 @@
-"""From what clients say about the form of an answer to one checked constraint."""
+"""Every way to request a structured answer gives one checked constraint."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_schemas(fields: dict[str, Any], schema: dict[str, Any]) -> None:
     found = wanted(**fields)
     assert found is not None
     assert (found.kind, found.end_token_ids) == (ConstraintKind.JSON_SCHEMA, ENDS)
-    # The order of properties counts.
+    # Compare text, because the order of properties must stay.
     assert json.dumps(json.loads(found.text)) == json.dumps({**schema, "x-guidance": SPACED})
 
 

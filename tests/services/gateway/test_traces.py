@@ -1,4 +1,4 @@
-"""What `GET /trace/{id}` and `paceline trace` tell of a request: while it runs, after it, and in trouble."""
+"""What `GET /trace/{id}` and `paceline trace` show of a request: while it runs, after its end, and after failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def trace(stack: Stack, request_id: str) -> dict[str, Any]:
 
 
 async def ended(stack: Stack, request_id: str) -> dict[str, Any]:
-    """The trace, as soon as the request is over: the client may know its end before."""
+    """Return the trace when the request has ended for the gateway, which may be later than for the client."""
     told: dict[str, Any] = {}
 
     async def is_over() -> bool:
@@ -42,7 +42,7 @@ async def ended(stack: Stack, request_id: str) -> dict[str, Any]:
 
 
 def instants(value: Any) -> list[float]:
-    """Every instant in a trace."""
+    """Return all points in time in a trace, in milliseconds."""
     if isinstance(value, list):
         return [instant for item in value for instant in instants(item)]
     if not isinstance(value, dict):
@@ -215,7 +215,7 @@ async def test_choices_are_parts_of_one_trace(stack: Stack) -> None:
     assert [part["index"] for part in told["parts"]] == [0, 1, 2, 3]
     assert [part["prompt_tokens"] for part in told["parts"]] == [2, 2, 3, 3]
     assert told["asked"]["sampling"] == "random"
-    # Holds and logs name one of them.
+    # The id of one sequence, which leases and logs show, finds the trace of its request.
     assert (await trace(stack, f"{request_id}-3"))["request_id"] == request_id
     assert (await stack.http.get(f"/trace/{request_id}-4")).status_code == 404
 

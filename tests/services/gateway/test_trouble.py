@@ -1,4 +1,4 @@
-"""What the client sees when workers or the client itself fail: as little as possible."""
+"""What a client sees when workers or the client itself fail: as little as possible."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from paceline.services.gateway.tokenizer import Tokenizer, Vocabulary
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """Every byte as <0x..>, then a few words."""
+    """Return a tokenizer with a token <0x..> for every byte, and then a few words."""
     tokens = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁hello", "▁", "wörld", "✓"]
     tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

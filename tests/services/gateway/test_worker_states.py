@@ -1,4 +1,4 @@
-"""Workers come and go: requests wait for the first ones, and leave those that drain without losing a token."""
+"""Requests wait until the first workers start, and leave draining workers without losing a token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.services.gateway.toy_workers import TEXT, ToyWorker
 
 
 def drain(worker: ToyWorker) -> None:
-    """Tell gateways that a worker drains, by both ways."""
+    """Tell gateways that a worker drains, in its heartbeat and on its event streams."""
     worker.state = "draining"
     worker.outboxes.tell_draining()
 

@@ -1,4 +1,4 @@
-"""What a toy answers where it is asked as a kvtransfer."""
+"""The kvtransfer service of a toy worker."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc
 
 
 class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
-    """A host's ledger, and the names of the blocks of one context."""
+    """A kvtransfer service with a fixed ledger, and with the blocks of one context."""
 
     host_id: str
     layout: str
     pause_after: int | None
-    """At 0 it is silent until `resume` is set."""
+    """If it is 0, a call of Ledger is not answered until `resume` is set."""
     resume: asyncio.Event
     pretends_to_cache: list[int]
-    """A context that gateways are told it has."""
+    """Tokens of the context whose blocks the host reports as cached."""
 
     async def Reusable(  # type: ignore[override]
         self, request: kvtransfer_pb2.ReusableRequest, context: grpc.aio.ServicerContext
@@ -61,6 +61,6 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
             prefix_hits_tokens=25,
             leases=shown,
             leases_left_out=len(left_out),
-            # One that is never shown has the last two.
+            # The first two blocks are of a lease that is never shown.
             blocks_left_out=2 + sum(lease.blocks - lease.shared_blocks for lease in left_out),
         )

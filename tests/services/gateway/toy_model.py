@@ -1,4 +1,4 @@
-"""A small real tokenizer in a Hugging Face folder: byte-level BPE, one token a byte, and three special tokens."""
+"""A small real tokenizer in a Hugging Face folder: byte-level BPE, one token per byte, and three special tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 END, USER, ASSISTANT = 256, 257, 258
 VOCAB_SIZE = 300
-"""More than the tokenizer knows, as in a padded vocabulary."""
+"""More ids than the tokenizer has tokens, as in a padded vocabulary."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def write_toy_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, **generation_config: Any) -> Path:
-    """Writes the folder and returns it."""
+    """Write the tokenizer's files to a new folder and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE(_byte_vocabulary(), []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,7 +35,7 @@ def write_toy_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, 
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """GPT-2's alphabet in the order of its bytes, so that a token's id is its byte."""
+    """Return GPT-2's alphabet in the order of its bytes, so that a token's id equals its byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte) if byte in printable else chr(256 + others.index(byte)): byte for byte in range(256)}

@@ -1,7 +1,7 @@
-"""Workers that speak the real protocol over real gRPC and Redis, and recite a text instead of computing one.
+"""Toy workers that use the real protocol over real gRPC and Redis, and recite a text instead of computing one.
 
-A token is a function of (seed, position) alone, as with real workers: byte (seed + position) of the text. What a test
-wants to happen (silence, failure, fullness) is an attribute of the worker.
+As with real workers, a token depends only on seed and position: it is byte (seed + position) of the text. A test sets
+attributes of a worker to make it silent, failing or full.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.services.gateway.toy_kvtransfer import ToyKVTransfer
 TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back again. "
 
 ADMISSION = -1
-"""As a number of tokens: before a call is admitted."""
+"""Used instead of a number of tokens: the moment before a call is admitted."""
 
 _NO_SECRET = Secret()
 
@@ -63,15 +63,15 @@ _epochs = itertools.count(1)
 
 @dataclass
 class Call:
-    """What a worker saw of one call."""
+    """A worker's record of one call."""
 
     work: common_pb2.Work
     metadata: dict[str, str]
     commands: list[str] = field(default_factory=list)
     source: str = ""
-    """From where a decode worker was told to fetch."""
+    """The source named in the last `fetch` command to a decode worker."""
     number: int = 0
-    """What the gateway calls it, where it decodes."""
+    """Number of the attempt on the gateway's stream of events, for decode calls."""
     outbox: Outbox = field(default_factory=Outbox)
     outcome: str = "running"
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -81,7 +81,7 @@ class Call:
 
 
 class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer, ToyKVTransfer):
-    """One worker of any role."""
+    """A toy worker of any role."""
 
     def __init__(
         self,
@@ -105,20 +105,20 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.max_model_len = 512
         self.max_seqs = max_seqs
         self.pause_after: int | None = None
-        """Tokens of a call behind which the worker is silent until `resume` is set; or ADMISSION."""
+        """Number of tokens of a call after which the worker is silent until `resume` is set, or ADMISSION."""
         self.resume = asyncio.Event()
         self.alive_seconds: float | None = None
-        """How often a decode worker says Alive in a pause."""
+        """Seconds between the `alive` messages of a paused decode worker; None sends none."""
         self.fail_after: int | None = None
-        """Tokens of a call behind which it fails, with `fail_code`; all calls do."""
+        """Number of tokens after which every call fails with `fail_code`, or ADMISSION."""
         self.fail_code = grpc.StatusCode.UNAVAILABLE
         self.loses_transfers = False
-        """Whether what it is to fetch does not come."""
+        """Whether all fetches of blocks fail."""
         self.refusal: PacelineError | None = None
-        """What it says instead of admitting."""
+        """Error that the worker raises instead of admitting a call."""
         self.stop_at: int | None = None
-        """Position of the output at which the end token comes."""
-        self.pretends_to_cache = []  # workers find 16 tokens of any context, whatever they are told
+        """Output position at which the end token comes."""
+        self.pretends_to_cache = []  # workers find 16 tokens of any context, whatever this list says
         self.calls: list[Call] = []
         self.samples = _worker_samples() if role != "kvtransfer" else _host_samples()
         self.host_report = HostReport()
@@ -126,7 +126,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.token_delay = 0.0
         self.outboxes = Outboxes()
         self.streams: list[asyncio.Task[None]] = []
-        """Of events; one that is cancelled breaks."""
+        """Tasks that serve the streams of events. To cancel one breaks its stream."""
         self._rpc = RpcServer("127.0.0.1", port, secret, worker_id)
         self._registrar: Registrar | None = None
         self._epoch = next(_epochs)
@@ -144,12 +144,12 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         return self
 
     async def stop(self) -> None:
-        """Leaves in order."""
+        """Leave Redis and stop the server."""
         await self.leave_redis()
         await self._rpc.close(0)
 
     async def leave_redis(self) -> None:
-        """Is not named any more, but serves on."""
+        """Remove the worker from Redis, but keep serving."""
         if self._registrar is not None:
             registrar, self._registrar = self._registrar, None
             await registrar.stop()
@@ -158,7 +158,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         await self._rpc.set_ready(serving)
 
     async def crash(self) -> None:
-        """Dies: server and heartbeat end, and Redis goes on naming the worker until its entry's time is over."""
+        """Stop the server and the heartbeat at once. Redis lists the worker until its entry expires."""
         if self._registrar is not None and self._registrar._task is not None:
             self._registrar._task.cancel()
         await self._rpc.server.stop(None)
@@ -248,7 +248,8 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
             await context.write(worker_pb2.DecodeEvent(admitted=admitted))
             command = await anext(commands, None)
             if command is None:
-                # A gateway never ends its commands: this is how a cancelled call shows while a command is awaited.
+                # A gateway never ends its commands. If they end here, the call was cancelled while the worker waited
+                # for one.
                 raise asyncio.CancelledError
             call.commands.append(command.WhichOneof("command") or "")
             if command.HasField("fetch"):
@@ -298,7 +299,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
 
     @staticmethod
     def _chunks(context_tokens: int) -> list[worker_pb2.Chunk]:
-        """Four tokens a step."""
+        """Return the chunks of a prompt that is computed with four tokens per step."""
         return [
             worker_pb2.Chunk(first=first, tokens=min(4, context_tokens - first), step_ms=0.5)
             for first in range(0, context_tokens, 4)
@@ -327,7 +328,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
 
 
 class _ToyCompute(worker_pb2_grpc.ComputeServicer):
-    """The service for work that needs no decoding."""
+    """A Compute service, for work that needs no decoding."""
 
     def __init__(self, worker: ToyWorker) -> None:
         self._worker = worker
@@ -347,7 +348,7 @@ class _ToyCompute(worker_pb2_grpc.ComputeServicer):
 
 
 class _Tracked:
-    """Admission, and the record of a call."""
+    """A context manager that admits a call and records its outcome."""
 
     def __init__(self, worker: ToyWorker, work: common_pb2.Work, context: grpc.aio.ServicerContext) -> None:
         self._worker = worker
@@ -377,7 +378,7 @@ def _cached_tokens(work: common_pb2.Work) -> int:
 
 
 def _report(token_id: int, count: int) -> list[common_pb2.Logprob]:
-    """The token itself at rank 2, then the most likely ones: "A", the token, "B", …"""
+    """Return `count` + 1 logprobs: the token itself at rank 2, then the most likely tokens "A", the token, "B", …"""
     chosen = common_pb2.Logprob(token_id=token_id, logprob=-1.0, rank=2)
     others = [common_pb2.Logprob(token_id=65 + rank, logprob=-0.5 * (rank + 1), rank=rank + 1) for rank in range(count)]
     if count > 1:

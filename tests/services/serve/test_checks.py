@@ -1,4 +1,4 @@
-"""What cannot work is told before anything starts, with the flag that helps."""
+"""A configuration that cannot work gives an error before anything starts, and the error names the flag that helps."""
 
 from __future__ import annotations
 
@@ -133,13 +133,13 @@ def test_an_address_that_is_not_ours_is_refused(host: str, port: int) -> None:
 @pytest.mark.parametrize(
     ("options", "needed"),
     [
-        # Weights are one mapped file for all workers: that of the model, or that of its packed weights.
+        # All workers map the weights from one file: the model's own file, or one with the packed weights.
         ({}, 1 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         ({"dtype": "bfloat16", "prefill": 2}, 1 * MIB + 3 * PROCESS_BYTES + LEAST_KV_BYTES),
         ({"dtype": "float32"}, 2 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
-        # What plain torch converts is a copy in each worker.
+        # Plain torch converts the weights in each worker, so each has a copy.
         ({"dtype": "float32", "kernels": "reference"}, 2 * 2 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
-        # Quantized weights likewise; plain torch makes them whole again.
+        # Quantized weights are a copy in each worker, too. Plain torch dequantizes them.
         ({"quantization": "int8"}, 2 * MIB // 32 * 17 + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         ({"quantization": "int8", "kernels": "reference"}, 2 * 1 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         ({"prefill": 0, "kv_memory": "1GiB"}, 1 * MIB + PROCESS_BYTES + 1024 * MIB),

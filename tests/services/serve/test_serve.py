@@ -1,4 +1,4 @@
-"""First contact: `paceline serve`, the request that it prints, Ctrl-C."""
+"""A user's first contact: `paceline serve`, the request that it prints, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def request_of(curl: str) -> urllib.request.Request:
     words = shlex.split(curl)
     headers = dict(words[i + 1].split(": ", 1) for i, word in enumerate(words) if word == "-H")
     body = json.loads(words[words.index("-d") + 1])
-    # Long enough for tokens from both fleets, short enough for a busy machine.
+    # Enough tokens that both fleets generate some, and few enough for a busy machine.
     body["max_tokens"] = 8
     return urllib.request.Request(words[1], json.dumps(body).encode(), headers)
 

@@ -1,4 +1,4 @@
-"""Every service reads from the one file what `serve` was asked for."""
+"""Every service reads the options of `paceline serve` from one file."""
 
 from __future__ import annotations
 

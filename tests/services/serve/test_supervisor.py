@@ -1,4 +1,4 @@
-"""A stack starts whole or not at all, and leaves nothing behind, however it ends."""
+"""A stack starts completely or not at all, and leaves nothing behind, however it ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT = 60.0
 
 
 class Stack:
-    """The supervisor as a process, with all that it prints."""
+    """A process that runs the supervisor, and all of its output."""
 
     def __init__(self, config: dict[str, object], actions: dict[str, str], grace: float) -> None:
         self.process = subprocess.Popen(
@@ -85,7 +85,7 @@ class Stack:
         self.process.send_signal(number)
 
     def end(self) -> int:
-        """Waits for the end; returns the exit code."""
+        """Wait until the process has ended and return its exit code."""
         code = self.process.wait(WAIT)
         self._reader.join(WAIT)
         while (line := self._arriving.get(timeout=WAIT)) is not None:
@@ -93,7 +93,7 @@ class Stack:
         return code
 
     def leftovers(self) -> list[str]:
-        """Processes that live on, sockets and shared memory: of all that it named."""
+        """Return the processes, sockets and shared memory that the output names and that still exist."""
         alive = [f"{name} {pid}" for name, pid in self.pids().items() if psutil.pid_exists(pid)]
         paths = sorted({Path(path) for path in re.findall(r"(?:arena=|unix://)(\S+)", self.text)})
         folders = [path.parent for path in paths if path.suffix == ".sock"]
@@ -202,7 +202,7 @@ def test_a_process_that_dies_is_started_again(start: Start) -> None:
         stack.read_until(f"{name} ended by SIGKILL, as when memory runs out; starting it again")
         stack.read_until(f"  {name} ")
         assert stack.pids()[name] != first
-        if not name.endswith("-0"):  # those that others were told of
+        if not name.endswith("-0"):  # other processes know these addresses
             assert stack.addresses()[name] == address
     stack.signal(signal.SIGINT)
     assert stack.end() == 0
@@ -267,7 +267,7 @@ def test_children_end_when_the_supervisor_is_killed(start: Start) -> None:
     assert stack.end() == -signal.SIGKILL
     _, alive = psutil.wait_procs(children, timeout=WAIT)
     assert alive == []
-    # The next stack clears away what the first could not.
+    # The next stack removes the files that the killed one left.
     (folder,) = (Path(path).parent for path in re.findall(r"unix://(\S+)", stack.text))
     os.utime(folder, (0, 0))
     successor = start()
@@ -298,7 +298,7 @@ def test_workers_are_added_and_the_youngest_are_drained(start: Start) -> None:
     stack.scale('{"prefill": 0, "decode": 2}')
     stack.read_until("  decode-1 ")
     stack.scale('{"prefill": 1}')
-    stack.read_until("  prefill-3 ")  # a name is not used twice
+    stack.read_until("  prefill-3 ")  # a worker's name is never used again
     assert "starting it again" not in stack.text
     stack.signal(signal.SIGINT)
     assert stack.end() == 0

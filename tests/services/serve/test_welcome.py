@@ -1,4 +1,4 @@
-"""The request to paste."""
+"""The request that `paceline serve` prints for the user to paste."""
 
 from __future__ import annotations
 

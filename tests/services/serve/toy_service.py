@@ -1,4 +1,4 @@
-"""Any process of a stack without its work: toy_service.py ACTION ROLE [arguments that the real one gets]."""
+"""A toy in place of any process of a stack: toy_service.py ACTION ROLE [arguments of the real process]."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Long enough for whoever waits for this process to have failed otherwise.
+    # Longer than any test waits for this process, so a waiting test fails first.
     signal.alarm(120)
     main()

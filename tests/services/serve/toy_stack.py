@@ -1,6 +1,6 @@
-"""A stack of toy services under the real supervisor: toy_stack.py CONFIG ACTIONS GRACE; the first two are JSON.
+"""A stack of toy services under the real supervisor: toy_stack.py CONFIG ACTIONS GRACE. CONFIG and ACTIONS are JSON.
 
-What ends is started again sooner than in a real stack: nothing of what a toy needs to recover takes long.
+Processes that end are restarted sooner than in a real stack, because toys recover quickly.
 """
 
 from __future__ import annotations
