@@ -1,4 +1,4 @@
-"""Fixtures of the kvtransfer tests."""
+"""Fixtures for the kvtransfer tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kvtransfer service over a real gRPC server and a real arena, and workers that attach to it."""
+"""A kvtransfer service over a real gRPC server and a real arena, with workers that attach to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layout(slot_bytes: int = SLOT, groups: tuple[tuple[int, int], ...] = ((16, 0
 
 
 async def batch(socket_path: str, request: pb.BatchRequest) -> pb.BatchReply:
-    """One batch, on a connection of its own. Raises UnavailableError where it is not taken."""
+    """Send one batch on a connection of its own. Raises UnavailableError if the host does not take it."""
     connection = await HostConnection.connect(socket_path)
     try:
         async with asyncio.timeout(10):
@@ -42,7 +42,7 @@ async def batch(socket_path: str, request: pb.BatchRequest) -> pb.BatchReply:
 
 
 class Worker:
-    """A worker that has attached."""
+    """A worker that is attached to a host."""
 
     def __init__(self, stream: grpc.aio.UnaryStreamCall, arena: pb.AttachEvent):
         self.stream = stream
@@ -53,13 +53,13 @@ class Worker:
         return list((await batch(self.arena.socket_path, request)).results)
 
     async def do(self, operation: pb.Operation) -> pb.Result:
-        """One operation, which must succeed."""
+        """Run one operation, which must succeed, and return its result."""
         (result,) = await self.batch(operation)
         assert result.code == pb.CODE_OK, result.message
         return result
 
     async def adopt(self, key: Key) -> pb.Adoption:
-        """Waits until the lease is filled."""
+        """Wait until the lease is filled, and adopt it."""
         return (await self.do(pb.Operation(adopt=pb.Adopt(key=key)))).adoption
 
     async def leave(self) -> None:
@@ -69,7 +69,7 @@ class Worker:
 
 
 class Host:
-    """The service, its address and its time."""
+    """A host's kvtransfer service with its address and its clock."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ def reserve(of: Key, context: str = "", tokens: int | None = None) -> pb.Operati
 
 
 def seal(of: Key, context: str, group: int = 0, first: int = 0) -> pb.Operation:
-    """In blocks of 16 tokens."""
+    """Return an operation that seals blocks of 16 tokens, from block `first` to the end of the context."""
     return pb.Operation(seal=pb.Seal(key=of, group=group, first_block=first, hashes=chain(context)[first:]))
 
 

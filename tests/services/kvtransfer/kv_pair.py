@@ -1,4 +1,4 @@
-"""Two hosts, one with a prefill worker and one with a decode worker, between which prompts go."""
+"""Two hosts for transfers of prompts: one has a prefill worker, the other a decode worker."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.services.kvtransfer.kv_toolkit import chain
 
 CONTEXT = "abcdef"
 TOKENS = 16 * len(CONTEXT) + 5
-"""Full blocks, and a part of one."""
+"""Six full blocks and a part of one."""
 SLOTS = 40
 
 
 class Blocks:
-    """A worker's view of the arena of its host."""
+    """A worker's mapping of the arena of its host."""
 
     def __init__(self, worker: Worker) -> None:
         arena = worker.arena
@@ -40,7 +40,7 @@ class Blocks:
 
 
 class Pair:
-    """A host with a prefill worker, and one with a decode worker."""
+    """A source host with a prefill worker, and a destination host with a decode worker."""
 
     def __init__(self, source: Host, destination: Host, prefill: Worker, decode: Worker) -> None:
         self.source, self.destination = source, destination
@@ -48,10 +48,10 @@ class Pair:
         self.there, self.here = Blocks(prefill), Blocks(decode)
         self.random = random.Random(7)
         self.contents: dict[tuple[int, int], bytes] = {}
-        """By group and place in the table, what prefill has written."""
+        """By group and index in the block table, the bytes that prefill has written."""
 
     async def begin(self, context: str = CONTEXT, tokens: int = TOKENS) -> tuple[pb.Lease, pb.Lease]:
-        """The leases that decode reserves and prefill opens."""
+        """Return the lease that decode has reserved and the lease that prefill has opened."""
         reserved = (await self.decode.do(reserve(key(), context, tokens + 32))).lease
         there = (await self.prefill.do(reserve(key(), context, tokens))).lease
         opened = (await self.prefill.do(pb.Operation(open=pb.Open(key=there.key)))).lease
@@ -63,7 +63,7 @@ class Pair:
         return self.destination.stub.Fetch(request, timeout=30)
 
     async def compute(self, lease: pb.Lease, first: int, last: int, group: int = 0, context: str = CONTEXT) -> None:
-        """Prefill writes blocks [first, last) of a group, and seals those that are full."""
+        """Write blocks [first, last) of a group at the source, and seal the full ones."""
         for index in range(first, last):
             content = self.contents[group, index] = self.random.randbytes(SLOT)
             self.there.write(lease.tables[group].slots[index], content)
@@ -76,12 +76,12 @@ class Pair:
         await self.prefill.do(pb.Operation(fill=pb.Fill(key=lease.key, filled_tokens=tokens)))
 
     def check(self, lease: pb.Lease, first: int, last: int, group: int = 0) -> None:
-        """What prefill has written is here."""
+        """Check that blocks [first, last) of a group hold the source's bytes at the destination."""
         for index in range(first, last):
             assert self.here.read(lease.tables[group].slots[index]) == self.contents[group, index]
 
     async def end(self, here: Key | None = None, there: Key | None = None) -> None:
-        """The workers let go of what is left; then no host holds anything."""
+        """Release these leases, and wait until no block of either host is leased or in flight."""
         for worker, of in ((self.decode, here), (self.prefill, there)):
             if of is not None:
                 await worker.do(release(of))
@@ -94,7 +94,7 @@ class Pair:
 async def pair(
     folder: Path, shape: pb.KVLayout | None = None, alike: bool = False, **options: object
 ) -> AsyncIterator[Pair]:
-    """Two hosts; the options are those of the destination's service, or of both."""
+    """Start both hosts. `options` are for the destination's service, or for both services if `alike`."""
     async with contextlib.AsyncExitStack() as undo:
         hosts = []
         for name, own in (("source", options if alike else {}), ("destination", options)):
@@ -108,7 +108,7 @@ async def pair(
 
 
 class Strange:
-    """A transport that is of no use."""
+    """A transport that writes wrong bytes, or raises an error if it is `broken`."""
 
     def __init__(self, memory: ArenaMemory, name: str, broken: bool = False) -> None:
         self.name = name
@@ -131,7 +131,7 @@ class Strange:
 
 
 def offering(host: Host, *names: str) -> None:
-    """The source says that it can be read by these transports alone."""
+    """Make the source offer only these transports."""
     memory = host.service.sessions.memory
     assert memory is not None
     kept = memory.exports._offer.transports.get("grpc", b"")

@@ -1,4 +1,4 @@
-"""What the workers of a lease know and believe, for the state machine."""
+"""What the workers of a lease know and believe, for the state machine of the ledger."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYOUT = make_layout((16, 0), (32, 16))
 
 @dataclass(eq=False)
 class Story:
-    """One lease as its workers know it, from reservation on."""
+    """One lease as its workers know it, from its reservation on."""
 
     serial: int
     request: str
@@ -20,23 +20,23 @@ class Story:
     """One letter for each 16 tokens."""
     tables: list[list[int]]
     words: dict[int, object] = field(default_factory=dict)
-    """By slot, what they wrote there or found."""
+    """By slot, the word that the workers wrote or found there."""
     sealed: list[int] = field(default_factory=lambda: [0] * len(LAYOUT.groups))
-    """How many blocks of each group are."""
+    """Number of sealed blocks of each group."""
 
     def name(self, group: int, block: int) -> tuple[int, bytes]:
-        """What a sealed block contains."""
+        """Return the word that a sealed block contains: its group and hash."""
         return group, chain(self.context)[(block + 1) * LAYOUT.groups[group].block_tokens // 16 - 1]
 
 
 @dataclass(eq=False)
 class Worker:
-    """A worker's belief that it may touch the blocks of a lease."""
+    """A worker that believes that it may touch the blocks of a lease."""
 
     story: Story
     session: int
     key: Key
     grace_end: float
-    """Until then it may touch them: for ever, unless it let go or its session broke."""
+    """Time until which it may touch them. Infinite, unless its session is lost."""
     opened: bool
-    """Whether it writes what another one reserved."""
+    """Whether it opened the lease, which another worker had reserved."""

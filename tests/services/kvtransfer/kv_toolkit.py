@@ -1,4 +1,4 @@
-"""What the tests of kvtransfer share: layouts, hash chains, and a ledger with a clock of its own."""
+"""Shared parts of the kvtransfer tests: layouts, hash chains, and a ledger with a clock of its own."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from paceline.services.kvtransfer.ledger import Ledger
 
 LEASE = 10.0
 DECODE, PREFILL, OTHER = 11, 22, 33
-"""Sessions."""
+"""Sessions of three workers."""
 
 
 def make_layout(*groups: tuple[int, int]) -> KVLayout:
-    """Groups as (block_tokens, window)."""
+    """Return a layout. Each group is given as (block_tokens, window), both in tokens."""
     made = tuple(KVGroup(GroupShape(f"g{i}", (), 0, 0, window), tokens) for i, (tokens, window) in enumerate(groups))
     return KVLayout(made, itemsize=0, slot_bytes=4096, fingerprint="test")
 
 
 def chain(text: str) -> list[bytes]:
-    """The hashes of a context in which each letter stands for 16 tokens."""
+    """Return the hashes of a context in which each letter stands for 16 tokens."""
     return [hashlib.md5(text[: end + 1].encode()).digest() for end in range(len(text))]
 
 
 class Desk:
-    """A ledger, the time, and short ways to common calls."""
+    """A ledger with a clock, and short forms of common calls."""
 
     def __init__(self, slots: int, *groups: tuple[int, int]) -> None:
         self.now = 100.0
@@ -45,19 +45,19 @@ class Desk:
         attempt: int = 1,
         generation: int = 1,
     ) -> Lease:
-        """A lease for `context` (see `chain`) with room for `tokens`."""
+        """Reserve a lease for `context` (see `chain`) with room for `tokens`."""
         tokens = len(context) * 16 if tokens is None else tokens
         key = Key(request, attempt, generation)
         return self.ledger.reserve(session, key, chain(context), tokens, cached, self.now)
 
     def seal(self, lease: Lease, context: str, session: int = DECODE) -> None:
-        """Seals all blocks that `context` fills, in all groups."""
+        """Seal all blocks that `context` fills, in all groups."""
         for index, group in enumerate(self.layout.groups):
             stride = group.block_tokens // 16
             self.ledger.seal(session, lease.key, index, 0, chain(context)[stride - 1 :: stride], self.now)
 
     def cache(self, request: str, context: str) -> list[list[int]]:
-        """Leaves a context in the cache; returns where its blocks are."""
+        """Cache a context and return the block tables that it had."""
         lease = self.reserve(request, context, cached=0)
         tables = [list(table) for table in lease.tables]
         self.seal(lease, context)
@@ -65,11 +65,11 @@ class Desk:
         return tables
 
     def filling(self, request: str, context: str = "", tokens: int | None = None) -> Lease:
-        """A lease that PREFILL writes and DECODE owns."""
+        """Return a lease that DECODE owns and PREFILL writes."""
         return self.ledger.open(PREFILL, self.reserve(request, context, tokens).key, self.now)
 
     def counts(self) -> tuple[int, int, int, int]:
-        """(free, held, in flight, cached), after proving the ledger."""
+        """Check the ledger and return its numbers of blocks: (free, held, in flight, cached)."""
         assert self.ledger.check() == []
         total, *counts = self.ledger.counts()
         assert sum(counts) == total

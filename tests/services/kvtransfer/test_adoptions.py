@@ -1,4 +1,4 @@
-"""A decode worker waits for its prompt, and gets the blocks with the operation that fills them."""
+"""A decode worker waits for its prompt, and gets the blocks with the operation that fills the lease."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.services.kvtransfer.kv_toolkit import DECODE, LEASE, PREFILL, Desk
 
 
 async def begin(host: Host) -> tuple[Worker, Worker, pb.Lease]:
-    """Both workers, and the lease that prefill writes."""
+    """Attach both workers, and return them with the lease that prefill writes."""
     decode, prefill = await host.attach("decode"), await host.attach("prefill")
     await decode.do(reserve(key(), "abc", 60))
     return decode, prefill, (await prefill.do(pb.Operation(open=pb.Open(key=key())))).lease
 
 
 async def waiting(host: Host, decode: Worker) -> asyncio.Task[list[pb.Result]]:
-    """A call that has come to where it waits."""
+    """Start a call that adopts the lease, and return it once the service lets it wait."""
     memory = host.service.sessions.memory
     assert memory is not None
     call = asyncio.create_task(decode.batch(adopt(key())))
@@ -119,7 +119,7 @@ def test_who_waits_for_blocks_that_have_ended_gives_way() -> None:
     desk, told = Desk(4), []
     adoptions = Adoptions(desk.ledger, lambda: desk.now)
     adoptions.wait(Waiter(DECODE, desk.reserve("r", "a").key, told.append, lambda: True))
-    desk.now += LEASE  # nobody has swept
+    desk.now += LEASE  # the lease's deadline has passed, but no sweep has noticed
     filling = desk.ledger.open(PREFILL, desk.reserve("r", "a", generation=2).key, desk.now)
     adoptions.wait(Waiter(DECODE, filling.key, told.append, lambda: True))
     assert [type(outcome) for outcome in told] == [UnknownLeaseError]

@@ -1,4 +1,4 @@
-"""The arena file: made, mapped, removed, and swept when its service was killed."""
+"""The arena file: how it is created, mapped, removed, and cleaned up after its service was killed."""
 
 from __future__ import annotations
 

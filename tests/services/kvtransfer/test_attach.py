@@ -1,4 +1,4 @@
-"""How workers join a host, and which may share its blocks."""
+"""How workers attach to a host, and which workers may share its blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_the_first_worker_shapes_the_arena(host: Host) -> None:
 async def test_an_arena_may_hold_no_more_than_enough(
     tmp_path: Path, enough_tokens: int, context_tokens: int, slots: int
 ) -> None:
-    """Enough tokens or the longest context, whichever is more, as far as the memory goes."""
+    """The arena has room for `enough_tokens` or the longest context, whichever is more, if the memory suffices."""
     host = Host(tmp_path, enough_tokens=enough_tokens)
     await host.start()
     worker = await host.attach(context_tokens=context_tokens)
@@ -80,7 +80,7 @@ async def test_an_arena_that_nobody_uses_takes_a_new_shape(host: Host) -> None:
     worker = await host.attach()
     await worker.do(reserve(key(), "ab"))
     await worker.leave()
-    await host.until(lambda reply: reply.in_flight == 2)  # for a grace, which a new file need not wait for
+    await host.until(lambda reply: reply.in_flight == 2)  # for the grace time, which a new arena file need not wait for
     again = await host.attach(shape=layout(slot_bytes=2 * SLOT, fingerprint="model-b"))
     assert again.arena.slots == SLOTS // 2
     assert again.arena.arena_path != worker.arena.arena_path

@@ -1,4 +1,4 @@
-"""Block events in a real Redis stream, also when Redis comes late or goes away."""
+"""Block events in a real Redis stream, even if Redis starts late or goes away."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.services.kvtransfer.events import BlockEventPublisher
 
 
 class Source:
-    """Events that wait to be taken."""
+    """A source of events, from which the publisher takes them."""
 
     def __init__(self) -> None:
         self.events: list[BlockEvent] = []
@@ -37,7 +37,7 @@ class Source:
 
 
 async def read(url: str, stream: str, count: int) -> list[BlockBatch]:
-    """Waits until the stream has `count` events."""
+    """Wait until the stream has at least `count` events, and return its batches."""
     client = redis.Redis.from_url(url)
     try:
         async with asyncio.timeout(30):
@@ -54,7 +54,7 @@ async def read(url: str, stream: str, count: int) -> list[BlockBatch]:
 
 
 def numbers(batches: list[BlockBatch]) -> list[tuple[int, int]]:
-    """Each event's number and what it says."""
+    """Return the number of each event and the byte that its hash repeats."""
     return [
         (number, event.hash[0]) for batch in batches for number, event in enumerate(batch.events, start=batch.first)
     ]
@@ -72,7 +72,7 @@ async def warned(caplog: pytest.LogCaptureFixture, count: int) -> None:
 
 @pytest.fixture
 def own_redis() -> Iterator[tuple[ValkeyServer, str]]:
-    """A server that is not started yet, and its URL."""
+    """A Redis server that is not started yet, and its URL."""
     with tempfile.TemporaryDirectory(prefix="paceline-redis-") as folder:
         socket = Path(folder) / "redis.sock"
         server = ValkeyServer(port=0, data_dir=Path(folder), unix_socket_path=socket)
@@ -102,14 +102,14 @@ async def test_what_does_not_follow_shares_no_entry(redis_server: str) -> None:
     cluster, source = uuid.uuid4().hex, Source()
     source.stored(1, 2)
     taken = [source.take()]
-    source.count += 5  # lost before they were taken
+    source.count += 5  # five events were lost before they were taken
     source.stored(3)
     taken.append(source.take())
     source.pool, source.count = "pool-2", 0
     source.stored(4)
     taken.append(source.take())
     publisher = BlockEventPublisher(redis_server, cluster, lambda: taken.pop(0) if taken else None)
-    # All at once, as behind a Redis that did not answer.
+    # All batches wait together, as after a time in which Redis did not answer.
     for batch in taken:
         publisher._waiting.extend((batch, number, event) for number, event in enumerate(batch.events, batch.first))
     taken.clear()
@@ -136,20 +136,20 @@ async def test_events_wait_for_redis_and_say_so_once(
         try:
             source.stored(1, 2, 3)
             await warned(caplog, 1)
-            await asyncio.sleep(0.5)  # for more tries, which say nothing
+            await asyncio.sleep(0.5)  # time for more tries, which log nothing
             source.stored(4, 5, 6)
             server.start()
             entries = await read(url, blocks_stream("c"), 4)
             server.stop()
             source.stored(7)
             await warned(caplog, 2)
-            server.start()  # empty: a flush, too, loses no more than old hints
+            server.start()  # with an empty memory; like a flush, this loses only old hints
             after = await read(url, blocks_stream("c"), 1)
         finally:
             await publisher.stop()
-    assert numbers(entries) == [(2, 3), (3, 4), (4, 5), (5, 6)]  # the oldest were dropped
+    assert numbers(entries) == [(2, 3), (3, 4), (4, 5), (5, 6)]  # the oldest events were dropped
     assert numbers(after) == [(6, 7)]
-    assert len(warnings(caplog)) == 2  # one for each time that it went away
+    assert len(warnings(caplog)) == 2  # one for each time that Redis went away
     assert all("going on without it" in warning for warning in warnings(caplog))
 
 

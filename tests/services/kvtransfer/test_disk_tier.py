@@ -22,10 +22,10 @@ SLOTS = 8
 
 
 class Arena:
-    """A few slots, and what is in them by name."""
+    """A memory of a few slots, with the names of their blocks."""
 
     def __init__(self) -> None:
-        # Pages of its own, as direct I/O asks for.
+        # Page-aligned memory, as direct I/O requires.
         self.memory = ArenaMemory(memoryview(mmap.mmap(-1, SLOT * SLOTS)), SLOT, SLOTS)
         self.names: dict[bytes, int] = {}
 
@@ -55,7 +55,7 @@ def arena() -> Arena:
 
 async def test_blocks_come_back_as_they_were(arena: Arena, tmp_path: Path) -> None:
     tier = DiskTier(DiskOptions(tmp_path, 4 * SLOT), 1, arena.memory, arena.find)
-    assert not os.listdir(tmp_path)  # nothing to be left behind
+    assert not os.listdir(tmp_path)  # the file has no name, so it cannot be left behind
     tier.offer(arena.put(slot, name(slot)) for slot in range(3))
     await eventually(lambda: tier.blocks == 3)
     arena.memory.blocks[:] = bytes(SLOT * SLOTS)
@@ -117,7 +117,7 @@ async def test_a_read_that_is_cancelled_has_ended(
     await asyncio.sleep(0)
     reading.cancel()
     await asyncio.sleep(0.05)
-    assert not reading.done()  # its slot may still be written to
+    assert not reading.done()  # the read may still write to its slot
     going.set()
     with pytest.raises(asyncio.CancelledError):
         await reading
@@ -143,7 +143,7 @@ async def test_what_the_arena_has_evicted_comes_back_before_it_is_reserved(tmp_p
         assert worker.arena.has_disk
 
         async def write(request: str, context: str) -> None:
-            """Computes a context and leaves it in the cache."""
+            """Write and seal the blocks of a context, and release the lease."""
             lease = (await worker.do(reserve(key(request), context))).lease
             for place, slot in enumerate(lease.tables[0].slots):
                 fill(host, slot, context[: place + 1])
@@ -158,7 +158,7 @@ async def test_what_the_arena_has_evicted_comes_back_before_it_is_reserved(tmp_p
 
         await write("first", "abcdef")
         await eventually(lambda: on_disk("abcdef"))
-        await write("second", "ghijkl")  # evicts most of the first
+        await write("second", "ghijkl")  # evicts most blocks of the first context
         assert (await worker.do(reserve(key("probe"), "abcdef"))).lease.filled_tokens < 64
         await worker.do(release(key("probe")))
         request = pb.FetchPrefixRequest(session=worker.arena.session, key=key("again"), hashes=chain("abcdef"))

@@ -1,4 +1,4 @@
-"""Paths that other hosts can reach are measured when the service starts."""
+"""When the service starts, it measures transports that other hosts can use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who brings a prefix, and who waits for that. The proof (tests/proof) drives it with all that may go wrong."""
+"""Which request fetches a prefix, and which requests wait for it. The proof (tests/proof) tests all failures."""
 
 from __future__ import annotations
 

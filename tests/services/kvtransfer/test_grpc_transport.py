@@ -1,4 +1,4 @@
-"""What is gRPC's own among the transports: pieces of large blocks, and calls that end."""
+"""Details of the gRPC transport: pieces of large blocks, and calls that end."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from paceline.services.kvtransfer.transport import ArenaMemory, Source
 from tests.services.kvtransfer.transports import arena
 
 SLOT = 5 << 19
-"""More than two pieces."""
+"""Bytes of a slot: more than two pieces."""
 
 
 def transport(memory: ArenaMemory, channels: Channels) -> GrpcTransport:
-    """One whose tests do not end by a source's silence."""
+    """Return a transport that never gives up on a silent source."""
     return GrpcTransport(memory, channels, silence_seconds=1000)
 
 
@@ -35,7 +35,7 @@ async def send_into(source: GrpcTransport, write: Any, slots: list[int]) -> None
 
 
 class Half(pb_grpc.KVTransferServicer):
-    """A source that sends these bytes, and is silent then or ends."""
+    """A source that sends these bytes, and then ends or is silent."""
 
     def __init__(self, data: bytes, ends: bool = False) -> None:
         self._data = data

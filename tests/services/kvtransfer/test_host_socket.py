@@ -1,4 +1,4 @@
-"""The socket of a host: who reaches it, what ends a connection, and what is left of it."""
+"""The socket of a host: who can reach it, what ends a connection, and what a connection leaves behind."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paceline.services.kvtransfer.host_socket import HostSocket, Reply
 from paceline.services.worker.batch_sender import HostConnection
 
 REFUSED, BROKEN, SLOW, BIG = 1, 2, 3, 4
-"""Sessions."""
+"""Sessions with special answers from `Served`."""
 
 
 class Served(HostSocket):
-    """Answers with an empty reply, or does what the session says."""
+    """A socket that answers with an empty reply, or as the number of the session says."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, self._take)
@@ -105,7 +105,7 @@ async def test_who_asks_much_at_once_holds_nobody_up(served: Served) -> None:
     request = len(request).to_bytes(4, "big") + request
     other = await HostConnection.connect(str(served.path))
     with raw(served) as connection:
-        connection.sendall(request)  # so that it is known here when the others come
+        connection.sendall(request)  # so that the host has accepted this connection when the other one sends
         await asyncio.get_running_loop().sock_recv(connection, 100)
         connection.sendall(request * count)
         await other.call(pb.BatchRequest())
@@ -120,7 +120,7 @@ async def test_who_takes_no_replies_is_not_served_any_more(served: Served) -> No
         await asyncio.sleep(0.2)
         assert 0 < served.taken < 50
         async with asyncio.timeout(10):
-            while served.taken < count:  # and goes on when it takes them
+            while served.taken < count:  # and continues when the client reads the replies
                 await asyncio.get_running_loop().sock_recv(connection, 1 << 20)
 
 

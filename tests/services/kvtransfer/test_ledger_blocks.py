@@ -1,4 +1,4 @@
-"""Which blocks a lease gets, shares and gives back, and which are evicted."""
+"""Which blocks a lease gets, shares and gives back, and which blocks are evicted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.types import Key
 from paceline.services.kvtransfer.lease import TRANSFER
 from tests.services.kvtransfer.kv_toolkit import DECODE, PREFILL, Desk, chain
 
-# ---- room
+# ---- capacity
 
 
 def test_a_reservation_is_all_or_nothing_over_groups() -> None:
@@ -124,7 +124,7 @@ def test_a_private_copy_takes_the_place_of_an_evicted_original() -> None:
     desk.seal(first, "ab")
     desk.seal(second, "ab")
     desk.ledger.release(DECODE, first.key, desk.now)
-    other = desk.reserve("other", tokens=32)  # evicts the originals
+    other = desk.reserve("other", tokens=32)  # evicts the first lease's blocks
     desk.ledger.release(DECODE, second.key, desk.now)
     assert desk.counts() == (0, 2, 0, 2)
     assert desk.reserve("third", "ab").tables == second.tables
@@ -208,7 +208,7 @@ def test_a_reused_prefix_takes_only_the_window() -> None:
     lease = desk.reserve("r", "abcdefgh", 144)
     assert lease.filled_tokens == 128
     assert lease.tables[1][:5] == [NO_SLOT] * 5
-    # 2 + 3 reused, 1 + 1 fresh; 5 blocks behind the window stay cached.
+    # 2 + 3 blocks are reused, 1 + 1 are fresh. 5 blocks outside the window stay cached.
     assert desk.counts() == (4, 7, 0, 5)
 
 
@@ -236,7 +236,7 @@ def test_the_tail_of_a_prefix_goes_before_its_head() -> None:
 def test_blocks_of_all_groups_go_from_the_tail() -> None:
     desk = Desk(10, (64, 0), (16, 0))
     wide, narrow = desk.cache("warm", "abcdefgh")
-    lease = desk.reserve("r", tokens=64)  # 5 blocks, as many as half of the context
+    lease = desk.reserve("r", tokens=64)  # 5 blocks, as many as half of the context has
     assert set(lease.slots()) == {wide[1], *narrow[4:]}
     assert desk.reserve("again", "abcd").filled_tokens == 64
 
@@ -278,7 +278,7 @@ def test_what_is_pinned_is_cached_blocks_alone() -> None:
     assert desk.counts() == (2, 0, 0, 2)
 
 
-# ---- what the world is told
+# ---- events
 
 
 def test_events_tell_what_can_be_reused() -> None:

@@ -1,4 +1,4 @@
-"""How holds end: release, quarantine, leases, lost workers."""
+"""How leases end: by release, by deadline, or with a lost worker. Blocks drain until no worker can write to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.services.kvtransfer.lease import State, UnknownLeaseError
 from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
 from tests.services.kvtransfer.kv_toolkit import DECODE, LEASE, OTHER, PREFILL, Desk, chain
 
-# ---- release and quarantine
+# ---- release and draining
 
 
 def test_releasing_twice_or_what_never_was_is_no_error() -> None:
@@ -29,7 +29,8 @@ def test_blocks_of_a_cancelled_lease_wait_for_their_writer(ending: str, generati
     desk.ledger.seal(PREFILL, lease.key, 0, 0, chain("a"), desk.now)
     desk.ledger.release(DECODE, Key("r", 1, generation), desk.now)
 
-    # Nothing may be reused, and nobody may act: not the writer, who learns that it is over, nor a newcomer.
+    # Nothing may be reused, and nobody may act: neither the writer, which learns that the lease is over, nor a new
+    # request.
     assert desk.counts() == (0, 0, 4, 0)
     with pytest.raises(BusyError):
         desk.reserve("next", tokens=16)
@@ -40,7 +41,7 @@ def test_blocks_of_a_cancelled_lease_wait_for_their_writer(ending: str, generati
     ):
         with pytest.raises(UnknownLeaseError):
             act()
-    desk.ledger.release(DECODE, lease.key, desk.now)  # the owner again: it cannot speak for the writer
+    desk.ledger.release(DECODE, lease.key, desk.now)  # the owner again, which cannot release for the writer
     assert desk.counts() == (0, 0, 4, 0)
 
     if ending == "fill":
@@ -49,7 +50,7 @@ def test_blocks_of_a_cancelled_lease_wait_for_their_writer(ending: str, generati
     elif ending == "release":
         desk.ledger.release(PREFILL, lease.key, desk.now)
     else:
-        desk.ledger.expire(desk.now + 100 * LEASE)  # no lease speaks for a worker that lives
+        desk.ledger.expire(desk.now + 100 * LEASE)  # a deadline does not free blocks to which a live worker may write
         desk.ledger.lose_session(PREFILL, desk.now)
         assert desk.counts() == (0, 0, 4, 0)
         desk.ledger.expire(desk.now + GRACE_SECONDS)
@@ -105,14 +106,14 @@ def test_a_new_lease_of_the_attempt_lives_beside_the_one_that_drains() -> None:
     assert desk.counts() == (2, 2, 0, 0)
 
 
-# ---- leases and lost workers
+# ---- deadlines and lost workers
 
 
 def test_expiry_finds_every_lease_that_is_due() -> None:
     desk = Desk(8)
     early = [desk.reserve(f"early{i}", tokens=16) for i in range(3)]
     desk.now += 1
-    desk.ledger.renew(DECODE, early[0].key, desk.now)  # the first in every order is not due: the others still are
+    desk.ledger.renew(DECODE, early[0].key, desk.now)  # the oldest lease is not due, but the other two still are
     desk.ledger.expire(early[1].deadline)
     assert [key.request_id for key in desk.ledger.take_overdue()] == ["early1", "early2"]
     assert desk.ledger.take_overdue() == []
@@ -130,7 +131,7 @@ def test_blocks_whose_lease_ended_wait_for_the_worker_that_may_not_know(opened: 
     assert desk.counts() == (2, 0, 2, 0)
     with pytest.raises(UnknownLeaseError):
         desk.ledger.renew(writer, lease.key, desk.now + LEASE)
-    desk.ledger.release(OTHER, lease.key, desk.now + LEASE)  # a stranger cannot speak for the writer
+    desk.ledger.release(OTHER, lease.key, desk.now + LEASE)  # another worker cannot release for the writer
     assert desk.counts() == (2, 0, 2, 0)
     if ending == "release":
         desk.ledger.release(writer, lease.key, desk.now + LEASE)
@@ -220,7 +221,7 @@ def test_a_lost_owners_blocks_come_back_after_a_grace() -> None:
     desk.ledger.lose_session(DECODE, desk.now)
     with pytest.raises(UnknownLeaseError):
         desk.ledger.renew(DECODE, lease.key, desk.now)
-    # It may not have noticed: what it reads must not change under it either.
+    # The worker may not have noticed, so the blocks that it reads must not change either.
     assert desk.counts() == (1, 0, 3, 0)
     desk.ledger.expire(desk.now + GRACE_SECONDS / 2)
     assert desk.counts() == (1, 0, 3, 0)
@@ -250,11 +251,11 @@ def test_a_prefill_worker_lost_after_it_filled_harms_nothing() -> None:
     assert desk.ledger.adopt(DECODE, lease.key, desk.now).state is State.ACTIVE
 
 
-# ---- messages that come late or again; found by tests/proof
+# ---- late and repeated messages; found by tests/proof
 
 
 def test_a_reservation_that_comes_behind_its_release_makes_no_lease() -> None:
-    """deliver release r/1/1, arrive reserve r/1/1, a lease passes: nobody knew of the lease, so it drained for ever."""
+    """deliver release r/1/1; arrive reserve r/1/1; a lease passes. Nobody knew of the lease, so it drained for ever."""
     desk = Desk(4)
     desk.ledger.release(DECODE, Key("r", 1, 1), desk.now)
     with pytest.raises(StaleError, match="too old for a new lease"):
@@ -263,7 +264,7 @@ def test_a_reservation_that_comes_behind_its_release_makes_no_lease() -> None:
 
 
 def test_who_gave_a_lease_back_before_it_was_opened_does_not_become_its_writer() -> None:
-    """deliver release r/1/2 by prefill, arrive open r/1/1, release r/1/1 by decode: it drained for ever."""
+    """deliver release r/1/2 by prefill; arrive open r/1/1; release r/1/1 by decode. The lease drained for ever."""
     desk = Desk(4)
     lease = desk.reserve("r", tokens=16)
     desk.ledger.release(PREFILL, Key("r", 1, 2), desk.now)
@@ -284,7 +285,7 @@ def test_who_gave_a_lease_back_before_it_was_adopted_does_not_become_its_owner()
 
 
 def test_who_never_heard_that_it_had_adopted_ends_what_drains_with_its_reservation() -> None:
-    """adopt r/1/1, its answer is lost, a lease passes, deliver release r/1/1: it drained for ever."""
+    """adopt r/1/1, the answer is lost; a lease passes; deliver release r/1/1. The lease drained for ever."""
     desk = Desk(4)
     lease = desk.ledger.fill(PREFILL, desk.filling("r", tokens=16).key, 16, desk.now)
     desk.ledger.adopt(DECODE, lease.key, desk.now)
@@ -297,7 +298,7 @@ def test_who_never_heard_that_it_had_adopted_ends_what_drains_with_its_reservati
 
 
 def test_a_reservation_that_was_refused_for_want_of_blocks_is_refused_when_it_comes_again() -> None:
-    """duplicate reserve 1.1/2/1 (busy), others release, arrive reserve 1.1/2/1, a lease passes: it drained for ever."""
+    """duplicate reserve 1.1/2/1 (busy); others release; arrive reserve 1.1/2/1; a lease passes. It drained for ever."""
     desk = Desk(1)
     other = desk.reserve("other", tokens=16)
     with pytest.raises(BusyError):

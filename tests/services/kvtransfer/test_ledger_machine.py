@@ -1,8 +1,8 @@
 """The ledger under any sequence of calls, checked by what workers find in the memory.
 
-The test owns the arena's memory, one word a slot. Workers write into blocks that they believe are theirs, also those
-that do not know yet that their lease was cancelled, that its lease has ended or that their session broke. Had the
-ledger given a block to somebody else too early, a worker would find a foreign word in its blocks.
+The test owns the arena's memory, one word per slot. Workers write into blocks that they believe are theirs. Some of
+them do not know yet that their lease was cancelled or has expired, or that their session is lost. If the ledger gave a
+block to another lease too early, a worker would find a foreign word in its blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REQUESTS = ("p", "q", "r")
 CONTEXTS = st.sampled_from(("abcdefgh", "abcdxy", "uvwxyz")).flatmap(
     lambda text: st.integers(0, len(text)).map(lambda length: text[:length])
 )
-"""With common beginnings, one letter for each 16 tokens."""
+"""Contexts with common prefixes. Each letter stands for 16 tokens."""
 
 picks = st.integers(0, 1 << 16)
 
@@ -42,7 +42,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.sessions = [1, 2, 3]
         self.workers: list[Worker] = []
         self.stories: dict[str, Story] = {}  # the newest of each request
-        self.keys: list[Key] = []  # all that were handed out, newest last
+        self.keys: list[Key] = []  # all keys that leases have had, newest last
         self.serial = 0
 
     def live(self, *states: State) -> list[Lease]:
@@ -59,7 +59,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return self.workers[pick % len(self.workers)]
 
     def begin(self, lease: Lease, session: int) -> None:
-        """`session` begins to touch the blocks of `lease`, and does so at once."""
+        """Let `session` touch the blocks of `lease` from now on, and write to them at once."""
         story = self.stories[lease.key.request_id]
         assert lease.tables == story.tables
         self.workers.append(Worker(story, session, lease.key, math.inf, lease.state is State.FILLING))
@@ -67,14 +67,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.write(story)
 
     def write(self, story: Story) -> None:
-        """A worker writes into every block that is not sealed, whatever the ledger thinks by now."""
+        """Write into every block that is not sealed, whatever the ledger's state is by now."""
         for index, table in enumerate(story.tables):
             for block, slot in enumerate(table):
                 if slot != NO_SLOT and block >= story.sealed[index]:
                     self.memory[slot] = story.words[slot] = (story.serial, index, block)
 
     def end(self, key: Key, session: int) -> None:
-        """`session` will not touch these blocks any more."""
+        """Note that `session` no longer touches the blocks of this attempt."""
         self.workers = [one for one in self.workers if (one.key[:2], one.session) != (key[:2], session)]
 
     # ---- the life of a lease
@@ -100,7 +100,7 @@ class LedgerMachine(RuleBasedStateMachine):
         except BusyError:
             assert not exists
             assert LAYOUT.slots_for(tokens) > before.free
-            self.keys.append(key)  # it is used up
+            self.keys.append(key)  # the key is used up
             return
         assert not exists
         cached = lease.filled_tokens
@@ -123,7 +123,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def open(self, pick: int, who: int) -> None:
         leases = self.live(State.RESERVED)
         lease = leases[pick % len(leases)]
-        self.end(lease.key, lease.owner)  # it hands over
+        self.end(lease.key, lease.owner)  # the owner leaves the blocks to the writer
         self.begin(self.ledger.open(self.session(who), lease.key, self.now), self.session(who))
 
     @precondition(lambda self: any(worker.opened for worker in self.workers))
@@ -134,7 +134,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.workers.remove(worker)
         try:
             lease = self.ledger.fill(worker.session, worker.key, len(worker.story.context) * 16, self.now)
-        except UnknownLeaseError:  # cancelled meanwhile
+        except UnknownLeaseError:  # the lease was cancelled meanwhile
             return
         assert lease.state is State.FILLED
 
@@ -148,7 +148,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live())
     @rule(pick=picks, older=st.booleans())
     def owner_releases(self, pick: int, older: bool) -> None:
-        """It does not tell the writer, who goes on."""
+        """Release a lease as its owner. The writer is not told and goes on."""
         leases = self.live()
         lease = leases[pick % len(leases)]
         key = lease.key._replace(generation=lease.first_generation) if older else lease.key
@@ -159,7 +159,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(pick=picks)
     def writer_releases(self, pick: int) -> None:
-        """It may have been told already, or be too late."""
+        """Release a lease as a worker that touches its blocks. The lease may be over already."""
         worker = self.worker(pick)
         self.ledger.release(worker.session, worker.key, self.now)
         self.workers.remove(worker)
@@ -167,7 +167,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.keys)
     @rule(pick=picks, who=picks)
     def only_the_writer_acts(self, pick: int, who: int) -> None:
-        """Anybody tries, with any key that ever was, to do something that changes nothing."""
+        """Call an operation that changes nothing, with any session and any recent key. Only the writer may succeed."""
         key, session = self.keys[-1 - pick % min(len(self.keys), 8)], self.session(who)
         may = any((lease.key, lease.writer) == (key, session) for lease in self.live())
         try:
@@ -180,7 +180,7 @@ class LedgerMachine(RuleBasedStateMachine):
     # ---- work on blocks
 
     def act(self, worker: Worker, call: Callable[..., Lease], *args: object) -> Lease | None:
-        """None where the worker learns that its lease is over; then it stops."""
+        """Return the lease. If the call says that the lease is over, let the worker stop and return None."""
         try:
             lease = call(worker.session, worker.key, *args, self.now)
         except StaleError:
@@ -242,7 +242,7 @@ class LedgerMachine(RuleBasedStateMachine):
             story.tables = [list(table) for table in lease.tables]
             story.sealed[1] = max(story.sealed[1], kept)
 
-    # ---- time and death
+    # ---- time and lost sessions
 
     @precondition(lambda self: self.workers)
     @rule(pick=picks)
@@ -252,9 +252,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(who=picks, often=st.integers(0, 3), pause=st.sampled_from((0.0, 0.4)))
     def lose_session(self, who: int, often: int, pause: float) -> None:
-        """The worker goes on writing for nearly the whole grace; another one takes its place."""
+        """Lose a session and replace it. Its worker goes on writing for nearly the whole grace time."""
         if often:
-            return  # or nothing else would get done
+            return  # otherwise nearly all leases would end this way
         lost = self.session(who)
         self.ledger.lose_session(lost, self.now)
         self.sessions[self.sessions.index(lost)] = max(self.sessions) + 1
@@ -274,7 +274,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if sweep:
             self.ledger.expire(self.now)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def the_ledger_proves(self) -> None:
@@ -292,7 +292,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.memory[slot] == word
 
     def teardown(self) -> None:
-        """Whatever happened, every lease ends with its lease and its workers, and every block can be had again."""
+        """Check that deadlines and lost workers end every lease, and that every block can then be used again."""
         self.ledger.expire(self.now + LEASE)
         assert all(lease.state is State.DRAINING for lease in self.ledger.leases())
         for session in self.sessions:

@@ -1,4 +1,4 @@
-"""That the leases which are shown account for every block."""
+"""The leases that a ledger shows account for every block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def owned(reply: pb.LedgerReply) -> int:
 
 
 def desk_with_leases() -> Desk:
-    """Four holds of 10, 10, 4 and 4 blocks; the second one shares 4 of its blocks with the first, the third 2."""
+    """Return a ledger with leases of 10, 10, 4 and 4 blocks. The first two share 4 blocks, and the third shares 2 of
+    them.
+    """
     desk = Desk(60, (16, 0), (16, 32))
     desk.cache("before", "abcd")
     for request, context, tokens in (("1", "abcd", 80), ("2", "abcd", 80), ("3", "ab", 32)):

@@ -1,4 +1,4 @@
-"""Which cached block needs which, and what policies make of it."""
+"""Which cached block needs which other block, and the order in which policies evict them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ A, B = chain("ab")
         (FULL, 0, 0, Place(None, 16)),
         (FULL, 0, 1, Place((0, A), 32)),
         (WITH_WINDOW, 1, 1, Place((1, A), 32)),
-        (WITH_WINDOW, 0, 0, Place((1, B), 32)),  # the last of the two blocks of full attention beside it
+        (WITH_WINDOW, 0, 0, Place((1, B), 32)),  # the later of the two full-attention blocks with the same tokens
         (COARSE, 1, 1, Place((0, B), 32)),
-        (COARSE, 1, 0, Place(None, 16)),  # full attention has no block that ends there
+        (COARSE, 1, 0, Place(None, 16)),  # no full-attention block ends at this token
         (WINDOW_ALONE, 0, 1, Place(None, 32)),
     ],
 )
@@ -45,7 +45,7 @@ def ledger_of(policy: CachePolicy, layout: KVLayout) -> Ledger:
 
 
 def cache(ledger: Ledger, layout: KVLayout, request: str, context: str, priority: int = 0) -> None:
-    """Leaves a context in the cache, sealed block by block."""
+    """Cache a context, sealing one block after another."""
     key, hashes = Key(request, 1, 1), chain(context)
     lease = ledger.reserve(DECODE, key, hashes, 16 * len(context), 1 << 20, 0.0, priority)
     for index, group in enumerate(layout.groups):
@@ -56,7 +56,7 @@ def cache(ledger: Ledger, layout: KVLayout, request: str, context: str, priority
 
 
 def evicted(ledger: Ledger, blocks: int) -> list[Name]:
-    """What goes for a new lease of so many blocks, in this order."""
+    """Return the blocks that a new lease of this many blocks evicts, in order."""
     ledger.take_events()
     ledger.reserve(DECODE, Key("room", 1, 1), [], 16 * blocks, 0, 0.0)
     return [(event.group, event.hash) for event in ledger.take_events() if event.op == "removed"]

@@ -1,4 +1,4 @@
-"""What one host has cached of a context comes into the cache of another one, between two real services."""
+"""A prefix in the cache of one host is copied to the cache of another host, between two real services."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Call = grpc.aio.UnaryUnaryCall
 
 
 async def cache(two: Pair, context: str = CONTEXT) -> pb.Lease:
-    """Leaves a context in the source's cache; what its blocks were."""
+    """Cache a context at the source, and return the lease that its blocks had."""
     of = key(f"cache {context}")
     lease = (await two.prefill.do(reserve(of, context))).lease
     await two.compute(lease, lease.filled_tokens // 16, len(context), context=context)
@@ -39,7 +39,10 @@ def fetch(two: Pair, context: str = CONTEXT, name: str = "r", source: str | None
 
 
 async def found(two: Pair, context: str = CONTEXT, name: str = "r") -> pb.Lease:
-    """What a reservation finds at the destination. One token more, so that all blocks may be reused."""
+    """Reserve a context at the destination, release it and return the lease.
+
+    The lease has room for one more token, so that all blocks of the context may be reused.
+    """
     lease = (await two.decode.do(reserve(key(name), context, 16 * len(context) + 1))).lease
     await two.decode.do(release(lease.key))
     return lease
@@ -50,7 +53,7 @@ async def test_whoever_reserves_finds_what_came(tmp_path: Path) -> None:
         await cache(two)
         reply = await fetch(two, CONTEXT + "xy")
         assert (reply.blocks, reply.bytes, reply.path) == (6, 6 * SLOT, "grpc")
-        lease = await found(two, CONTEXT + "xy")  # under the very key for which it was brought
+        lease = await found(two, CONTEXT + "xy")  # even with the key for which it was fetched
         assert lease.filled_tokens == 6 * 16
         two.check(lease, 0, 6)
         await two.end()

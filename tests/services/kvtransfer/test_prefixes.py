@@ -1,4 +1,4 @@
-"""Requests that lack the same prefix at the same time have it brought once, between two real services."""
+"""If several requests lack the same prefix at the same time, it is fetched once, between two real services."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.services.kvtransfer.test_prefix_transfers import Call, cache, fetch, 
 
 
 class Source:
-    """Says of whose prefixes it is asked, and answers when it may."""
+    """A source of prefixes. It records which requests ask, and answers once `may_answer` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""A service that is started again goes on in its predecessor's arena, with what workers say they hold."""
+"""A restarted service continues in its predecessor's arena, with the leases that workers claim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.services.kvtransfer.kv_toolkit import chain
 
 
 def left_arena(folder: Path) -> str:
-    """As a service leaves it that was killed: the file without its lock."""
+    """Leave an arena as a killed service does: the file without its lock. Return its path."""
     arena = Arena(folder, SLOTS * SLOT, "host-1")
     left = arena.path.with_name(arena.path.name + ".kept")
     left.hardlink_to(arena.path)
@@ -38,7 +38,7 @@ def claim(of: object, *slots: int, sealed: str = "", active: bool = True) -> pb.
 
 
 class Return:
-    """A service that was started again, and workers that come back to it."""
+    """A restarted service, and workers that come back to it."""
 
     def __init__(self, host: Host, path: str) -> None:
         self.host = host
@@ -53,7 +53,7 @@ class Return:
         )
 
     async def over(self) -> None:
-        """All have come that will."""
+        """Let the time pass in which workers may come back."""
         await asyncio.sleep(0.2)
         self.host.now += RECONCILE_SECONDS
 
@@ -87,7 +87,7 @@ async def test_what_is_claimed_stays_and_the_rest_is_free(again: Return) -> None
     requests = [
         pb.BatchRequest(session=events[1].session, operations=[release(key("b")), release(key("c"))]),
         pb.BatchRequest(session=events[0].session, operations=[release(key("a"))]),
-        # What was sealed can be reused.
+        # Sealed blocks can be reused.
         pb.BatchRequest(session=events[2].session, operations=[reserve(key("d"), "xyz")]),
     ]
     for request in requests:

@@ -1,4 +1,4 @@
-"""The self-test of paths: what works is measured, what does not is named, and nothing hangs."""
+"""The self-test of transports: it measures those that work, names those that fail, and never hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLOT, SLOTS = 1 << 16, 8
 
 
 class Copy:
-    """A transport within one arena."""
+    """A transport that copies within one arena."""
 
     name = "copy"
 

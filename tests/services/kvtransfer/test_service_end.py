@@ -56,7 +56,7 @@ async def test_a_killed_worker_gives_its_blocks_back(host: Host) -> None:
     finally:
         victim.send_signal(signal.SIGKILL)
         await asyncio.wait_for(victim.wait(), 20)
-    await host.until(lambda reply: reply.in_flight == 3)  # the grace: a worker may live on without its stream
+    await host.until(lambda reply: reply.in_flight == 3)  # during the grace: a worker may run on without its stream
     host.now += 1
     reply = await host.until(lambda reply: reply.free == SLOTS - 1)
     assert [lease.key.request_id for lease in reply.leases] == ["survivor"]

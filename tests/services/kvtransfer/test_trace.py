@@ -1,4 +1,4 @@
-"""Operations of a traced request are spans of its trace, where traces are exported, and cost nothing where not."""
+"""If traces are exported, operations of a traced request are spans of its trace. Otherwise they cost nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print(json.dumps([
 
 
 def spans(**variables: str) -> list[Any]:
-    """In a process of its own, because a process has one tracer provider for its life."""
+    """Return the spans of PROGRAM. It runs in a new process, because a process can have only one tracer provider."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**environment, **variables}, capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""Transfers that end early, and whose they are: what is held comes back, and nobody gets what is not theirs."""
+"""Transfers that end early, and callers without a right to blocks: leases end, and nobody gets another's blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_blocks_of_a_dead_decode_worker_stay_until_nothing_writes_to_them(
         await two.decode.leave()
         reply = await two.destination.until(lambda reply: any(lease.state == "draining" for lease in reply.leases))
         assert reply.in_flight == len(reserved.tables[0].slots)
-        call.cancel()  # as its connection would have been
+        call.cancel()  # as the end of its connection would do
         await two.end(there=opened.key)
 
 
@@ -71,7 +71,7 @@ async def test_the_service_of_a_source_that_is_gone_is_a_failed_transfer(tmp_pat
         await two.compute(opened, 0, 4)
         await two.source.server.close(0)
         assert (await failure(call)).code() is grpc.StatusCode.DATA_LOSS
-        assert (await failure(two.fetch(reserved, opened))).code() is grpc.StatusCode.ABORTED  # the lease has ended
+        assert (await failure(two.fetch(reserved, opened))).code() is grpc.StatusCode.ABORTED  # the lease is over
         await two.decode.do(release(reserved.key))
         await two.destination.until(lambda reply: not (reply.held or reply.in_flight or reply.leases))
 
@@ -109,7 +109,7 @@ async def test_a_source_tells_nobody_of_what_is_not_theirs(tmp_path: Path) -> No
         first = stub.Export(export(opened.key))
         token = (await first.read()).offer.transports["grpc"][-16:]
         for request, code in (
-            (export(opened.key), grpc.StatusCode.INVALID_ARGUMENT),  # it has a reader
+            (export(opened.key), grpc.StatusCode.INVALID_ARGUMENT),  # it has a reader already
             (export(opened.key, "model-b"), grpc.StatusCode.FAILED_PRECONDITION),
             (export(key("unknown")), grpc.StatusCode.ABORTED),
             (export(opened.key, cached=8), grpc.StatusCode.INVALID_ARGUMENT),

@@ -1,4 +1,4 @@
-"""Sources and paths that bring nothing, or something else than was named: no block of theirs is handed over."""
+"""Sources and transports that send nothing, or other blocks than the promised ones. No such block is handed off."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ async def test_damaged_blocks_are_never_handed_over(tmp_path: Path, fallback: bo
         else:
             assert (await failure(call)).code() is grpc.StatusCode.DATA_LOSS
             assert (await two.destination.ledger()).cached == 0
-            assert not shut_paths(two)  # the blocks may have been others' by then
-            # Where the reader had gone before the prompt was filled, it is for the prefill worker to give it back.
+            assert not shut_paths(two)  # the source may have reused the blocks by then
+            # If the reader has gone before the prompt is filled, the prefill worker must release its lease.
             await two.end(reserved.key, opened.key)
 
 
 class Liar(pb_grpc.KVTransferServicer):
-    """A source that says what a test wants."""
+    """A source that answers what the test wants."""
 
     def __init__(self, events: Sequence[pb.ExportEvent], then_silent: bool = False) -> None:
         self._events, self._then_silent = events, then_silent
@@ -150,6 +150,6 @@ async def test_a_path_that_failed_is_left_out_for_a_while_and_tried_again(tmp_pa
         until.update(dict.fromkeys(until, 0.0))
         await transfer(two, "third")
         assert made[0].reads == 2
-        # Where all have failed lately the last one is what is left.
+        # If all transports have failed recently, the last one is tried anyway.
         until["source", "grpc"] = math.inf
         await transfer(two, "fourth")

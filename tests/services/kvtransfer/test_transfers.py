@@ -1,4 +1,4 @@
-"""A prompt that one host computes comes to another one, between two real services and over real sockets."""
+"""A prompt that one host computes is transferred to another host, between two real services and over real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.services.kvtransfer.transports import arena, missing
 
 
 async def test_blocks_come_while_the_others_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # They come as soon as they are sealed, not when the source would say that it lives.
+    # Blocks are transferred when they are sealed, not at the source's next `alive` message.
     monkeypatch.setattr(exports, "ALIVE_SECONDS", 1000)
     monkeypatch.setattr(fetches, "SILENCE_SECONDS", 1000)
     async with pair(tmp_path) as two:
@@ -38,14 +38,14 @@ async def test_blocks_come_while_the_others_are_computed(tmp_path: Path, monkeyp
         reply = await call
         assert (reply.blocks, reply.bytes, reply.path) == (7, 7 * SLOT, "grpc")
         two.check(reserved, 0, 7)
-        # It is what a prefill worker of the same host would have left.
+        # The result is the same as after a prefill worker on the same host.
         adopted = await adopting
         assert adopted.filled_tokens == TOKENS
         assert list(adopted.sealed_blocks) == [6]
         await two.end(adopted.key)
         for worker in (two.decode, two.prefill):
             again = (await worker.do(reserve(key("again"), CONTEXT))).lease
-            assert again.filled_tokens == 16 * 5  # one fewer than there are, because something must be computed
+            assert again.filled_tokens == 16 * 5  # one block less than is cached, because something must be computed
             await worker.do(release(again.key))
 
 
@@ -115,12 +115,12 @@ async def test_of_a_window_only_what_is_still_seen_is_brought(tmp_path: Path) ->
         await two.prefill.do(pb.Operation(trim=trim))
         await two.fill(opened, 16 * 6)
         reply = await call
-        # A query at 96 sees from 77 on: of the window's blocks the last two.
+        # A query at position 96 sees positions from 77 on, which are in the window's last two blocks.
         assert reply.blocks == 3 + 2
         two.check(reserved, 0, 3, group=0)
         two.check(reserved, 4, 6, group=1)
         assert NO_SLOT not in reserved.tables[1].slots
-        # What was not brought is given back, so that nobody takes it for a part of the context.
+        # Blocks that were not transferred are given back, so that nobody takes them for a part of the context.
         adopted = await two.decode.adopt(reserved.key)
         assert (list(adopted.trimmed_blocks), list(adopted.sealed_blocks)) == ([0, 4], [0, 6])
         await two.end(adopted.key)
@@ -144,7 +144,7 @@ async def test_a_reader_that_is_slower_than_a_lease_loses_nothing(
         assert memory is not None
         run = asyncio.create_task(memory.exports.run(key_of(opened.key), 0, write))
         await two.compute(opened, 0, 7)
-        await two.fill(opened)  # from now on its worker does not renew
+        await two.fill(opened)  # from now on the prefill worker does not renew the lease
         for _ in range(4):
             await two.source.until(lambda reply: any(lease.state == "active" for lease in reply.leases))
             await asyncio.sleep(0.1)
@@ -157,7 +157,7 @@ async def test_a_reader_that_is_slower_than_a_lease_loses_nothing(
         async with asyncio.timeout(10):
             while written[-1].exported.HasField(
                 "filled_tokens"
-            ):  # until the reader has read them, it says that it lives
+            ):  # the source sends `alive` until the reader has read them
                 await asyncio.sleep(0.01)
         await end_tasks(run)
         await two.end(reserved.key)

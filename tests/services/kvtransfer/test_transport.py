@@ -1,4 +1,4 @@
-"""What every transport has to do, for each of them, with a source in another process."""
+"""The conformance suite of the transports. The source is in another process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
     other: Other
 
     def array(self) -> np.ndarray:
-        """The local arena, a row each slot."""
+        """Return the local arena as an array with one row per slot."""
         return np.frombuffer(self.memory.blocks, np.uint8).reshape(self.memory.slots, self.memory.slot_bytes)
 
     async def read(self, slots: list[tuple[int, int]], source: Source | None = None) -> None:
@@ -56,14 +56,14 @@ class Pair(NamedTuple):
             await self.transport.read(source or self.other.source, slots)
 
     def assert_holds(self, slots: list[tuple[int, int]]) -> None:
-        """These slots hold what the other host has there, and all others are as they were."""
+        """Check that these slots hold the other host's content, and that all other slots are unchanged."""
         rows, came = self.array(), {here: there for there, here in slots}
         for here, row in enumerate(rows):
             expected = content(came[here], len(row)) if here in came else POISON
-            assert np.all(row == expected), f"slot {here}, which should lease {came.get(here, 'poison')}"
+            assert np.all(row == expected), f"slot {here}, which should hold {came.get(here, 'poison')}"
 
     async def beginning(self, slots: list[tuple[int, int]]) -> asyncio.Task[None]:
-        """A read that has written its first bytes and then hears no more: the other host stands still."""
+        """Start a read, and stop the other host after the first bytes have arrived. Return the read, which waits."""
         rows = self.array()
         for _ in range(20):
             rows[:] = POISON
@@ -75,7 +75,7 @@ class Pair(NamedTuple):
             await asyncio.sleep(0.2)
             if not task.done():
                 return task
-            self.other.signal(signal.SIGCONT)  # it was faster than that
+            self.other.signal(signal.SIGCONT)  # the read had ended before the stop
             await task
         raise AssertionError("no read was long enough to be stopped amid it")
 
@@ -151,7 +151,7 @@ async def test_reads_at_the_same_time_keep_apart(pair: Pair) -> None:
 
 
 async def test_both_ways_at_the_same_time(pair: Pair, name: str) -> None:
-    """A host serves others while it reads, here itself."""
+    """A host serves reads while it reads itself. Here it also reads from its own arena."""
     own = arena(4, SLOT)
     async with TRANSPORTS[name](own) as (transport, address):
         own.slot(0)[:] = content(50, SLOT).data
@@ -308,7 +308,7 @@ async def test_nothing_is_left_open(name: str) -> None:
     files, threads = left()
     for _ in range(3):
         await use_and_break()
-    # gRPC ends connections and idle threads in its own time, and has a few more threads at some times than at others.
+    # gRPC ends connections and idle threads after a while, and the number of its threads varies.
     async with asyncio.timeout(WAIT):
         while left()[0] > files or left()[1] > threads + 8:
             await asyncio.sleep(0.1)

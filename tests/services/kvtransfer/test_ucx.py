@@ -1,4 +1,4 @@
-"""What is UCX's own: its wire, what strangers may do to it, and a machine without it."""
+"""Details of the UCX transport: its wire format, hostile peers, and machines without UCX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every transport under one roof, for the conformance suite and its other process.
+"""All transports by name, for the conformance suite and its other process.
 
     python -m tests.services.kvtransfer.transports NAME SLOTS SLOT_BYTES
 
@@ -25,7 +25,7 @@ from paceline.services.kvtransfer.ucx_worker import load_ucx
 SILENCE_SECONDS = 2.0
 
 Serving = Callable[[ArenaMemory], AbstractAsyncContextManager[tuple[Transport, str]]]
-"""Serves this memory: the transport, and the address where its gRPC server is, or would be."""
+"""A context manager that serves a memory. It gives the transport and the gRPC address, at which UCX has no server."""
 
 
 @contextlib.asynccontextmanager
@@ -41,12 +41,12 @@ def grpc(memory: ArenaMemory) -> AbstractAsyncContextManager[tuple[Transport, st
     return serving_alone(memory, SILENCE_SECONDS)
 
 
-# A new transport is added here.
+# Add new transports here.
 TRANSPORTS: dict[str, Serving] = {"ucx": ucx, "grpc": grpc}
 
 
 def missing(name: str) -> str:
-    """Why this transport cannot be tested here; empty where it can."""
+    """Return why this transport cannot be tested here; empty if it can."""
     if name == "ucx":
         try:
             load_ucx()
@@ -56,7 +56,7 @@ def missing(name: str) -> str:
 
 
 def content(slot: int, slot_bytes: int) -> np.ndarray:
-    """What slot `slot` of the other process holds: eight bytes that no other slot has, again and again."""
+    """Return the content of slot `slot` of the other process: eight bytes, repeated. Each slot has other bytes."""
     return np.full(slot_bytes // 8, (slot + 1) * 0x9E3779B97F4A7C15 % 2**64, np.uint64).view(np.uint8)
 
 
