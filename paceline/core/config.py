@@ -1,4 +1,4 @@
-"""Options of all services: one class for each service, in which each field is a flag and a key of the TOML file."""
+"""Options of all services: one class for each service. Each field is a flag and a key of the TOML file."""
 
 from __future__ import annotations
 
@@ -15,47 +15,52 @@ from paceline.core.telemetry import LogFormat
 GIB = 1 << 30
 
 KV_TOKENS = 24 * 1024
-"""Tokens for which "auto" makes room in KV memory."""
+"""Tokens for which KV memory of the size "auto" has room."""
 
 Quantization = Literal["none", "int8", "gguf"]
 """Format of a model's matrices in memory."""
 KVPool = Literal["auto", "arena", "device"]
-"""Memory in which workers compute."""
+"""Memory that holds the KV blocks with which a worker computes."""
 RouterMode = Literal["kv", "round-robin"]
-"""How the gateway chooses workers."""
+"""The gateway's rule for choosing workers."""
 TransportChoice = Literal["auto", "ucx", "grpc"]
-"""How KV blocks travel between hosts."""
+"""The transport that copies KV blocks between hosts."""
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(str.lower)]
-"""Least severity of messages in the log."""
+"""The lowest severity of messages that are logged."""
 DType = Literal["auto", "bfloat16", "float32"]
-"""Type in which a model computes."""
+"""Data type of weights, activations and KV blocks."""
 
 
 class ServiceConfig(Options):
     """Options of every service."""
 
     cluster: str = option("default", "name of the stack; stacks with different names can share one Redis", "cluster")
-    redis: str = option("redis://127.0.0.1:6379/0", "URL of the Redis in which services find each other", "cluster")
-    host: str = option("127.0.0.1", "address to listen on", "network")
-    port: int = option(0, "port to listen on; 0 takes a free one", "network", at_least=0, at_most=65535)
+    redis: str = option("redis://127.0.0.1:6379/0", "URL of the Redis by which services find each other", "cluster")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of the machine", "network")
+    port: int = option(0, "port to listen on; 0 takes a free port", "network", at_least=0, at_most=65535)
     auth_token_file: str = option(
         "",
-        "file with the secret that all services of a cluster share (paceline token FILE makes one); "
-        "without it, this service trusts everybody who can connect to it",
+        "file with the secret that all services of the cluster share (paceline token FILE makes one); "
+        "without it, this service accepts calls from everybody who can connect to it",
         "network",
     )
-    advertise: str = option("", "host name by which other services reach this one; default: --host", "network")
-    log_level: LogLevel = option("info", "least severity of messages in the log", "logs")
-    log_format: LogFormat = option("text", "format of the log: text for people, json for machines", "logs")
+    advertise: str = option(
+        "",
+        "address by which other services reach this one; default: --host, or this machine's own if that is 0.0.0.0",
+        "network",
+    )
+    log_level: LogLevel = option("info", "lowest severity of messages that are logged", "logs")
+    log_format: LogFormat = option("text", "format of log lines: text for people, json for machines", "logs")
     drain_seconds: float = option(
         30.0,
-        "time that running requests get to end after SIGTERM or Ctrl-C",
+        "after SIGTERM or Ctrl-C, this service takes no new requests and waits this many seconds for running ones; "
+        "then it ends those that still run",
         "limits",
         at_least=0,
         at_most=86400,
     )
     ready_fd: int = option(
-        -1, "open file descriptor to which this service writes its address when it is ready", "network"
+        -1, "open file descriptor; this service writes its address there when it is ready", "network"
     )
 
 
@@ -64,40 +69,44 @@ class GatewayConfig(ServiceConfig):
 
     port: int = option(8000, "port to listen on", "network", at_least=0, at_most=65535)
     model: str = option("", "Hugging Face folder of the model; its tokenizer and chat template are read", "model")
-    served_model_name: str = option("", "name of the model in the API; default: the name of MODEL", "model")
-    chat_template: str = option("", "file with a Jinja chat template, for a model that has none", "model")
-    api_key: str = option("", "keys that clients may send, separated by commas; default: no key is needed", "network")
-    max_body_bytes: int = option(8 << 20, "size of the largest request body, in bytes", "limits", at_least=1)
+    served_model_name: str = option("", "name of the model in the API; default: last part of MODEL", "model")
+    chat_template: str = option("", "file with a Jinja chat template, if the model's folder has none", "model")
+    api_key: str = option(
+        "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
+    )
+    max_body_bytes: int = option(8 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
     max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)
     queue_seconds: float = option(
-        60.0, "longest time that a request waits for a free worker; then it gets 429", "limits", at_least=0.1
+        60.0, "a request that has waited this many seconds for a worker gets 429", "limits", at_least=0.1
     )
-    request_seconds: float = option(1800.0, "longest time that a request may take in all", "limits", at_least=0.1)
+    request_seconds: float = option(
+        1800.0, "a request that takes more than this many seconds from arrival to end fails", "limits", at_least=0.1
+    )
     stall_seconds: float = option(
         120.0,
-        "time without a sign of life from a worker after which its requests go to another one; a worker is silent "
-        "during a step, so this must be longer than any step",
+        "if a worker has sent nothing for this many seconds, its requests move to another worker; a worker sends "
+        "nothing during a step, so this must be longer than the longest step",
         "limits",
         at_least=0.1,
     )
     router_mode: RouterMode = option(
         "kv",
-        "how workers are chosen: kv compares cached prefixes, queues, load and transfers; round-robin takes each in "
-        "turn",
+        "how the gateway chooses workers. kv: by their cached prefixes, queues and load, and the time to transfer "
+        "blocks. round-robin: each worker in turn",
         "cluster",
     )
     local_prefill_tokens: int = option(
         32,
-        "a decode worker may compute a prompt itself if at most this many of its tokens are not cached and the answer "
-        "begins sooner so; 0 sends all prompts to prefill workers, if there are any",
+        "a decode worker may compute a prompt itself if at most this many of its tokens are not cached and the first "
+        "token comes earlier than with a prefill worker; 0 sends all prompts to prefill workers, if there are any",
         "limits",
         at_least=0,
     )
-    supervisor_socket: str = option("", "Unix socket of the supervisor that adds and removes workers", "network")
+    supervisor_socket: str = option("", "Unix socket of the supervisor, which adds and removes workers", "network")
     max_attempts: int = option(
         5,
-        "attempts at a request that may fail one after another before the client gets an error; an attempt that "
-        "decoded a token starts the count again",
+        "the client gets an error if this many attempts at its request have failed in a row; an attempt that decoded "
+        "tokens before it failed starts the count again",
         "limits",
         at_least=1,
     )
@@ -107,64 +116,71 @@ class WorkerConfig(ServiceConfig):
     """Options of a prefill or decode worker."""
 
     model: str = option("", "Hugging Face folder of the model", "model")
-    dtype: DType = option("auto", "type in which the model computes; auto takes that of the checkpoint", "model")
+    dtype: DType = option("auto", "type of weights, activations and KV; auto takes the checkpoint's", "model")
     packed_dir: str = option(
         "",
-        "folder in which the workers of a host share packed weights; default: each worker has a copy of its own",
+        "folder in which the workers of a host share one copy of the packed weights; default: each worker has its own "
+        "copy in memory. Quantized weights are not shared",
         "model",
     )
     quantization: Quantization = option(
         "none",
-        "format of the model's matrices in memory: none keeps them in --dtype, int8 rounds them to blocks of signed "
-        "bytes, gguf keeps the blocks of the GGUF file that the model came from",
+        "format of the model's matrices in memory. none: the type of --dtype. int8: blocks of signed bytes, to which "
+        "the matrices are rounded. gguf: the blocks of the GGUF file from which the model was converted",
         "model",
     )
     max_model_len: int = option(
         0,
-        "tokens of the longest context; 0 takes the model's limit, or less if the KV memory is too small for it",
+        "longest context in tokens (prompt and output); 0 takes the model's limit, or less if the KV memory is too "
+        "small for it",
         "model",
         at_least=0,
     )
     kvtransfer_address: str = option("127.0.0.1:7300", "address of this host's kvtransfer service", "network")
-    worker_id: str = option("", "unique name of this worker; default: a generated one", "cluster")
-    max_seqs: int = option(64, "requests that run at the same time on one worker", "limits", at_least=1)
+    worker_id: str = option("", "unique name of this worker; default: a generated name", "cluster")
+    max_seqs: int = option(64, "sequences that one worker runs at the same time", "limits", at_least=1)
     max_batched_tokens: int = option(
-        512, "tokens of one step; longer prompts are computed in several steps", "limits", at_least=1
+        512,
+        "tokens that one step computes at most, over all sequences; longer prompts take several steps",
+        "limits",
+        at_least=1,
     )
     device: str = option("cpu", "torch device to compute on: cpu, cuda, or cuda:1 for the second GPU", "compute")
     kv_pool: KVPool = option(
         "auto",
-        "memory in which a worker computes. arena: the worker reads and writes KV blocks directly in the memory that "
-        "all workers of the host share (--kv-memory of kvtransfer). device: the worker has a pool of its own on its "
-        "device and copies blocks between the pool and the shared memory; a request that does not fit into the pool "
-        "is swapped out. auto: arena on a CPU, device on a GPU",
+        "memory that holds the KV blocks of running requests. arena: the worker reads and writes blocks directly in "
+        "the memory that all workers of the host share (--kv-memory of kvtransfer). device: the worker has a pool of "
+        "its own on its device and copies blocks between the pool and the shared memory; if the pool is full, requests "
+        "are swapped out to the shared memory. auto: arena on a CPU, device on a GPU",
         "memory",
     )
     kv_pool_memory: AutoSize = option(
         "auto",
-        "size of the worker's own pool, e.g. 512MiB or 4GiB; auto makes room for 24,576 tokens, or for the longest "
-        "context if that is longer",
+        "size of the worker's own pool, e.g. 4GiB; auto has room for 24,576 tokens or the longest context, whichever "
+        "is more",
         "memory",
     )
     kernels: str = option(
         "auto",
-        "kernels to compute with: native (C++), reference (plain torch), triton, triton-invariant; auto takes the "
-        "fastest that runs here",
+        "kernels to compute with. native: C++, for CPUs. reference: plain torch, slow. triton: for GPUs. "
+        "triton-invariant: triton, but a result does not depend on the other requests of a step. auto: native on a "
+        "CPU, triton on a GPU, reference if these are not available",
         "compute",
     )
     threads: int = option(0, "CPU threads; 0 takes all cores that the worker may use", "compute", at_least=0)
     itl_target_ms: float = option(
         28.0,
-        "time in milliseconds between two tokens of a running request, while prompts wait and prefill and decode "
-        "workers share the cores of a host; a lower target makes running requests faster and first tokens later",
+        "intended time between two tokens of a running request, in milliseconds. It matters only while prompts wait "
+        "and prefill and decode workers share the cores of a host: prefill gets the part of this time that a decode "
+        "step leaves. A lower target makes running requests faster and first tokens later",
         "compute",
         at_least=0,
     )
-    async_scheduling: bool = option(True, "plan and launch the next step while one is computed", "compute")
+    async_scheduling: bool = option(True, "plan and launch the next step during the present one", "compute")
     speculative_config: str = option(
         "",
-        'JSON object: how to draft tokens, e.g. {"method": "ngram", "num_speculative_tokens": 4}\n'
-        + speculative_help(),
+        "JSON object that turns on speculative decoding, which drafts tokens and verifies several in one step, e.g. "
+        '{"method": "ngram", "num_speculative_tokens": 4}\n' + speculative_help(),
         "compute",
     )
 
@@ -177,35 +193,35 @@ class WorkerConfig(ServiceConfig):
 class KVTransferConfig(ServiceConfig):
     """Options of the service that owns a host's KV memory."""
 
-    port: int = option(7300, "port to listen on; 0 takes a free one", "network", at_least=0, at_most=65535)
+    port: int = option(7300, "port to listen on; 0 takes a free port", "network", at_least=0, at_most=65535)
     kv_memory: AutoSize = option(
         "auto",
-        "shared memory of this host for KV blocks, e.g. 512MiB or 4GiB; auto makes room for 24,576 tokens, or for the "
-        "longest context if that is longer, but takes at most 2 GiB and a quarter of the free memory",
+        "size of the memory for KV blocks that the workers of a host share, e.g. 4GiB; auto has room for 24,576 tokens "
+        "or the longest context, whichever is more, but takes at most 2 GiB and at most a quarter of the free memory",
         "memory",
     )
     kv_disk_size: Size = option(
         "",
-        "size of a file for blocks that the shared memory evicts, e.g. 64GiB, taken at once; default: no file",
+        "size of a file for blocks that the shared memory evicts, e.g. 64GiB, allocated at the start; default: no file",
         "memory",
     )
-    kv_disk_dir: str = option("/var/tmp", "folder of that file, on a fast disk", "memory")
+    kv_disk_dir: str = option("/var/tmp", "folder for the file of --kv-disk-size, on a fast disk", "memory")
     cache_policy: str = option(
         "forecast",
-        "policy by which the shared memory evicts blocks: forecast (first the block that is least likely to be asked "
-        "for soon), lru, arc, priority, or the name of an installed policy",
+        "policy that chooses which cached block the shared memory evicts. forecast: the block that is least likely to "
+        "be requested soon. Others are lru, arc, priority and the names of installed policies",
         "memory",
     )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     transport: TransportChoice = option(
         "auto",
-        "how KV blocks travel between hosts: over UCX, or over gRPC alone; auto takes ucx if it is installed and works "
-        "and --host is not a local address (UCX listens on all addresses of the machine)",
+        "how KV blocks are copied between hosts. grpc: over gRPC. ucx: over UCX (RDMA or TCP), which listens on all "
+        "addresses of the machine. auto: ucx if it is installed, works, and --host is not a local address; else grpc",
         "network",
     )
-    host_id: str = option("", "unique name of this host; default: a generated one", "cluster")
+    host_id: str = option("", "unique name of this host; default: a generated name", "cluster")
     lease_seconds: float = option(
-        10.0, "time after which a lease on blocks ends if it is not renewed", "limits", at_least=0.1
+        10.0, "a worker's blocks are released if it does not renew their lease for this long", "limits", at_least=0.1
     )
 
 
@@ -218,8 +234,8 @@ class ServeConfig(Options):
     quantization: Quantization = same_option(WorkerConfig, "quantization")
     max_model_len: int = same_option(WorkerConfig, "max_model_len")
     chat_template: str = same_option(GatewayConfig, "chat_template")
-    cache_dir: str = option(str(env.default_cache_dir()), "folder for converted models", "model")
-    prefill: int = option(1, "prefill workers; with 0, the decode workers compute prompts", "fleet", at_least=0)
+    cache_dir: str = option(str(env.default_cache_dir()), "folder that keeps converted models", "model")
+    prefill: int = option(1, "prefill workers; with 0, decode workers compute all prompts", "fleet", at_least=0)
     decode: int = option(1, "decode workers", "fleet", at_least=1)
     kv_pool: KVPool = same_option(
         WorkerConfig, "kv_pool", help=help_of(WorkerConfig, "kv_pool").replace(" of kvtransfer", ""), group="fleet"
@@ -244,9 +260,9 @@ class ServeConfig(Options):
     async_scheduling: bool = same_option(WorkerConfig, "async_scheduling", group="fleet")
     speculative_config: str = same_option(WorkerConfig, "speculative_config", group="fleet")
     host: str = same_option(GatewayConfig, "host", help="address of the HTTP API")
-    port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free one")
+    port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free port")
     api_key: str = same_option(GatewayConfig, "api_key")
-    redis: str = option("", "URL of a Redis to use; default: one is started", "network")
+    redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network")
     log_level: LogLevel = same_option(ServiceConfig, "log_level", default="warning")
     log_format: LogFormat = same_option(ServiceConfig, "log_format")
     drain_seconds: float = same_option(ServiceConfig, "drain_seconds", default=10.0)
@@ -256,26 +272,26 @@ class ServeConfig(Options):
         check_step_size(self.max_batched_tokens, self.max_seqs)
         if has_pools(self) and self.kv_pool_memory == "auto" != self.kv_memory:
             raise ConfigError(
-                "with --kv-pool device, --kv-memory is the shared memory below the pools, and --kv-pool-memory the "
-                "size of a worker's pool (which --kv-memory was before): give --kv-pool-memory, too"
+                "with --kv-pool device, --kv-memory is the size of the shared memory below the pools and not, as "
+                "earlier, of each worker's pool: give --kv-pool-memory, too"
             )
         if not has_pools(self) and self.kv_pool_memory != "auto":
             raise ConfigError(
-                "--kv-pool-memory needs --kv-pool device; without it, workers compute in the shared memory: give its "
-                "size with --kv-memory"
+                "--kv-pool-memory needs --kv-pool device; without it, workers compute in the shared memory, whose size "
+                "is --kv-memory"
             )
         return self
 
 
 def has_pools(config: WorkerConfig | ServeConfig) -> bool:
-    """Return whether workers compute in pools of their own, above the arena."""
+    """Return whether each worker computes in a pool of its own, rather than in the arena."""
     return config.kv_pool == "device" or (config.kv_pool == "auto" and config.device.partition(":")[0] != "cpu")
 
 
 def check_step_size(max_batched_tokens: int, max_seqs: int) -> None:
-    """Raise ConfigError if a step has fewer tokens than running requests."""
+    """Raise ConfigError if a step may have fewer tokens than sequences."""
     if max_batched_tokens < max_seqs:
         raise ConfigError(
             f"--max-batched-tokens {max_batched_tokens} is less than --max-seqs {max_seqs}: "
-            "a step has to give every running request a token; raise the first or lower the second"
+            "each step computes a token of every running sequence; raise the first or lower the second"
         )

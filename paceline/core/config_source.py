@@ -1,4 +1,4 @@
-"""The way from flags and a TOML file to a config.
+"""Loading of a config from flags and a TOML file.
 
 A TOML file holds keys for all services at its top, and keys for one service in a table with the service's name:
 
@@ -29,15 +29,15 @@ RENAMED: dict[type[Options], dict[str, str]] = {
     KVTransferConfig: {"kv_tier_memory": _TIER},
     WorkerConfig: {"kv_memory": "the size of a worker's own pool is --kv-pool-memory now"},
 }
-"""Options that earlier releases had, and what to write instead."""
+"""Options of earlier releases, by name, with a hint what to write instead."""
 
 
 def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping[str, Any]) -> Config:
     """Return a config from flags and a TOML file.
 
     Args:
-        table: the service's table in the file.
-        flags: values by field name, of flags that the user gave.
+        table: name of the service's table in the file.
+        flags: values of the flags that the user gave, by field name.
 
     Raises ConfigError.
     """
@@ -51,15 +51,15 @@ def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping
         raise ConfigError(f"{file}: [{table}] has no option {key!r}; see paceline {table} --help")
     known = {name: value for name, value in shared.items() if name in cls.model_fields}
     config = cls(**{**known, **own, **flags})
-    # Earlier releases took a pool's size from the key at the top that is the size of the shared memory now.
+    # Earlier releases took a pool's size from the key kv-memory at the top, which is the shared memory's size now.
     old_pool = "kv_memory" in shared and "kv_pool_memory" not in config.model_fields_set
     if old_pool and isinstance(config, WorkerConfig) and has_pools(config):
-        raise ConfigError(f"{file}: give kv-pool-memory, too; kv-memory is the size of the shared memory alone now")
+        raise ConfigError(f"{file}: give kv-pool-memory, too; kv-memory is only the size of the shared memory now")
     return config
 
 
 def _read_toml(table: str, file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keys at the top of a file and those of a table, as field names."""
+    """Return the values at the top of a file and the values of a table, by field name."""
     try:
         document = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

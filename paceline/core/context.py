@@ -1,15 +1,15 @@
-"""What the KV of a sequence depends on, and the names of the blocks that hold it. Nothing else names blocks.
+"""The context of a sequence: all that its KV depends on. It gives KV blocks their names; no other code does.
 
 A *link* is a hash of the context up to a multiple of `BASE_TOKENS` tokens. Each link hashes the link before it and the
-tokens that come after that one, so two contexts share a link exactly if they are equal up to there. The first link
-hashes the *root*. A block of a group is named by the link at its end.
+tokens after it, so two contexts share a link exactly if they are equal up to its end. The first link hashes the *root*.
+A block of a group is named by the link at its end.
 
     root ──▶ link 0 (tokens 0-15) ──▶ link 1 (tokens 16-31) ──▶ …
 
-What all tokens depend on is part of `ContextRoot`: today the KV layout, which includes the model, and the cache salt;
-later an adapter's digest or the version of the weights. What single tokens depend on besides their ids is part of the
-links that these tokens lie in: later the digest of an image and the offset in it, where `Context._grow` makes a link.
-A part that is absent must leave the hash as it is, because cached blocks outlive a release.
+`ContextRoot` has everything that all tokens depend on: the KV layout, which includes the model, and the cache salt; in
+the future perhaps an adapter's digest. If the KV of single tokens ever depends on more than their ids, such as on an
+image, `Context._grow` has to hash it into the links of these tokens. An absent part must not change the hash, because
+cached blocks outlive a release.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HASH_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ContextRoot:
-    """What every token of a context depends on."""
+    """The things that the KV of every token of a context depends on."""
 
     layout: str
     """Fingerprint of the KV layout: model, weights, dtype and shapes."""
@@ -40,11 +40,11 @@ class ContextRoot:
 class Context:
     """The tokens of one sequence, prompt first, and the names of their blocks.
 
-    Tokens are only added at the end. The names differ from layout to layout; a gateway, which may see hosts with
-    different layouts, asks for each, a worker for its own.
+    Tokens are only added at the end. The names depend on the layout: a worker asks for the names of its own layout; a
+    gateway may see hosts with several layouts and asks for the names of each.
 
     Args:
-        token_ids: the tokens so far; copied.
+        token_ids: the tokens so far. The list is copied.
         cache_salt: see `ContextRoot`.
     """
 
@@ -57,7 +57,7 @@ class Context:
         return len(self.token_ids)
 
     def links(self, layout: str) -> Sequence[bytes]:
-        """Return one link for each `BASE_TOKENS` tokens.
+        """Return the links of the context, one for each full `BASE_TOKENS` tokens.
 
         Args:
             layout: fingerprint of the KV layout.
@@ -68,13 +68,17 @@ class Context:
         return links
 
     def name(self, layout: str, length: int) -> bytes:
-        """Return the name of the first `length` tokens: the link at their end, if there is one."""
+        """Return the name of the first `length` tokens: a hash of all of them. It is a link if it ends on one."""
         count, rest = divmod(length, BASE_TOKENS)
         parent = self.links(layout)[count - 1] if count else self._root(layout)
         return _link(parent, self.token_ids[length - rest : length]) if rest else parent
 
     def block_name(self, layout: KVLayout, group: int, block: int, length: int) -> bytes:
-        """Return the name of a block that the first `length` tokens fill, as far as they do."""
+        """Return the name of a block's content while only the first `length` tokens of the context are computed.
+
+        Args:
+            block: index of the block in the sequence. It may be partly filled.
+        """
         end = (block + 1) * layout.groups[group].block_tokens
         return self.name(layout.fingerprint, min(end, length))
 
@@ -92,7 +96,7 @@ def full_block_names(group: KVGroup, links: Sequence[bytes], length: int) -> Seq
     """Return the names of the group's full blocks within the first `length` tokens of a context.
 
     Args:
-        links: those of the context.
+        links: the links of the context.
     """
     stride = group.block_tokens // BASE_TOKENS
     return links[stride - 1 : length // BASE_TOKENS : stride]

@@ -1,22 +1,22 @@
-"""Errors that cross a boundary. Each says what is wrong and what to do."""
+"""Errors that one part of Paceline raises for another, or for the user. Each says what is wrong and what to do."""
 
 from __future__ import annotations
 
 
 class PacelineError(Exception):
-    """Base of all errors that a user may see: `str(error)` is one clear sentence."""
+    """The base of all errors that a user may see. `str(error)` is one clear sentence."""
 
 
 class ConfigError(PacelineError):
-    """A flag, a TOML file, a model folder or the machine does not fit."""
+    """A flag or a TOML file is wrong, or does not go with the model folder or the machine."""
 
 
 class ModelError(PacelineError):
-    """A model folder or file cannot be read or is of an unsupported kind."""
+    """A model folder or file cannot be read, or its kind is not supported."""
 
 
 class InvalidRequestError(PacelineError):
-    """The request can never be served as it is. `param` names the field at fault."""
+    """The request can never be served as it is. `param` names the wrong field of the API."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -24,8 +24,8 @@ class InvalidRequestError(PacelineError):
 
 
 class ConstraintError(InvalidRequestError):
-    """An output cannot be held to its constraint. Who says so knows no field of the API; the gateway puts in the one
-    that the client used."""
+    """An output cannot be forced to follow its constraint. `param` is PARAM until the gateway, which alone knows what
+    field of the API the client used, replaces it."""
 
     PARAM = "constraint"
 
@@ -34,21 +34,21 @@ class ConstraintError(InvalidRequestError):
 
 
 class BusyError(PacelineError):
-    """No room now; the same request may succeed later."""
+    """There is no room now. The same request may succeed later."""
 
 
 class UnavailableError(PacelineError):
-    """The other side is gone, draining or unreachable."""
+    """The service that was called has ended, is draining or cannot be reached."""
 
 
 class TransferError(PacelineError):
-    """KV blocks could not be brought over from another host. Neither the worker that says so nor the other one need be
-    at fault: it may be the link between their hosts."""
+    """KV blocks could not be fetched from another host. The cause may be the link between the two hosts, so neither
+    worker need have failed."""
 
 
 class RefusedError(ConfigError):
-    """The other side does not know us: we lack its secret. To try again, there or elsewhere, is of no use."""
+    """The called service refused this one, which does not have the cluster's secret. No retry can succeed."""
 
 
 class StaleError(PacelineError):
-    """The hold belongs to somebody else now, was released, or has expired."""
+    """The lease has another owner now, was released, or has expired."""

@@ -1,4 +1,4 @@
-"""Options: fields that are a flag and a key of a TOML file, and that are checked when they are set."""
+"""Options: fields that are a flag and a key of a TOML file. Their values are checked when a config is made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes that a text such as `512MiB`, `4GiB`, `4G` or `1024` means. Units are powers of 1024.
+    """Return the number of bytes in a text such as `512MiB`, `4GiB`, `4G` or `1024`. Units are powers of 1024.
 
     Raises ConfigError.
     """
@@ -28,7 +28,7 @@ def _check_size(text: str, info: ValidationInfo) -> str:
 
 
 Size = Annotated[str, AfterValidator(lambda text, info: text and _check_size(text, info))]
-"""An amount of memory as a user writes it (see `parse_bytes`), or nothing."""
+"""An amount of memory as a user writes it (see `parse_bytes`), or an empty text."""
 AutoSize = Annotated[str, AfterValidator(lambda text, info: text if text == "auto" else _check_size(text, info))]
 """An amount of memory, or "auto"."""
 
@@ -41,20 +41,20 @@ def flag(name: str) -> str:
 def option(
     default: Any, help: str, group: str = "options", *, at_least: float | None = None, at_most: float | None = None
 ) -> Any:
-    """Return a field for an option.
+    """Return the field of an option.
 
     Args:
         help: text of --help and of the reference.
-        group: heading in --help.
-        at_least: least number that is accepted.
-        at_most: greatest number that is accepted.
+        group: heading in --help under which the option is listed.
+        at_least: smallest number that is accepted.
+        at_most: largest number that is accepted.
     """
     extra: dict[str, Any] = {"group": group, "at_least": at_least, "at_most": at_most}
     return Field(default, ge=at_least, le=at_most, description=help, json_schema_extra=extra)
 
 
 def same_option(service: type[Options], name: str, *, default: Any = None, help: str = "", group: str = "") -> Any:
-    """Return the field of an option that `service` has too, with the changes given here."""
+    """Return a copy of an option of `service`, with another default, help text or group if one is given."""
     least, most = range_of(service, name)
     return option(
         service.model_fields[name].default if default is None else default,
@@ -70,12 +70,12 @@ def help_of(service: type[Options], name: str) -> str:
 
 
 def group_of(service: type[Options], name: str) -> str:
-    """Return the heading in --help of an option."""
+    """Return the heading in --help under which an option is listed."""
     return str(_extra(service, name)["group"])
 
 
 def range_of(service: type[Options], name: str) -> tuple[float | None, float | None]:
-    """Return the least and the greatest number that an option accepts; None if there is no bound."""
+    """Return the smallest and the largest number that an option accepts; None if there is no bound."""
     extra = _extra(service, name)
     return extra["at_least"], extra["at_most"]
 
@@ -85,7 +85,7 @@ def _extra(service: type[Options], name: str) -> dict[str, Any]:
 
 
 class Options(BaseModel):
-    """Immutable options that are checked when they are made. A wrong one raises ConfigError, which names its flag."""
+    """Immutable options, checked when they are made. A wrong value raises ConfigError, which names its flag."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -99,7 +99,7 @@ class Options(BaseModel):
 
     @classmethod
     def _sentence(cls, error: Any) -> str:
-        """Return what is wrong with an option, in the words of its user."""
+        """Return a sentence that tells the user what is wrong with an option."""
         name, value = str(error["loc"][0]), error["input"]
         if name not in cls.model_fields:
             return f"there is no option {flag(name)}"

@@ -1,4 +1,4 @@
-"""--speculative-config: how a worker guesses tokens ahead. Fields have vLLM's names, where it has them."""
+"""--speculative-config: how a worker drafts tokens. If vLLM has such a field, ours has the same name."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ MOST_DRAFTS = 16
 
 
 def _field(default: Any, help: str, method: Method | None = None) -> Any:
-    """A field with its line of help; one that concerns a single method is refused with any other."""
+    """Return a field with its line of help. A field with a `method` is refused if another method is chosen."""
     return dataclasses.field(default=default, metadata={"help": help, "method": method})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """What to draft with, and how much. What a field means says its help."""
+    """The options of speculative decoding. Each field is explained by its help text."""
 
     method: Method = _field(dataclasses.MISSING, "ngram, draft_model or early_layers")
-    num_speculative_tokens: int = _field(4, "drafts of a request in a step, at most")
-    prompt_lookup_min: int = _field(2, "tokens at the end that must agree", "ngram")
-    prompt_lookup_max: int = _field(4, "tokens at the end that are compared", "ngram")
+    num_speculative_tokens: int = _field(4, "most drafts of a sequence in a step")
+    prompt_lookup_min: int = _field(2, "shortest match, in tokens", "ngram")
+    prompt_lookup_max: int = _field(4, "longest match, in tokens", "ngram")
     model: str = _field("", "folder of a model with the same vocabulary", "draft_model")
-    num_layers: int = _field(0, "how many of the first layers draft", "early_layers")
-    adaptive: bool = _field(True, "draft fewer, down to none, where that is faster")
+    num_layers: int = _field(0, "number of first layers that draft", "early_layers")
+    adaptive: bool = _field(True, "draft fewer tokens, or none, if that is faster")
     rejection_sample_method: RejectionSampleMethod = _field("strict", "strict or probabilistic")
-    """strict accepts a draft where it is the token that would have been sampled without drafts. probabilistic accepts
-    more drafts of a model at temperatures above 0; outputs have the same distribution, and are not the same."""
+    """strict accepts a draft if it is the token that would have been sampled without drafts, so outputs are the same.
+    probabilistic accepts more of a model's drafts at temperatures above 0: outputs differ, but have the same
+    distribution."""
 
     @property
     def is_probabilistic(self) -> bool:
@@ -40,13 +41,13 @@ class SpeculativeConfig:
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig | None:
-    """Reads the JSON of --speculative-config; "" is none. Raises ConfigError."""
+    """Parse the JSON of --speculative-config; an empty text is no config. Raises ConfigError."""
     if not text.strip():
         return None
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--speculative-config is no JSON ({error}); write it like {_EXAMPLE}") from error
+        raise ConfigError(f"--speculative-config is not JSON ({error}); write it like {_EXAMPLE}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--speculative-config must be a JSON object like {_EXAMPLE}")
     if "method" not in values and "model" in values:
@@ -54,7 +55,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig | None:
     fields = {field.name: field for field in dataclasses.fields(SpeculativeConfig)}
     for name, value in values.items():
         if name not in fields:
-            raise ConfigError(f"--speculative-config has no field {name!r}; there are {', '.join(fields)}")
+            raise ConfigError(f"--speculative-config has no field {name!r}; its fields are {', '.join(fields)}")
         _check_type(name, value, fields[name].default)
     if values.get("method") not in get_args(Method):
         raise ConfigError(
@@ -78,7 +79,7 @@ def _check_type(name: str, value: Any, default: Any) -> None:
 
 
 def _check_method(values: dict[str, Any]) -> None:
-    """Refuses what the chosen method would ignore."""
+    """Refuse fields that the chosen method would ignore."""
     method = values["method"]
     methods = {field.name: field.metadata["method"] for field in dataclasses.fields(SpeculativeConfig)}
     for name in values:
@@ -99,7 +100,7 @@ def _check_values(config: SpeculativeConfig) -> None:
 
 
 def speculative_help() -> str:
-    """The fields of --speculative-config, one a line."""
+    """Return the help of --speculative-config: one line for each field."""
     lines = []
     for field in dataclasses.fields(SpeculativeConfig):
         method, default = field.metadata["method"], field.default

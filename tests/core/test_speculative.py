@@ -36,7 +36,7 @@ def test_fields_have_the_names_of_the_field(values: dict[str, object], expected:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no JSON"),
+        ("{", "is not JSON"),
         ("[]", "JSON object"),
         ("{}", "needs a method"),
         ('{"method": "eagle9"}', "ngram, draft_model or early_layers"),
@@ -66,5 +66,5 @@ def test_mistakes_are_named(text: str, said: str) -> None:
 def test_help_has_a_line_for_each_field() -> None:
     lines = speculative_help().splitlines()
     assert [line.split(":")[0].strip() for line in lines] == [f.name for f in dataclasses.fields(SpeculativeConfig)]
-    assert "  prompt_lookup_max: ngram: tokens at the end that are compared [4]" in lines
-    assert "  adaptive: draft fewer, down to none, where that is faster [true]" in lines
+    assert "  prompt_lookup_max: ngram: longest match, in tokens [4]" in lines
+    assert "  adaptive: draft fewer tokens, or none, if that is faster [true]" in lines
