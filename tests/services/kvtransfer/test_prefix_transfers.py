@@ -57,7 +57,7 @@ async def test_whoever_reserves_finds_what_came(tmp_path: Path) -> None:
         assert lease.filled_tokens == 6 * 16
         two.check(lease, 0, 6)
         await two.end()
-        assert (await two.destination.ledger()).prefix_queries_tokens == 8 * 16  # the moving itself asks for nobody
+        assert (await two.destination.ledger()).prefix_queries_tokens == 8 * 16  # the fetch is no query
 
 
 async def test_only_what_lacks_is_brought(tmp_path: Path) -> None:

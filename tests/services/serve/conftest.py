@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """What of a model is read before a worker loads it: its config and the size of its weights, 1 MiB in bfloat16."""
+    """Folder with the files that are read before a worker loads a model: the config, and 1 MiB of bfloat16 weights."""
     folder = tmp_path / "tiny-llama"
     folder.mkdir()
     config = {

@@ -29,7 +29,7 @@ from tests.tiny_checkpoints import SaveTiny
 
 PROMPT_VOCABULARY = 100
 PATIENCE = 20.0
-"""Seconds after which what a test waits for is taken not to come."""
+"""Seconds after which a test no longer waits and fails."""
 
 
 @dataclass
@@ -38,27 +38,27 @@ class Outcome:
     cached_tokens: int
     scores: list[common_pb2.Token]
     alive: int = 0
-    """How often a worker said that the work goes on."""
+    """Number of events in which the prefill worker said that the request goes on."""
     admitted: worker_pb2.Admitted | None = None
     reports: list[worker_pb2.Report] = field(default_factory=list)
 
     def note(self, event: Any) -> Any:
-        """Keeps what the worker reports with an event; returns the event."""
+        """Keep the report of an event, if it has one, and return the event."""
         if event.HasField("report"):
             self.reports.append(event.report)
         return event
 
     def chunks(self) -> list[tuple[int, int]]:
-        """(first, tokens) of every step that computed a part of the context."""
+        """Return (first, tokens) of every step that computed a part of the context."""
         return [(chunk.first, chunk.tokens) for report in self.reports for chunk in report.chunks]
 
     def effort(self) -> worker_pb2.Effort:
-        """The newest."""
+        """Return the newest effort that a worker has reported."""
         return [report.effort for report in self.reports if report.HasField("effort")][-1]
 
 
 class Clock:
-    """The clock of kvtransfer, which a test may push forward."""
+    """The clock of kvtransfer. A test may set it forward by `ahead` seconds."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -68,7 +68,7 @@ class Clock:
 
 
 class DecodeCall:
-    """One call of a gateway to a decode worker; `read` gives the admission, and then what its feed tells."""
+    """A gateway's call to a decode worker. `read` returns the admission first, and then the events of the feed."""
 
     def __init__(self, stub: worker_pb2_grpc.DecodeStub, feed: EventFeed, timeout: float) -> None:
         self._call: Any = stub.Generate(timeout=timeout)
@@ -106,7 +106,7 @@ class DecodeCall:
 
 
 class Host:
-    """One host with a prefill and a decode worker, real servers and a real arena, in this process."""
+    """A host with a prefill and a decode worker, real servers and a real arena, all in this process."""
 
     def __init__(
         self, prefill: WorkerProcess, decode: WorkerProcess, kvtransfer: str, service: KVTransferService, clock: Clock
@@ -125,7 +125,7 @@ class Host:
     def work(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int = 8, **sampling: object
     ) -> common_pb2.Work:
-        """A first attempt."""
+        """Return the work of a request's first attempt."""
         params = common_pb2.Sampling(top_p=1, repetition_penalty=1, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
         key = common_pb2.Key(request_id=request_id, attempt=1, generation=1)
         return common_pb2.Work(
@@ -143,7 +143,7 @@ class Host:
         cancel_after: int | None = None,
         **sampling: object,
     ) -> Outcome:
-        """Plays the gateway for one request."""
+        """Run one request as the gateway does. If `aggregated`, the decode worker computes the prompt."""
         work = self.work(f"r{random.getrandbits(64)}", prompt, max_tokens, **sampling)
         outcome = Outcome([], 0, [])
         call = self.decode_call()
@@ -185,7 +185,9 @@ class Host:
         return await self.kv_stub.Ledger(kvtransfer_pb2.LedgerRequest(with_leases=True), timeout=5)
 
     async def all_blocks_back(self) -> bool:
-        """Whether in time nothing is held or in flight, and the ledger balances."""
+        """Wait until no block is leased or in flight. Return False after PATIENCE seconds. The ledger must always
+        balance.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE):
                 while True:
@@ -198,7 +200,7 @@ class Host:
 
 
 def prompts(count: int, shortest: int = 3, longest: int = 200) -> list[list[int]]:
-    """The same at every call."""
+    """Return prompts of random lengths and tokens. The same arguments give the same prompts."""
     rng = random.Random(5)
     return [[rng.randrange(3, PROMPT_VOCABULARY) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
 
@@ -208,7 +210,7 @@ StartHost = Callable[..., contextlib.AbstractAsyncContextManager[Host]]
 
 @pytest.fixture(autouse=True)
 def torch_threads() -> Iterator[None]:
-    """A worker sets how many threads its process has, which here is that of all other tests."""
+    """Restore the number of torch threads. Workers set it for their process, which is also that of the other tests."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -216,7 +218,7 @@ def torch_threads() -> Iterator[None]:
 
 @pytest.fixture
 def start_host(redis_server: str, tmp_path: Path) -> StartHost:
-    """Starts a host for the model in a folder."""
+    """Return a function that starts a host for the model in a folder."""
 
     @contextlib.asynccontextmanager
     async def start(folder: Path, kv_memory: int = 4 << 20, **options: Any) -> AsyncIterator[Host]:
@@ -234,7 +236,7 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
         host = Host(prefill, decode, address, service, clock)
         try:
             yield host
-            async with asyncio.timeout(PATIENCE):  # a handler may still be on its way out
+            async with asyncio.timeout(PATIENCE):  # a handler may still be ending
                 while prefill.worker.requests or decode.worker.requests:
                     await asyncio.sleep(0.01)
         finally:
@@ -250,13 +252,13 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
 
 @pytest.fixture
 def start_llama(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> StartHost:
-    """Starts a host for a tiny Llama."""
+    """Return a function that starts a host for a tiny Llama."""
     save_llama()
     return functools.partial(start_host, tmp_path)
 
 
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[UnreliableHost]:
-    """A host whose kvtransfer loses what it is told to lose, with two workers attached."""
+    """A host with two workers, whose kvtransfer loses messages when the test says so."""
     async with start_unreliable_host(tmp_path) as running:
         yield running

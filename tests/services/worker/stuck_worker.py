@@ -1,4 +1,4 @@
-"""A decode worker whose first step never ends: stuck_worker.py MODEL KVTRANSFER REDIS. Tells its address on stdout."""
+"""A decode worker whose first step never ends: stuck_worker.py MODEL KVTRANSFER REDIS. It prints its address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StuckRunner:
     def execute(self, step: Step) -> StepResult:
         print("the step begins", file=sys.stderr, flush=True)
         time.sleep(3600)
-        raise AssertionError("who waits for an hour?")
+        raise AssertionError("the stuck step has ended")
 
 
 def add_service(server: grpc.aio.Server, worker: Worker) -> None:

@@ -1,4 +1,4 @@
-"""Operations on their way to kvtransfer: their order, the size of batches, and answers that do not come."""
+"""Operations on their way to kvtransfer: their order, the size of batches, and missing answers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.services.worker.batch_sender import MAX_BATCH_BYTES, MAX_OPERATION
 
 
 class Line:
-    """Takes batches, and answers each operation with its name as the message."""
+    """A service that records batches, and answers each operation with its request id as the message."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
         self.broken = 0
-        """Calls to refuse."""
+        """Number of calls to refuse."""
         self.missing = 0
-        """Results to leave out."""
+        """Number of results that each reply leaves out."""
 
     async def __call__(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:
         self.batches.append([name(operation) for operation in operations])
@@ -42,7 +42,7 @@ def line() -> Line:
 
 @contextlib.asynccontextmanager
 async def sending(line: Line) -> AsyncIterator[BatchSender]:
-    """The sender runs from the end of the block's first line on: what is submitted at once is waiting together."""
+    """Run a sender, which starts at the first `await` of the block. Operations submitted before it wait together."""
     sender = BatchSender(line)
     task = asyncio.create_task(sender.run())
     yield sender
@@ -63,7 +63,7 @@ def release(request: str) -> pb.Operation:
 
 
 def seal(request: str, size: int) -> pb.Operation:
-    """Of about `size` bytes."""
+    """Return an operation of about `size` bytes."""
     return pb.Operation(seal=pb.Seal(key=key(request), hashes=[bytes(size)]))
 
 
@@ -137,7 +137,7 @@ async def test_in_a_pause_nothing_is_sent_and_what_has_no_answer_comes_first_beh
         first = sender.submit(trim("a"))
         while not line.batches:
             await asyncio.sleep(0)
-        sender.pause()  # its answer is on its way
+        sender.pause()  # the answer to "a" is on its way
         second = sender.submit(trim("b"))
         await asyncio.sleep(0.05)
         assert line.batches == [["a"]]
@@ -157,7 +157,7 @@ async def test_what_fails_because_of_a_pause_that_is_known_a_little_later_is_sen
         sender.pause()
         sender.resume()
         assert (await waiting).message == "a"
-        sender.pause()  # while it waits for work
+        sender.pause()  # while the sender waits for work
         late = sender.submit(trim("b"))
         await asyncio.sleep(0.05)
         assert line.batches == [["a"], ["a"]]

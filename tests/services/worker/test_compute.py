@@ -1,4 +1,4 @@
-"""Work that needs no decoding: a worker of either role does it alone, in blocks of its own."""
+"""Work without decoding: a worker of either role computes it alone, in blocks of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def work(host: Host, name: str, tokens: list[int], **sampling: object) -> common
 
 
 async def run(host: Host, asked: common_pb2.Work, role: int) -> list[worker_pb2.ComputeEvent]:
-    """The events of a call to the prefill (0) or decode (1) worker."""
+    """Return the events of a call to the prefill (0) or decode (1) worker."""
     stub = worker_pb2_grpc.ComputeStub(host.channels[role])
     return [event async for event in stub.Run(asked, timeout=30)]
 

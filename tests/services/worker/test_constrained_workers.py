@@ -1,4 +1,4 @@
-"""Constraints through real workers: the first token comes from one, the others from another, and all obey."""
+"""Constraints through real workers: one samples the first token, another the others, and all tokens must match."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_outputs_obey_over_handoffs_and_preemptions(host: Host) -> None:
             'this model has no special token "<|nobody|>"',
         ),
         (constraint(99, "a"), "kind 99"),
-        # Accepted at first; there is no way on behind "ab".
+        # The grammar is accepted at first, but no token of the model may follow "ab".
         (constraint(pb.CONSTRAINT_KIND_GRAMMAR, 'start: "ab" <|end|> "c"'), "cannot go on: nothing may follow"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How a prompt's blocks come from a prefill worker to a decode worker, step by step, and which handoffs are refused."""
+"""How a prompt's blocks go from a prefill to a decode worker, step by step, and which handoffs are refused."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_handoff_of_no_token_or_of_another_s_blocks_is_refused(
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await calls["ours"].read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        # Theirs are still theirs.
+        # The other request still has its blocks.
         handoff = worker_pb2.Handoff(key=filled["theirs"], first_token_id=before[0])
         await calls["theirs"].write(worker_pb2.DecodeCommand(handoff=handoff))
         tokens: list[int] = []
@@ -175,7 +175,7 @@ async def test_a_prompt_is_not_computed_behind_blocks_that_are_cached_of_another
 async def test_what_the_last_step_fills_is_sealed_behind_the_handoff(
     start_llama: StartHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By decode, which waits for the blocks and for nothing else."""
+    """The decode worker seals these blocks later. It waits only for the `fill`, which is not delayed by seals."""
     batches: list[list[str]] = []
     serve = KVTransferService.serve
 

@@ -1,4 +1,4 @@
-"""A worker's side of kvtransfer against the real service, when answers are late, lost or never come."""
+"""A worker's client of kvtransfer against the real service, when answers are late, lost or missing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_a_repeated_release_keeps_its_place(host: UnreliableHost) -> None:
     await host.decode.reserve(KEY, [], 16 * SLOTS, 0)
     host.service.loses_calls, host.service.pause = 1, 0.2
     host.decode.release(KEY)
-    await host.until(lambda: host.service.loses_calls == 0)  # it is on its way, and will not arrive
+    await host.until(lambda: host.service.loses_calls == 0)  # the release has been sent, and is lost
     lease = await host.decode.reserve(Key("r", 1, 2), [], 16 * SLOTS, 0)
     assert len(lease.tables[0]) == SLOTS
 
@@ -109,7 +109,7 @@ async def test_what_comes_after_its_caller_has_gone_is_given_back(host: Unreliab
     with contextlib.suppress(asyncio.CancelledError):
         await task
     if act == "adopt":
-        host.decode.release(KEY)  # the reservation, whatever has become of it
+        host.decode.release(KEY)  # the reservation's key, although the lease may have a newer one
     await host.all_free()
 
 
@@ -126,7 +126,7 @@ async def test_who_adopts_seals_what_the_writer_has_left(host: UnreliableHost) -
     assert (await host.decode.reserve(Key("next", 1, 1), names, 64, 64)).filled_tokens == 48
 
 
-# ---- messages that grow
+# ---- large messages
 
 
 async def test_many_long_contexts_at_once_are_more_than_one_message(host: UnreliableHost) -> None:
@@ -137,7 +137,7 @@ async def test_many_long_contexts_at_once_are_more_than_one_message(host: Unreli
     outcomes = await asyncio.gather(
         *(host.decode.reserve(key, hashes, tokens, 0) for key in keys), return_exceptions=True
     )
-    # Each was read, and refused for itself: this arena is small.
+    # Each operation was read and then refused on its own, because this arena is small.
     assert all("blocks and the arena has" in str(outcome) for outcome in outcomes)
 
 

@@ -1,4 +1,4 @@
-"""A worker's side of kvtransfer: leases that go on or end, and sessions that end."""
+"""A worker's client of kvtransfer: leases that go on or end, and sessions that end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_a_worker_learns_that_a_lease_ended_and_frees_the_blocks_when_it_i
     await host.decode.reserve(KEY, [], 64, 0)
     host.service.now += LEASE
     await host.until(lambda: lost == [KEY])
-    assert host.service.snapshot().counts.in_flight == 4  # it may be writing at this moment
+    assert host.service.snapshot().counts.in_flight == 4  # the worker may be writing at this moment
     host.decode.release(KEY)
     await host.all_free()
 
@@ -47,7 +47,7 @@ async def test_the_late_end_of_an_older_generation_touches_no_newer_one(host: Un
     await host.decode.reserve(KEY, [], 64, 0)
     host.decode.release(KEY)  # preempted
     again = await host.decode.reserve(Key("r", 1, 2), [], 64, 0)
-    host.decode.release(KEY)  # removed, because an extension of the time before failed
+    host.decode.release(KEY)  # removed, because an extension of the older generation failed
     (lease,) = host.leases()
     assert host.decode.has(again.key)
     for _ in range(3):
@@ -80,7 +80,7 @@ async def test_who_fills_has_lost_nothing(host: UnreliableHost) -> None:
     opened = await host.prefill.open(KEY)
     host.service.pause = LEASE
     host.prefill.seal(opened.key, 0, 0, [bytes(16)])
-    await asyncio.sleep(0.05)  # it is under way, so that renewals come behind what follows, in one batch with it
+    await asyncio.sleep(0.05)  # the seal has been sent, so renewals wait, and follow the fill in the same batch
     await host.prefill.fill(opened.key, 64, CONTEXT)
     assert lost == []
 

@@ -45,7 +45,7 @@ def test_by_itself_it_has_room_for_the_longest_context(context_tokens: int, tmp_
 
 
 def test_blocks_go_down_into_the_arena_and_come_back(tmp_path: Path) -> None:
-    below = arena(4, rest=7)  # what is behind the last whole slot is nobody's
+    below = arena(4, rest=7)  # bytes after the last whole slot belong to no slot
     memory = device_memory(LAYOUT, below, tmp_path / "arena", CPU, str(2 * LAYOUT.slot_bytes), 64)
     assert memory.copies is not None
     memory.copies.load([3], [1]).wait()

@@ -1,4 +1,4 @@
-"""A worker's side of kvtransfer when that is killed and started again."""
+"""A worker's client of kvtransfer when the service is killed and restarted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.services.worker.unreliable_host import CONTEXT, KEY, Unreliable, Unre
 
 
 async def restart(host: UnreliableHost) -> None:
-    """The service is killed, and another one takes its place at the same address."""
+    """Kill the service and start another one at the same address."""
     port = host.port
     shaped, killed = host.service.sessions.memory, host.service
     assert shaped is not None

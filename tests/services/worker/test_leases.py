@@ -1,4 +1,4 @@
-"""A worker claims the blocks that it remembers of its leases, no more and no less."""
+"""A worker claims exactly the blocks that it remembers of its leases."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_only_blocks_that_the_engine_has_are_claimed_until_they_are_released(lea
     leases.add(lease(waiting, [5], [6]))
     assert len(claims(leases)) == 1
     leases.add(lease(newer, [5], [6]))
-    with pytest.raises(KeyError):  # it changed hands
+    with pytest.raises(KeyError):  # the lease has a newer key
         leases.use(waiting)
     leases.use(newer)
     assert len(claims(leases)) == 2

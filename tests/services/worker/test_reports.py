@@ -1,4 +1,4 @@
-"""What prefill and decode workers tell of a request's life, beside its tokens."""
+"""What prefill and decode workers report of a request besides its tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_chunks_and_the_handoff(start_llama: StartHost) -> None:
         (adopted,) = [report.adopted for report in first.reports if report.HasField("adopted")]
         assert (adopted.blocks, adopted.bytes_moved, adopted.path) == (7, 0, "shared memory")
         assert first.admitted is not None
-        assert (first.admitted.blocks, first.admitted.cached_blocks) == (8, 0)  # 100 tokens and 20 to come
+        assert (first.admitted.blocks, first.admitted.cached_blocks) == (8, 0)  # for 100 tokens, and 20 to come
         assert (first.effort().steps, first.effort().drafts, first.effort().preemptions) == (19, 0, 0)
         # The reused blocks are not computed again.
         second = await host.generate(PROMPT, 20)
@@ -71,7 +71,7 @@ async def test_drafts_are_counted(start_llama: StartHost) -> None:
 
 
 async def test_a_preemption_is_told_and_so_is_what_is_computed_again(start_llama: StartHost) -> None:
-    # 12 KiB a block: room for two of these as they begin, not as they end
+    # A block has 12 KiB. Both requests have room when they begin, but not when they end.
     async with start_llama(kv_memory=18 * 12288, max_model_len=256) as host:
         cases = prompts(2, 60, 60)
         outcomes = await asyncio.gather(*(host.generate(prompt, 150) for prompt in cases))

@@ -1,4 +1,4 @@
-"""Pools of workers that read each other's: what comes is what was asked for by name, or does not come."""
+"""Workers that read each other's pools. A reader gets exactly the named block, or nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def content(name: int) -> Tensor:
 
 
 class Worker:
-    """A pool and what it reads of others."""
+    """A worker's pool, and its access to the pools of other workers."""
 
     def __init__(self, folder: Path, layout: KVLayout = LAYOUT, copies: type[BlockCopies] = BlockCopies) -> None:
         self.arena = folder / f"paceline-{os.getuid()}-tag-0.arena"
@@ -83,12 +83,12 @@ def test_what_was_withdrawn_or_told_anew_is_not_read_under_its_old_name(start: C
     writer.publish(move(2, 7, 70), move(0, 8, 80))
     writer.shared.directory.withdraw([2, 3])
     assert reader.others.load([move(0, 7, 70)])
-    writer.publish(move(0, 7, 75))  # the slot of the block that was told in the other place
+    writer.publish(move(0, 7, 75))  # overwrites pool slot 0, which was published for arena slot 8
     assert reader.others.load([move(0, 8, 80)])
     assert reader.others.load([move(0, 7, 70)])
     assert reader.others.load([move(0, 7, 75)]) == []
     writer.publish(move(1, 7, 76))
-    writer.shared.directory.withdraw([0])  # what is told there now lies elsewhere
+    writer.shared.directory.withdraw([0])  # arena slot 7 is published with pool slot 1 now
     assert reader.others.load([move(0, 7, 76)]) == []
 
 
@@ -96,7 +96,7 @@ def test_what_changes_while_it_is_copied_counts_for_nothing(start: Callable[...,
     writer = start()
 
     class Overtaken(BlockCopies):
-        """While the first of two blocks is copied its slot gets another content, and then the old one again."""
+        """While the first of two blocks is copied, its slot gets other content, and then the old content again."""
 
         def load_from(self, pool: Tensor, slots: Sequence[int], pool_slots: Sequence[int]) -> Copy:
             writer.shared.directory.withdraw([2])

@@ -1,4 +1,4 @@
-"""No field of an attempt may be without bounds."""
+"""Every field of an attempt has bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers whose requests go away or whose leases end: they stop, touch nothing more, and give all blocks back."""
+"""When requests are cancelled or leases end, workers stop, touch no more blocks, and release them all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.services.worker.conftest import Host, Outcome, StartHost, prompts
 
 
 async def lose_leases(host: Host, running: asyncio.Task[Outcome]) -> None:
-    """The request that runs is told, and all blocks come back."""
+    """Let the leases expire. The running request must fail, and all blocks must be released."""
     host.clock.ahead = 60.0
     with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
         await running
@@ -28,7 +28,7 @@ async def test_a_cancelled_request_gives_its_blocks_back(start_llama: StartHost)
         # while decoding
         await host.generate(prompts(1)[0], 3000, cancel_after=5)
         assert await host.all_blocks_back()
-        # while prefilling, by the gateway's cancelling of both calls
+        # while prefilling, as when the gateway cancels both calls
         running = asyncio.create_task(host.generate(prompts(1, 3500, 3600)[0], 10))
         while (await host.ledger()).in_flight == 0:
             await asyncio.sleep(0.005)
@@ -79,10 +79,10 @@ async def test_an_answer_about_blocks_of_what_no_longer_runs_is_ignored(start_ll
     async with start_llama() as host:
         worker = host.decode.worker
         lease = await worker.kv.reserve(Key("r", 1, 1), [], 16, 0)
-        worker._dispatch([NeedsBlocks(lease.key, 1 << 20)])  # more than there are: refused
+        worker._dispatch([NeedsBlocks(lease.key, 1 << 20)])  # more than the arena has, so it is refused
         other = await worker.kv.reserve(Key("other", 1, 1), [], 16, 0)
         worker.retire(other.key)
-        # What the refusal would have ended, would have ended before the other one.
+        # If the refusal ended the lease, it would do so before the other lease ends.
         while len(left := (await host.ledger()).leases) > 1:
             await asyncio.sleep(0.01)
         assert [each.key.request_id for each in left] == ["r"]

@@ -1,4 +1,4 @@
-"""The end of a worker's process: what it waits for, and what it does not."""
+"""The end of a worker's process: what it waits for, and what it does not wait for."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BrokenRunner:
 
 
 async def running(host: Host) -> asyncio.Task[object]:
-    """A request that decodes for long."""
+    """Start a request that decodes for a long time, and wait for its first step."""
     task: asyncio.Task[object] = asyncio.create_task(host.generate([5, 6, 7], 3500))
     while host.decode.worker.engine.stats.steps == 0:
         await asyncio.sleep(0.005)
@@ -80,7 +80,7 @@ async def test_nobody_drains_without_blocks(start_llama: StartHost, tmp_path: Pa
         draining = asyncio.create_task(host.decode.drain(600))
         await host.service.close()
         await asyncio.wait_for(draining, 20)
-        assert host.decode.worker.admission.active == 1  # it waits for a word of the gateway, and would for long
+        assert host.decode.worker.admission.active == 1  # it still waits for a command of the gateway
         call.cancel()
 
 
@@ -157,7 +157,7 @@ async def test_what_still_runs_after_the_time_to_drain_is_ended_and_stays_cached
         await call.write(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
         while not (await call.read()).HasField("tokens"):
             pass
-        waits = host.decode_call()  # for a handoff that does not come
+        waits = host.decode_call()  # waits for a handoff, which does not come
         await waits.write(worker_pb2.DecodeCommand(admit=host.work("waits", [5, 6, 7], 5)))
         await waits.read()
         await asyncio.wait_for(host.decode.drain(0), 20)
@@ -168,7 +168,7 @@ async def test_what_still_runs_after_the_time_to_drain_is_ended_and_stays_cached
             assert error.value.details() == "this worker is draining"
         await host.decode.close()
         assert await host.all_blocks_back()
-        assert (await host.ledger()).cached >= 4  # the prompt, for whoever goes on with the request
+        assert (await host.ledger()).cached >= 4  # the prompt's blocks, which the next attempt of the request can reuse
         call.cancel()
         waits.cancel()
 
@@ -214,7 +214,7 @@ async def test_a_process_ends_with_a_step_that_does_not(
 
 
 async def read_all(call: DecodeCall) -> None:
-    """Read what a call reports until it fails."""
+    """Read the events of a call until it fails."""
     while True:
         await call.read()
 

@@ -1,4 +1,4 @@
-"""Prefill and decode workers of one host, end to end below the gateway: real gRPC, a real arena, tiny random models."""
+"""Prefill and decode workers of one host, without a gateway: real gRPC, a real arena, and tiny random models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_between_pools_of_one_device_blocks_do_not_come_by_the_arena(
         stats = host.decode.worker.engine.stats
         assert stats.device_blocks >= 4
         assert stats.loaded_blocks == 0
-        # The pool's worker goes, and its blocks are there nevertheless.
+        # The prefill worker's pool ends, but its blocks are also in the arena.
         before = stats.device_blocks
         host.prefill.worker.memory.close()
         assert (await host.generate(prompt[::-1], 24)).tokens == reference_tokens(reference, prompt[::-1], 24)
@@ -69,7 +69,7 @@ async def test_pools_that_give_blocks_up_while_they_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reference = request.getfixturevalue(f"save_{architecture}")()
-    monkeypatch.setattr(kv_memory, "KV_TOKENS", 1)  # room for one long context
+    monkeypatch.setattr(kv_memory, "KV_TOKENS", 1)  # the pool has room for one long context
     async with start_host(tmp_path, 32 << 20, kv_pool="device", max_model_len=256, max_batched_tokens=48) as host:
         cases = prompts(12)
         outcomes = await asyncio.gather(*(host.generate(prompt, 24) for prompt in cases))
@@ -112,7 +112,8 @@ async def test_a_second_turn_reuses_prompt_and_output(
 
 @pytest.mark.parametrize(
     ("architecture", "kv_memory"),
-    # Room for about three of the ten: of a hybrid's blocks each has 64 tokens, and two are held of each four of states.
+    # Room for about three of the ten requests. The hybrid's blocks have 64 tokens, and a request keeps two of every
+    # four state blocks.
     [("llama", 44 * 12288), ("granite_hybrid", 20 * 28672)],
 )
 async def test_a_small_arena_preempts_and_everybody_finishes(
@@ -130,7 +131,7 @@ async def test_a_small_arena_preempts_and_everybody_finishes(
 
 
 async def eventually(host: Host, prompt: list[int]) -> list[int]:
-    """Like the gateway: a refused request comes again."""
+    """Generate as the gateway does: try again if the request is refused."""
     for _ in range(2000):
         try:
             return (await host.generate(prompt, 150)).tokens

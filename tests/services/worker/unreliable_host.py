@@ -1,4 +1,4 @@
-"""A kvtransfer that loses calls and answers, and two workers' sides of it."""
+"""A kvtransfer service that loses calls and answers, and the clients of two workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTEXT = b"c" * 16
 
 
 class Unreliable(KVTransferService):
-    """Loses calls, or the answers to calls that it has carried out. Its leases end when the test says so."""
+    """A service that loses calls, or the answers to calls that it has carried out. The test sets its clock."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
@@ -68,7 +68,7 @@ class _UnreliableReply(Reply):
 
 
 class UnreliableHost:
-    """The service and two workers."""
+    """An unreliable service with the clients of two workers."""
 
     def __init__(self, service: Unreliable, server: RpcServer, port: int, decode: KVClient, prefill: KVClient) -> None:
         self.service = service
@@ -92,7 +92,7 @@ class UnreliableHost:
 
 @contextlib.asynccontextmanager
 async def start_unreliable_host(folder: Path) -> AsyncIterator[UnreliableHost]:
-    """One whose workers "decode" and "prefill" are attached."""
+    """Start an unreliable service, and attach the workers "decode" and "prefill"."""
     unreliable = Unreliable(folder)
     server = RpcServer("127.0.0.1", 0, Secret())
     pb_grpc.add_KVTransferServicer_to_server(unreliable, server.server)
