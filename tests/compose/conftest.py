@@ -64,7 +64,7 @@ class Stack:
             except httpx.TransportError:
                 pass
             time.sleep(0.25)
-        return pytest.fail(f"waited {seconds:.0f} s in vain for {what}")
+        return pytest.fail(f"no {what} within {seconds:.0f} s")
 
     def wait_for_workers(self, role: str, count: int) -> None:
         self.wait(f"{count} {role} workers", lambda: len(self.workers(role)) == count)

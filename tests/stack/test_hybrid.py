@@ -115,8 +115,10 @@ async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
         cluster.start_gateway()
         cluster.wait_ready(*names)
         await cluster.wait_workers(2)
-        for turn, wanted, cached in zip(turns, expected, (0, 512, 0)):
-            assert await complete_all(cluster.url, [turn]) == [(wanted, cached)]
+        for turn, wanted, cached in zip(turns, expected, ({0}, {512, 576}, {0})):
+            ((tokens, was_cached),) = await complete_all(cluster.url, [turn])
+            assert tokens == wanted
+            assert was_cached in cached
         async with asyncio.timeout(10):
             while await transfers(cluster) < len(turns):
                 await asyncio.sleep(0.1)

@@ -83,7 +83,7 @@ def overlay(tmp_path: Path) -> Iterator[Path]:
     options = f"lowerdir={lower},upperdir={upper},workdir={work}"
     mounting = ["mount", "-t", "overlay", "overlay", "-o", options, str(merged)]
     if shutil.which("mount") is None or subprocess.run(mounting, capture_output=True, timeout=30).returncode:
-        pytest.skip("NOT TESTED: this user may not mount an overlay, so nothing shows that locks live on overlayfs")
+        pytest.skip("NOT TESTED: this user may not mount an overlay, so locks on overlayfs are untested")
     yield merged
     subprocess.run(["umount", "--lazy", str(merged)], check=True, timeout=30)
 

@@ -27,9 +27,7 @@ async def test_a_taken_port_is_one_sentence() -> None:
 
 
 async def test_what_is_small_is_sent_at_once() -> None:
-    """Otherwise the second part of an answer, or the next token, waits until the client has acknowledged the last
-    packet.
-    """
+    """Without TCP_NODELAY the next part of an answer waits until the client has acknowledged the last packet."""
     no_delay: asyncio.Queue[int] = asyncio.Queue()
 
     def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -255,7 +255,7 @@ def test_a_prefill_worker_lost_after_it_filled_harms_nothing() -> None:
 
 
 def test_a_reservation_that_comes_behind_its_release_makes_no_lease() -> None:
-    """deliver release r/1/1; arrive reserve r/1/1; a lease passes. Nobody knew of the lease, so it drained for ever."""
+    """Events: deliver release r/1/1, arrive reserve r/1/1, a lease's time passes. The lease then drained for ever."""
     desk = Desk(4)
     desk.ledger.release(DECODE, Key("r", 1, 1), desk.now)
     with pytest.raises(StaleError, match="too old for a new lease"):
@@ -264,7 +264,7 @@ def test_a_reservation_that_comes_behind_its_release_makes_no_lease() -> None:
 
 
 def test_who_gave_a_lease_back_before_it_was_opened_does_not_become_its_writer() -> None:
-    """deliver release r/1/2 by prefill; arrive open r/1/1; release r/1/1 by decode. The lease drained for ever."""
+    """Events: deliver release r/1/2 by prefill, arrive open r/1/1, release r/1/1 by decode. It drained for ever."""
     desk = Desk(4)
     lease = desk.reserve("r", tokens=16)
     desk.ledger.release(PREFILL, Key("r", 1, 2), desk.now)
@@ -285,7 +285,7 @@ def test_who_gave_a_lease_back_before_it_was_adopted_does_not_become_its_owner()
 
 
 def test_who_never_heard_that_it_had_adopted_ends_what_drains_with_its_reservation() -> None:
-    """adopt r/1/1, the answer is lost; a lease passes; deliver release r/1/1. The lease drained for ever."""
+    """Events: adopt r/1/1 (answer lost), a lease's time passes, deliver release r/1/1. It drained for ever."""
     desk = Desk(4)
     lease = desk.ledger.fill(PREFILL, desk.filling("r", tokens=16).key, 16, desk.now)
     desk.ledger.adopt(DECODE, lease.key, desk.now)
@@ -298,7 +298,7 @@ def test_who_never_heard_that_it_had_adopted_ends_what_drains_with_its_reservati
 
 
 def test_a_reservation_that_was_refused_for_want_of_blocks_is_refused_when_it_comes_again() -> None:
-    """duplicate reserve 1.1/2/1 (busy); others release; arrive reserve 1.1/2/1; a lease passes. It drained for ever."""
+    """Events: reserve 1.1/2/1 twice (busy), others release, the second arrives, a lease's time passes. It drained for ever."""
     desk = Desk(1)
     other = desk.reserve("other", tokens=16)
     with pytest.raises(BusyError):

@@ -77,7 +77,7 @@ class Pair(NamedTuple):
                 return task
             self.other.signal(signal.SIGCONT)  # the read had ended before the stop
             await task
-        raise AssertionError("no read was long enough to be stopped amid it")
+        raise AssertionError("every read ended before the other host was stopped")
 
 
 @contextlib.asynccontextmanager
