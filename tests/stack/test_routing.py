@@ -131,7 +131,7 @@ async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: H
             await hints.tell_of(conversation)
             conversation += tokens(f"turn {turn} of {number}", 40)
         if turn == 0:
-            await asyncio.sleep(1)  # what the gateway has not read by now is lost
+            await asyncio.sleep(1)  # the flush drops events that the gateway has not read yet
             await hints.client.flushall()
         if turn == 1:
             # A new gateway asks the hosts for their lists of blocks.

@@ -298,7 +298,7 @@ def test_who_never_heard_that_it_had_adopted_ends_what_drains_with_its_reservati
 
 
 def test_a_reservation_that_was_refused_for_want_of_blocks_is_refused_when_it_comes_again() -> None:
-    """Events: reserve 1.1/2/1 twice (busy), others release, the second arrives, a lease's time passes. It drained for ever."""
+    """Events: reserve 1.1/2/1 (busy), others release, it arrives again, a lease's time passes. It drained for ever."""
     desk = Desk(1)
     other = desk.reserve("other", tokens=16)
     with pytest.raises(BusyError):

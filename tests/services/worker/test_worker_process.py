@@ -200,7 +200,7 @@ async def test_a_process_ends_with_a_step_that_does_not(
                 pass
             worker.send_signal(signal.SIGTERM)
             while b"does not end" not in (line := await worker.stderr.readline()):
-                assert line, "it ended as if nothing could write any more"
+                assert line, "the process ended without a message"
             assert await worker.wait() == 1
             await channel.close(None)
             while service.snapshot().counts.in_flight or service.snapshot().counts.held:
