@@ -1,7 +1,7 @@
-"""Constraints in the words of the grammar library, under limits that make every check and every mask end.
+"""Translation of constraints into grammars of the library llguidance, with limits on the time of checks and masks.
 
-What a gateway accepts here is what its workers compile. The library, llguidance, needs no tokenizer to check a
-grammar, compiles one within milliseconds, and works out a mask within some ten microseconds.
+A gateway accepts a constraint with the same code with which workers compile it. The library needs no tokenizer to check
+a grammar, compiles one within milliseconds, and computes a mask within about ten microseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.core.grammar_errors import explain
 from paceline.core.types import ConstraintKind
 
 MAX_TEXT_BYTES = 128 << 10
-"""Of a constraint's text. The slowest of this size, an object of four thousand properties, compiles in two seconds."""
+"""Largest size of a constraint's text. The slowest schema of this size, with 4,000 properties, compiles in 2 s."""
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
@@ -26,37 +26,40 @@ LIMITS = LLParserLimits(
     step_max_items=100_000,
     verbose_errors=False,
 )
-"""Fuel ends what would take longer than some tenths of a second. So many states of one lexer take some 13 MB; what
-people write needs a few hundred. So many items of a row are those of a choice of thousands, or of as many properties.
+"""Limits on the library's work. The fuel limits end work that would take longer than some tenths of a second.
+
+`max_lexer_states` states of one lexer take about 13 MB; typical constraints need a few hundred. `max_items_in_row` is
+enough for a choice of thousands of texts, or for as many properties.
 """
 
 MAX_MULTIPLE = 10_000
-"""Of `multipleOf` in a schema. The library makes a state of every remainder, and minutes of a large prime."""
+"""Largest `multipleOf` in a schema. The library makes a state for every remainder; a large prime takes minutes."""
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-"""The library follows a grammar as long as there is only one way to go on. In one like `start: /a+/ /a+/`, whose first
-part eats what the second needs, that is for ever. The other kinds of constraints cannot say such a thing."""
+"""An option against an endless loop. By default the library follows a grammar while only one token is possible. In
+`start: /a+/ /a+/` this never ends, because the first part takes every "a" that the second one needs. Constraints of
+other kinds cannot cause it."""
 
 _LENIENT = json.JSONDecoder(parse_int=float)
-"""Reads whatever the library reads: Python refuses integers of thousands of digits."""
+"""A decoder that accepts all JSON that the library accepts. Python's own refuses integers of thousands of digits."""
 
 _MESSAGE_CHARACTERS = 500
 
 
 def grammar_of(kind: ConstraintKind, text: str) -> str:
-    """The library's form of a constraint. Raises ConstraintError where the text is none of its kind."""
+    """Return a constraint as a grammar of the library. Raises ConstraintError if the text is not of this kind."""
     try:
         if len(text.encode()) > MAX_TEXT_BYTES:
             raise ConstraintError(f"it is longer than {MAX_TEXT_BYTES >> 10} KiB; shorten it")
         if kind is ConstraintKind.JSON_SCHEMA:
-            _check_multiples(json.loads(text))  # the library pastes it into a document of its own
+            _check_multiples(json.loads(text))  # must be valid JSON: the library pastes it into a larger document
         if kind is ConstraintKind.GRAMMAR:
             grammar = grammar_from("gbnf", text) if "::=" in text else text
             _check_embedded_schemas(grammar)
             return grammar + _NO_FORCING
         if kind is ConstraintKind.REGEX:
-            # As in a schema's `pattern`. Words and digits of all scripts are not what people mean, and Python and the
-            # library do not agree on which there are.
+            # \d and \w mean ASCII, as in a schema's `pattern`. Users rarely mean digits and letters of all scripts, and
+            # Python and the library have different lists of them.
             return f"start: /{regex_to_lark(text, use_ascii='dw')}/"
         return grammar_from(kind.value, text)
     except (ValueError, RecursionError) as error:
@@ -64,18 +67,18 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
 
 
 def check_options(schema: object) -> None:
-    """Raises ConstraintError where a schema sets the library's own options: they would lift what keeps it safe."""
+    """Raise ConstraintError if a schema sets options of the library itself, which could switch off its checks."""
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise ConstraintError("x-guidance is not supported; leave it out")
 
 
 def _check_embedded_schemas(grammar: str) -> None:
-    """What holds for a schema holds for one in a Lark grammar's %json, too."""
+    """Check the schemas after %json in a Lark grammar as other schemas are checked."""
     for start in re.finditer(r"%json\s*", grammar):
         try:
             schema, _ = _LENIENT.raw_decode(grammar, start.end())
         except ValueError:
-            continue  # the library says so, unless this stands in a text or a comment
+            continue  # the library reports the mistake, unless this %json is in a string or a comment
         check_options(schema)
         _check_multiples(schema)
 
@@ -86,11 +89,11 @@ def _check_multiples(schema: object) -> None:
         _check_multiples(value)
     multiple = schema.get("multipleOf") if isinstance(schema, dict) else None
     if isinstance(multiple, (int, float)) and multiple > MAX_MULTIPLE:
-        raise ConstraintError(f"multipleOf {multiple} takes too long to enforce; at most {MAX_MULTIPLE} can be")
+        raise ConstraintError(f"multipleOf {multiple} takes too long to enforce; it can be at most {MAX_MULTIPLE}")
 
 
 def check_grammar(kind: ConstraintKind, text: str) -> None:
-    """Raises ConstraintError, which says why, for what no output can follow or the library cannot enforce."""
+    """Raise ConstraintError if no output can follow a constraint, or if the library cannot enforce it."""
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar_of(kind, text), limits=LIMITS)
     if wrong:
         message = explain(messages[0], with_place=kind is ConstraintKind.GRAMMAR)

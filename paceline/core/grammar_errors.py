@@ -1,14 +1,14 @@
-"""What the grammar library says is wrong, in the words of who wrote the constraint."""
+"""The grammar library's error messages, rewritten for the user who wrote the constraint."""
 
 from __future__ import annotations
 
 import re
 
 NO_TOKEN = "no token is possible"
-"""Beside the library's messages: a mask is empty."""
+"""A message of our own: a mask allows no token."""
 
 _LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
-"""The lines around a mistake; some of them are ours."""
+"""The source lines around a mistake. They are cut off, because some are not the user's but ours."""
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _WRAPPING = re.compile(r'failed to compile JSON schema: |invalid regex ".*" \(in regex\): |lexer error: ', re.DOTALL)
 
@@ -16,13 +16,13 @@ _WORDS = tuple(
     (re.compile(pattern, re.DOTALL), words)
     for pattern, words in (
         # JSON schemas.
-        (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced here; leave it out, or say it with other keywords"),
+        (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced here; leave it out, or use other keywords"),
         (r"oneOf constraints are not", '"oneOf" with branches that may overlap cannot be enforced; use "anyOf"'),
         (
             r"Invalid type: (.*)",
             r'"type" cannot be "\1"; JSON has string, number, integer, boolean, null, array, object',
         ),
-        (r"Unknown format: (.*)", r'"format" "\1" is not known here; leave it out, or say it with "pattern"'),
+        (r"Unknown format: (.*)", r'"format" "\1" is not known here; leave it out, or use "pattern"'),
         (r"Resource '(.*?)' is not", r'"$ref" leads to \1, and nothing is fetched; put that schema under "$defs"'),
         (r"Pointer '(.*?)' does not exist", r'"$ref" leads to #\1, which the schema does not have; add it there'),
         (r"schema must be an object or boolean", "a schema must be a JSON object, or true"),
@@ -36,29 +36,29 @@ _WORDS = tuple(
         ),
         # Grammars.
         (r"no start rule found", 'the grammar has no rule named "start"; add one, as in start: "yes" | "no"'),
-        (r"Failed to convert the grammar from GBNF to Lark: (.*)", r"it is no GBNF: \1"),
+        (r"Failed to convert the grammar from GBNF to Lark: (.*)", r"it is not valid GBNF: \1"),
         (r'unknown name: "(.*?)"', r'it uses "\1", which no rule defines; add one of that name'),
         (r'unknown special token: (".*?")', r"this model has no special token \1; write text in quotes instead"),
         (r"Token range end too large: (\d+)", r"token \1 is out of this model's vocabulary"),
-        # On the way.
+        # While tokens are generated.
         (
             rf"NoExtension|{NO_TOKEN}",
-            "nothing may follow here, and the answer may not end either; change it so that every beginning has an end",
+            "nothing may follow here, and the answer may not end either; change it so that every beginning can end",
         ),
         (
             r"too many (?:expressions|states)|Too many items|fuel exhausted|maximum relevance check fuel"
             r"|(?:initial lexer configuration|grammar size) .* too big|lexer precomputation failed|LexerTooComplex",
-            "it is too large to be enforced; make it smaller, above all counted repetitions such as {1000}",
+            "it is too large to be enforced; make it smaller, especially counted repetitions such as {1000}",
         ),
     )
 )
 
 
 def explain(message: str, with_place: bool = True) -> str:
-    """One sentence about what is wrong and what to do, as far as the library's message is known.
+    """Return a sentence that says what is wrong and what to do. An unknown message is returned without its listing.
 
     Args:
-        with_place: whether the library read the client's own text, so that its lines and columns mean something.
+        with_place: keep the line and column. They are useful only if the library read the client's own text.
     """
     message = _LISTING.sub("", message.removesuffix("<non-verbose/>")).strip()
     place = _PLACE.match(message)

@@ -1,16 +1,16 @@
-"""How the KV cache of a model is cut into blocks. Pure arithmetic, no tensors.
+"""The division of a model's KV cache into blocks. Pure arithmetic, no tensors.
 
-A *group* is a set of layers whose cache has one shape. A *block* is `block_tokens` tokens of all layers of one group,
-contiguous in memory:
+A *group* is a set of layers whose caches have the same shape. A *block* is the KV of `block_tokens` tokens of all
+layers of one group, contiguous in memory:
 
     [layers, 2 (keys, values), kv_heads, block_tokens, head_dim]
 
-A block of a *state group*, whose layers are recurrent, holds one state a layer instead: that behind the last of the
-block's tokens that was computed. A token reads the state behind the token before it, so these are groups with a window
-of two tokens, and nobody but models and kernels has to know more of them.
+The layers of a *state group* are recurrent. Its blocks hold one state for each layer instead: the state after the last
+computed token of the block. A token reads the state after the token before it, so a state group has a window of two
+tokens. Only models and kernels have to know more about states.
 
-All blocks live in *slots* of one size. A group whose tokens are small gets blocks of more tokens, so that slots are
-well filled; what remains is padding, so that no combination of groups is refused.
+All blocks are stored in *slots* of one size. A group with fewer bytes per token gets more tokens per block, so that it
+fills its slots well. The rest of a slot is padding, so any combination of groups works.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 BASE_TOKENS = 16
-"""Tokens of the smallest block, and of one link of the hash chain."""
+"""Number of tokens of the smallest block, and of one link of the hash chain."""
 
 KV_FORMAT = 1
-"""Grows when the meaning of a block's bytes changes, so that old and new workers share nothing."""
+"""Version of the meaning of a block's bytes. A new version keeps old and new workers from sharing blocks."""
 
 NO_SLOT = 0xFFFFFFFF
-"""Stands in a block table where a block was given back or never needed."""
+"""The entry of a block table for a block that was released or was never needed."""
 
 SLOT_ALIGNMENT = 4096
-"""Bytes: slots begin on pages."""
+"""Alignment of slots in bytes: each begins on a page."""
 
 STATE_ITEMSIZE = 4
 """Bytes of one element of a state: fp32, whatever the dtype of the model."""
 
 STATE_WINDOW = 2
-"""A token sees itself and the token before it, whose state stands for all before."""
+"""Window of a state group in tokens: the token itself and the one before, whose state includes all earlier tokens."""
 
 _MOST_TOKENS = 256
-"""Of a block: with more, reuse would be too coarse."""
+"""Most tokens of a block. Prefixes are reused in whole blocks, so larger ones would reuse too little."""
 
 _MOST_STATE_TOKENS = 512
-"""Of a block where there are states, which are large however few tokens they stand for."""
+"""Most tokens of a block if the model has states. A state has the same size however few tokens its block has."""
 
 _MOST_STATE_GROUPS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """The cache shape that the layers of one group share."""
+    """The shape of the cache that all layers of one group have."""
 
     name: str
     layers: tuple[int, ...]
-    """Indices of the model's layers, in the order of their place in the block."""
+    """Indices of the layers in the model, in their order in the block."""
     kv_heads: int
     head_dim: int
     window: int = 0
-    """Sliding window in tokens: a query at position p sees keys in (p - window, p]. 0 sees all."""
+    """Sliding window in tokens: a query at position p sees keys at (p - window, p]. 0 means that it sees all keys."""
     drafter: bool = False
-    """Whether these are layers of a draft model, which may lag behind the target."""
+    """Whether the layers are a draft model's, whose KV may have fewer tokens than the target model's."""
     state: tuple[tuple[int, ...], ...] = ()
-    """Of recurrent layers: the shapes of the parts of one layer's state. They have STATE_WINDOW and no heads."""
+    """Shapes of the parts of one layer's state, for a state group. Such a group has STATE_WINDOW and no heads."""
     readers: tuple[tuple[int, int], ...] = ()
-    """(layer, source): layers without a cache of their own, which read that of another one in this group."""
+    """(layer, source): layers without a cache of their own, and the layer of this group whose cache each one reads."""
 
     @property
     def elements_per_token(self) -> int:
@@ -72,17 +72,17 @@ class GroupShape:
 
     @property
     def state_bytes(self) -> int:
-        """Of the states of all layers; 0 where there are keys and values."""
+        """Bytes of the states of all layers; 0 if the group has keys and values."""
         return len(self.layers) * sum(map(math.prod, self.state)) * STATE_ITEMSIZE
 
     def of_drafter(self, first: int) -> GroupShape:
-        """The same of a draft model whose layers come behind `first` of the target's."""
+        """Return this shape for a draft model, whose layers are numbered after the target's `first` layers."""
         layers = tuple(first + layer for layer in self.layers)
         readers = tuple((first + layer, first + source) for layer, source in self.readers)
         return replace(self, name=f"draft-{self.name}", layers=layers, readers=readers, drafter=True)
 
     def block_bytes(self, tokens: int, itemsize: int) -> int:
-        """What a block of so many tokens takes."""
+        """Return the bytes of a block of `tokens` tokens."""
         return self.state_bytes or self.elements_per_token * tokens * itemsize
 
 
@@ -98,7 +98,7 @@ class KVGroup:
         return -(-tokens // self.block_tokens)
 
     def first_needed_block(self, position: int) -> int:
-        """Index of the first block that a query at `position` or behind it may still read."""
+        """Return the index of the first block that a query at `position` or later may still read."""
         if self.shape.window == 0:
             return 0
         return max(0, position - self.shape.window + 1) // self.block_tokens
@@ -106,37 +106,37 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The groups of a model in slots of one size."""
+    """The groups of a model, and the size of the slots for their blocks."""
 
     groups: tuple[KVGroup, ...]
     itemsize: int
     """Bytes of one cached element."""
     slot_bytes: int
     fingerprint: str
-    """Two workers may share blocks only where this is equal."""
+    """A hash of everything that blocks depend on. Two workers may share blocks only if their fingerprints are equal."""
 
     @property
     def alignment(self) -> int:
-        """A reused prefix is a multiple of this many tokens, so that it ends on a block of every group."""
+        """Unit of reused prefixes in tokens: at a multiple of it, a block ends in every group."""
         return max(group.block_tokens for group in self.groups)
 
     @property
     def token_bytes(self) -> float:
-        """Of slots that one token more takes, while nothing is trimmed."""
+        """Average bytes of slots for each further token of a context, if no blocks before a window are dropped."""
         return sum(self.slot_bytes / group.block_tokens for group in self.groups)
 
     def slots_for(self, tokens: int) -> int:
-        """Slots that a context of `tokens` tokens takes while nothing was trimmed."""
+        """Return the slots for a context of `tokens` tokens, if no blocks before a window are dropped."""
         return sum(group.blocks_for(tokens) for group in self.groups)
 
 
 def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str) -> KVLayout:
-    """Chooses block and slot sizes.
+    """Choose the sizes of blocks and slots, and return the layout.
 
     Args:
         shapes: one for each group of the model; at least one.
         itemsize: bytes of one cached element.
-        identity: whatever else must agree before blocks may be shared (model, dtype, version).
+        identity: everything else that must be equal before workers may share blocks (model, dtype, version).
     """
     if not shapes:
         raise ValueError("a model needs at least one KV group")
@@ -144,7 +144,7 @@ def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str) ->
     largest = max(base_bytes)
     states = sum(bool(shape.state) for shape in shapes)
     most = _MOST_STATE_TOKENS if states else _MOST_TOKENS
-    # Powers of two, so that block boundaries of all groups meet at the largest block.
+    # Powers of two, so that the end of the largest block is also the end of a block in every other group.
     tokens = [
         0 if shape.state else min(most, BASE_TOKENS * _floor_power_of_two(largest // size))
         for shape, size in zip(shapes, base_bytes)
@@ -157,7 +157,7 @@ def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str) ->
 
 
 def slots_tail_first(groups: Sequence[KVGroup], tables: Sequence[Sequence[int]]) -> list[int]:
-    """All slots of block tables, those at the end of the context first: children before their parents."""
+    """Return all slots in block tables, blocks at the end of the context first. So children come before parents."""
     placed = [
         (index * group.block_tokens, slot)
         for group, table in zip(groups, tables)
@@ -169,7 +169,14 @@ def slots_tail_first(groups: Sequence[KVGroup], tables: Sequence[Sequence[int]])
 
 
 def _state_tokens(kv_tokens: Sequence[int], states: int) -> int:
-    """Tokens of a state's block: so many that states take no more slots than keys and values, where that can be."""
+    """Return the tokens of a state group's block.
+
+    They are so many that states take no more slots than keys and values, but at most _MOST_STATE_TOKENS.
+
+    Args:
+        kv_tokens: tokens of a block, for each group with keys and values.
+        states: number of state groups.
+    """
     slots_per_token = sum(1 / tokens for tokens in kv_tokens)
     tokens = max(kv_tokens, default=_MOST_STATE_TOKENS)
     while tokens < _MOST_STATE_TOKENS and states / tokens > slots_per_token:
@@ -180,14 +187,14 @@ def _state_tokens(kv_tokens: Sequence[int], states: int) -> int:
 def state_groups(
     name: str, layers: Sequence[int], state: tuple[tuple[int, ...], ...], others: Sequence[GroupShape]
 ) -> tuple[GroupShape, ...]:
-    """Groups for recurrent layers, so few of them in each that slots are not much larger than `others` can fill.
+    """Return state groups for recurrent layers. Each has so few layers that `others` can fill slots of its size.
 
     Args:
         state: shapes of the parts of one layer's state.
-        others: the groups with keys and values of the same model.
+        others: the same model's groups with keys and values.
     """
     layer_bytes = sum(map(math.prod, state)) * STATE_ITEMSIZE
-    # As if they were cached in 16 bits, which is not known here and does not matter much.
+    # This assumes that keys and values have 16 bits. Their type is not known here and does not matter much.
     room = max((shape.block_bytes(_MOST_STATE_TOKENS, 2) for shape in others), default=0)
     fit = max(1, room // layer_bytes) if others else len(layers)
     count = min(-(-len(layers) // fit), _MOST_STATE_GROUPS)

@@ -1,4 +1,4 @@
-"""What this process may use: of its machine, and of the container that it runs in."""
+"""The memory and cores that this process may use, by the limits of its machine and its container."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal
 
 Controller = Literal["memory", "cpu"]
 
-# Limit, use, and what of the use is file cache: names of cgroup v2, then of v1.
+# Files with the limit and the use of memory, and the statistics of file cache: names of cgroup v2, then of v1.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -21,28 +21,29 @@ _MEMORY_FILES = (
 
 _LARGE_BYTES = 4 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can take without swapping; None where the system does not tell.
+    """Return the bytes that this process can allocate without swapping; None if the system does not say.
 
-    The least of what the host has and what every control group around this process still allows.
+    This is the least of the host's available memory and the room left in every control group around this process.
 
     Args:
-        root: where /proc and /sys are.
+        root: folder of /proc and /sys.
     """
     rooms = [_host_memory(root), *map(_room_in_group, _groups(root, "memory"))]
     return min((room for room in rooms if room is not None), default=None)
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may keep busy, by its affinity and the CPU quota of its control groups; at least 1.
+    """Return the number of cores that this process may keep busy, at least 1.
 
-    Half a core of a quota is left alone: threads that wait for each other would all wait for the one without time.
+    It is limited by the process's CPU affinity and by the CPU quotas of its control groups. A fraction of a core in a
+    quota does not count: the threads of a step wait for each other, so all would wait for the thread on that core.
 
     Args:
-        root: where /proc and /sys are.
+        root: folder of /proc and /sys.
     """
     # Not every system has affinities.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -51,8 +52,10 @@ def available_cores(root: Path = Path("/")) -> int:
 
 
 def give_back_large_memory() -> None:
-    """Has glibc return what large messages took. Unless told, it learns from each that is freed to keep as much in
-    every thread's arena, for good; elsewhere nothing is done."""
+    """Make glibc return the memory of large messages to the system. Without glibc, do nothing.
+
+    By default, each large allocation that is freed raises the amount that glibc keeps in every thread's arena for good.
+    """
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
@@ -60,9 +63,9 @@ def give_back_large_memory() -> None:
 
 
 def name_thread() -> None:
-    """Shows the system this thread's name, as Python does from 3.14 on: tools that count CPU time tell threads by it.
+    """Tell the system this thread's name, which tools for CPU time show. Python does this itself from 3.14 on.
 
-    Threads that native code starts from here inherit it.
+    Threads that native code starts from this thread inherit the name.
     """
     with contextlib.suppress(OSError):
         name = threading.current_thread().name
@@ -75,14 +78,14 @@ def _host_memory(root: Path) -> int | None:
 
 
 def _groups(root: Path, controller: Controller) -> Iterator[Path]:
-    """Folders of the control groups that hold this process, from its own to the outermost that can be seen."""
+    """Yield the folders of the control groups around this process, from its own to the outermost visible one."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         # Version 2 has one tree, version 1 one for each controller.
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        # A path with ".." leads out of the container; what can be seen of it is its top.
+        # A path with ".." leads out of the container. Then the container's own group is the visible top.
         own = top if ".." in path.split("/") else top / path.strip("/")
         yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top))
 
@@ -108,7 +111,7 @@ def _cores_in_group(group: Path) -> float | None:
 
 
 def _number(file: Path) -> int | None:
-    """None for a file that is not there, or that holds "max"."""
+    """Return the number in a file; None if the file does not exist or contains "max"."""
     text = _read(file).strip()
     return int(text) if text.isdigit() else None
 

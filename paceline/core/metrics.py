@@ -27,10 +27,10 @@ class Family:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """The present value of a figure."""
+    """The current value of a figure."""
 
     figure: str
-    """Name in /fleet; empty if the value is shown as a part of its family only."""
+    """Name in /fleet; empty if the value is shown only as a part of its family."""
     value: float
     family: Family | None = None
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -44,7 +44,7 @@ def counted(family: Family, **labels: str) -> Any:
 
 
 def samples_of(counts: Any) -> Iterator[Sample]:
-    """Yield a sample for each number of a dataclass; the field's name is the figure."""
+    """Yield a sample for each field of a dataclass that is a number. The field's name is the name of the figure."""
     for each in dataclasses.fields(counts):
         value = getattr(counts, each.name)
         if isinstance(value, int | float):
@@ -52,10 +52,11 @@ def samples_of(counts: Any) -> Iterator[Sample]:
 
 
 class Histogram:
-    """Counts durations in seconds by upper bounds in milliseconds.
+    """A histogram of durations: how many were at most as long as each bound.
 
     Args:
-        figure: name of the measured action, which begins the figures' names.
+        figure: name of the measured action. The names of the figures begin with it.
+        bounds_ms: upper bounds in milliseconds.
     """
 
     def __init__(self, figure: str, family: Family, bounds_ms: tuple[int, ...]) -> None:

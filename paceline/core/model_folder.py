@@ -1,4 +1,4 @@
-"""Which model a folder holds, as far as everybody who looks into it can tell."""
+"""The identity of the model in a folder, which gateways and workers compare."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _FILES = ("config.json", "tokenizer.json")
 
 
 def model_digest(folder: Path) -> str:
-    """A digest of a model folder's config and tokenizer; weights need not be there.
+    """Return a digest of the config and the tokenizer in a model's folder. The folder need not contain weights.
 
-    A gateway and workers that agree in it mean the same by a token id and by a context's length.
+    If a gateway and a worker have the same digest, token ids and the longest context mean the same to both.
     """
     digest = hashlib.sha256()
     for name in _FILES:

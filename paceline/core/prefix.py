@@ -1,4 +1,4 @@
-"""How much of a context is already in blocks."""
+"""Search for the longest prefix of a context whose blocks are cached."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from paceline.core.context import full_block_names
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVGroup, KVLayout
 
 Find = Callable[[int, bytes], int | None]
-"""(group, hash) to the slot with this content."""
+"""A function from (group, hash) to the slot of the block with this name; None if no such block is cached."""
 
 
 def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_tokens: int) -> tuple[int, list[list[int]]]:
-    """The longest prefix that can be reused.
+    """Return the longest prefix that can be reused.
 
-    It ends on a block boundary of every group. Groups with full attention have all of its blocks, groups with a window
-    those that a query behind it still reads.
+    It ends on a block boundary of every group. For groups with full attention, all of its blocks are cached. For groups
+    with a window, the blocks that a query after the prefix still reads are cached.
 
     Args:
-        links: those of the context.
-        max_tokens: reuse no more than this.
+        links: the links of the context.
+        max_tokens: the most tokens to reuse.
 
     Returns:
-        Its length in tokens, and a block table for each group, with NO_SLOT before the window.
+        The length in tokens, and a block table for each group, with NO_SLOT before the window.
     """
     align = layout.alignment
     length = min(max_tokens, len(links) * BASE_TOKENS) // align * align
     found: dict[int, list[int | None]] = {}
-    # Full attention first: its first missing block bounds the search in all groups.
+    # Groups with full attention first, because their first missing block limits the prefix for all groups.
     for index, group in sorted(enumerate(layout.groups), key=lambda entry: entry[1].shape.window > 0):
         slots = found[index] = []
         for digest in full_block_names(group, links, length):
@@ -46,7 +46,7 @@ def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_token
 
 
 def lacking_links(layout: KVLayout, find: Find, links: Sequence[bytes]) -> Sequence[bytes]:
-    """The part of a chain that could be in blocks, and is not."""
+    """Return the links of a context after its longest cached prefix, as far as a prefix could be reused."""
     most = len(links) * BASE_TOKENS // layout.alignment * layout.alignment
     length, _ = match_prefix(layout, find, links, most)
     return links[length // BASE_TOKENS : most // BASE_TOKENS]

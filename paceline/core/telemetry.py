@@ -1,4 +1,4 @@
-"""Structured logs and traces. Every line carries the request id and the trace id of the work it belongs to."""
+"""Logs and traces. Every log line has the ids of its request and its trace, if there are any."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "req
 
 
 def setup(service: str, level: str, log_format: LogFormat) -> None:
-    """Configures logs and traces of this process. `service` is its name in both, e.g. "decode-1"."""
+    """Configure logs and traces of this process. `service` is its name in both, e.g. "decode-1"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_context)
     handler.setFormatter(_JsonFormatter(service) if log_format == "json" else _TextFormatter(service))
@@ -43,11 +43,11 @@ def setup(service: str, level: str, log_format: LogFormat) -> None:
 def request_span(
     name: str, request_id: str, carrier: Mapping[str, str] | None = None, began: int | None = None
 ) -> Iterator[trace.Span]:
-    """A span of one request's life in this service; log lines inside carry its ids.
+    """Open a span for a request in this service. Log lines during the `with` statement have its ids.
 
     Args:
-        carrier: headers or gRPC metadata that may hold a W3C `traceparent`; None continues the current trace.
-        began: when the span began, on time.time_ns(); now where it is not given.
+        carrier: headers or gRPC metadata that may contain a W3C `traceparent`; None continues the current trace.
+        began: start of the span on time.time_ns(); None is now.
     """
     parent = propagate.extract(carrier) if carrier is not None else None
     token = _request_id.set(request_id)
@@ -61,24 +61,24 @@ def request_span(
 
 
 def set_request_id(request_id: str) -> None:
-    """From now on, log lines of the current task and of those that it starts carry this id."""
+    """Set the request id in later log lines of the current task and of tasks that it starts."""
     _request_id.set(request_id)
 
 
 def trace_headers() -> tuple[tuple[str, str], ...]:
-    """The current trace as gRPC metadata."""
+    """Return the current trace as gRPC metadata."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier)
     return tuple(carrier.items())
 
 
 def traceparent() -> str:
-    """The current trace as a W3C `traceparent`; empty where there is none."""
+    """Return the current trace as a W3C `traceparent`; empty if there is none."""
     return dict(trace_headers()).get("traceparent", "")
 
 
 def carrier_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
-    """gRPC metadata as a carrier for `request_span`."""
+    """Return gRPC metadata as a carrier for `request_span`."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}
 
 

@@ -1,23 +1,23 @@
-"""Prefill and decode workers of one host take turns on its cores, so that one number says who waits for whom, and not
-the system's scheduler.
+"""Turns of prefill and decode workers on the cores of one host. The ITL target decides who waits for whom; without
+turns, the operating system would.
 
-Decode comes first: while a decode worker computes, prefill waits before each of its operations. After every step, where
-prefill is waiting, decode leaves it the rest of an inter-token latency (ITL) that users may see. So prefill goes on
-even while decode never runs out of work, and has the cores to itself where decode rests.
+Decode has priority: while a decode worker computes, prefill waits before each of its operations. After a decode step,
+if prefill is waiting, prefill gets the cores for the rest of the target inter-token latency (ITL). So prompts make
+progress even if decode always has work, and prefill has the cores to itself while decode is idle.
 
-A request is handed over some milliseconds after its prompt's last step, and should be in decode's next step rather than
-wait for two. So prefill says that one is about to come, and decode plans a little later.
+A request is handed over some milliseconds after its prompt's last step. It should be part of decode's next step, and
+not of the one after it. So prefill announces the handoff, and decode plans its next step a little later.
 
-Everything is said in one page of the host's shared memory, as instants of the monotonic clock, in nanoseconds: whoever
-is killed while it is his turn, or while he waits for it, is soon forgotten.
+The workers share one page of the host's memory. Its words are instants of the monotonic clock in nanoseconds. Each
+expires by itself, so a worker that is killed during its turn, or while it waits for one, hardly delays the others.
 
-    word 0            until when prefill may compute although decode has work
-    word 1            until when prefill is known to want the cores
-    word 2 + slot     until when this decode worker is known to compute
-    word 64           until when a request may be about to be handed over
+    word 0            until then prefill may compute although decode has work
+    word 1            until then prefill wants the cores
+    word 2 + slot     until then this decode worker computes
+    word 64           until then a request may be handed over
 
-`src/turns.h` of the native kernels speaks the same, so that a turn may change between two operations of a step. They
-also leave to prefill what lies between the programs of a step, when Python works and cores are idle.
+`src/turns.h` of the native kernels uses the same page, so that turns also change between two operations of a step. And
+prefill may compute between two programs of a decode step, when decode runs Python and leaves its cores idle.
 """
 
 from __future__ import annotations
@@ -29,60 +29,65 @@ from typing import Protocol
 
 PAGE_BYTES = 4096
 SLOTS = 62
-"""Two decode workers may have the same one; then prefill now and then begins an operation too early."""
+"""Number of slots. If two decode workers have the same one, prefill sometimes begins an operation too early."""
 
 _PREFILL_UNTIL, _WANTED_UNTIL, _FIRST_SLOT, _HANDED_UNTIL = 0, 1, 2, 2 + SLOTS
 
 _MS = 1_000_000
 _ALIVE = 50 * _MS
-"""Longer than an operation takes."""
+"""Time until a worker's claim expires, in nanoseconds; longer than one operation takes."""
 _BETWEEN_STEPS = 1 * _MS
-"""Longer than prefill's next step needs to begin, where there is one."""
+"""Time for which prefill wants the cores after a step; longer than it takes until its next step begins."""
 _HANDOVER = 8 * _MS
-"""From the end of the step that finishes a prompt to when a decode worker has the request, on a busy host."""
+"""Time from the end of a prompt's last step until a decode worker has the request, on a busy host."""
 _NEXT_HANDOVER = 1 * _MS
-"""What the same step has finished comes right behind one another."""
+"""Time between two requests whose prompts ended in the same step: they are handed over one right after the other."""
 _POLL_SECONDS = 0.0002
 _STEPS = 8
-"""By the longest of so many the next one is judged: often the end of an operation of prefill's is within a step."""
+"""Number of recent steps whose longest is the estimate for the next step. A step often has to wait until an operation
+of prefill ends, so times vary."""
 _LEAST_SHARE = 0.5
-"""Seconds that prefill gets for a second of decoding, where steps take as long as the latency that users may see."""
+"""Least time that prefill gets for each second of decoding, in seconds, even if steps take longer than the target."""
 
 
 class Turns(Protocol):
-    """Called by the thread that computes, around each step."""
+    """The turns of one worker. The thread that computes calls `begin` and `end` around each step."""
 
     page: memoryview
     slot: int
-    """Of a decode worker; -1 for a prefill worker."""
+    """Slot of a decode worker in the page; -1 for a prefill worker."""
 
     def begin(self) -> None:
-        """Returns when it is this worker's turn."""
+        """Wait until it is this worker's turn."""
 
     def end(self, hands_over: bool) -> bool:
-        """The step is over. True where it is the turn of others now, however much this worker still has to do."""
+        """Note that a step has ended. Return whether it is the turn of others now, even if this worker has more work.
+
+        Args:
+            hands_over: whether the step finished the prompt of a request that a decode worker takes over.
+        """
 
     def wait(self, early: float) -> float:
-        """Waits until `early` seconds before this worker's next turn, or until others want none.
+        """Wait until `early` seconds before this worker's next turn, or until no other worker wants a turn.
 
-        Where a request is about to be handed over, waits for that, too, while others compute. Returns the seconds that
-        are left, for which `begin` would wait.
+        If a request is about to be handed over and others compute, wait for the request, too. Return the seconds that
+        are left until the turn.
         """
 
     def expecting(self) -> float:
-        """Seconds for which a request may be about to come; 0 where none is."""
+        """Return the seconds within which a request may be handed over; 0 if none is expected."""
 
     def received(self) -> None:
-        """A request has come."""
+        """Note that a request was handed over."""
 
 
 class DecodeTurns:
-    """Computes first, and leaves prefill what its steps leave of the target.
+    """The turns of a decode worker. It has priority, and leaves to prefill the time until the ITL target is over.
 
     Args:
         page: PAGE_BYTES of memory that all workers of the host share; zeros at first.
-        session: a number of this worker.
-        itl_target: seconds between two tokens of a request that are fine while others wait for their first one.
+        session: number of this worker, which gives it a slot.
+        itl_target: target for the seconds between two tokens of a request, while other requests wait for prefill.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class DecodeTurns:
         return max(0, words[_PREFILL_UNTIL] - self._clock()) / 1e9
 
     def _wait_until(self, instant: int) -> None:
-        """Or until others want no turn."""
+        """Wait until an instant, or until no other worker wants a turn."""
         words = self._words
         while (now := self._clock()) < instant:
             if words[_WANTED_UNTIL] <= now:
@@ -140,7 +145,7 @@ class DecodeTurns:
 
 
 class PrefillTurns:
-    """Computes where no decode worker does, and in the time that they leave.
+    """The turns of a prefill worker. It computes while no decode worker does, and in the time that decode leaves.
 
     Args:
         page: see `DecodeTurns`.
@@ -179,4 +184,4 @@ class PrefillTurns:
         return 0.0
 
     def received(self) -> None:
-        """Requests come here at any time."""
+        """Do nothing: prefill does not wait for requests."""

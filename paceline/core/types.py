@@ -1,4 +1,4 @@
-"""The words that every part uses. Imports nothing of ours."""
+"""Types that every part uses. Imports no other file of Paceline."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """Names one try at one request, and who may touch its blocks.
+    """The name of one attempt at a request, and the right to use its blocks.
 
-    `attempt` grows with every new try of the gateway, `generation` with every change of hands; a holder of a smaller
-    generation is refused.
+    The gateway increases `attempt` with each new attempt. `generation` increases whenever the lease gets a new owner.
+    Earlier owners, whose generation is smaller, are refused.
     """
 
     request_id: str
@@ -23,39 +23,39 @@ class Key(NamedTuple):
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended. Values are those of the OpenAI API."""
+    """The reason why a request ended. The values are those of the OpenAI API."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class ConstraintKind(enum.Enum):
-    """How the text of a constraint is written."""
+    """The language in which a constraint is written."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    """The whole output matches it. Rust's syntax: no look-around, no back references; `\\d` and `\\w` are ASCII."""
+    """Rust's syntax: no look-around, no back references; `\\d` and `\\w` are ASCII. The whole output matches."""
     CHOICE = "choice"
-    """A JSON list of texts; the output is one of them."""
+    """A JSON list of texts. The output is one of them."""
     GRAMMAR = "grammar"
-    """Lark with rule `start`, or GBNF with rule `root`."""
+    """A grammar: Lark with a rule `start`, or GBNF with a rule `root`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an output must be."""
+    """A language in which an output must be: a JSON schema, a regular expression, a choice or a grammar."""
 
     kind: ConstraintKind
     text: str
     end_token_ids: frozenset[int]
-    """Tokens that say: complete. They are possible only where the output may end, and always end the request."""
+    """Tokens that end the output. They are allowed only when the output is complete, and always end the request."""
     place: str = field(default="", compare=False)
-    """Where the client said it, as in "structured_outputs.regex". Only gateways know."""
+    """Field of the API that the client used, such as "structured_outputs.regex". Only gateways know it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. Resolved by the gateway: no field means "the default of the model"."""
+    """The parameters of sampling. The gateway has resolved them: no value stands for "the default of the model"."""
 
     temperature: float = 0.0
     """0 is greedy."""
@@ -64,15 +64,15 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    """Unsigned 64 bits. Noise is a function of (seed, position) alone."""
+    """Unsigned 64 bits. The random number of a token depends only on the seed and the token's position."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
-    """Empty allows every token."""
+    """The only tokens that may be sampled; empty allows all."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Ends the request; the token is part of the output."""
+    """Tokens that end the request. The token is part of the output."""
     min_tokens: int = 0
     max_tokens: int = 16
     logprobs: int | None = None
@@ -81,8 +81,8 @@ class SamplingParams:
     constraint: Constraint | None = None
 
     def ends(self, token_id: int, output_len: int) -> bool:
-        """Whether a token that makes the output `output_len` tokens long is its last."""
-        # Before min_tokens such a token comes only where a grammar has left no other.
+        """Return whether this token is the last if the output has `output_len` tokens, this one included."""
+        # Before min_tokens, an ending token is sampled only if a grammar allows no other token.
         return token_id in self.ending_token_ids and (output_len >= self.min_tokens or self.constraint is not None)
 
     @property
@@ -91,10 +91,10 @@ class SamplingParams:
         return self.stop_token_ids if self.constraint is None else self.stop_token_ids | self.constraint.end_token_ids
 
     def unwanted_ends(self, output_len: int) -> frozenset[int]:
-        """Tokens that must not come behind an output of `output_len` tokens, unless a constraint leaves no other."""
+        """Return the tokens that must not follow an output of `output_len` tokens, unless no other token is allowed."""
         unwanted = self.stop_token_ids if output_len < self.min_tokens else frozenset[int]()
         if self.constraint is not None:
-            # As with ignore_eos, which leaves them out of the stop tokens.
+            # End tokens that are not stop tokens are unwanted, too: the request has ignore_eos.
             unwanted |= self.constraint.end_token_ids - self.stop_token_ids
         return unwanted
 
@@ -105,7 +105,7 @@ class SamplingParams:
 
 
 class Logprob(NamedTuple):
-    """One entry of a token's report: `rank` 1 is the most likely."""
+    """The logprob of one token at a position. The most likely token has `rank` 1."""
 
     token_id: int
     logprob: float
@@ -113,7 +113,7 @@ class Logprob(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token, with the report asked for: the chosen token first, then the most likely ones in order."""
+    """A token and the requested logprobs: first the chosen token's, then those of the most likely tokens in order."""
 
     id: int
     logprobs: tuple[Logprob, ...] = ()

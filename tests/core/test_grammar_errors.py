@@ -29,7 +29,7 @@ JSON_SCHEMA, REGEX, CHOICE, GRAMMAR = ConstraintKind
         (GRAMMAR, "start: a\na: fuel", 'line 2, column 4: it uses "fuel", which no rule defines; add one'),
         (GRAMMAR, 'start: "a" b\nb: /(/', "line 2, column 4: a regular expression cannot be read: unclosed group"),
         (GRAMMAR, 'start: %json {"not": {}}', 'line 1, column 8: "not" cannot be enforced here'),
-        (GRAMMAR, 'root ::= ("a"', "it is no GBNF: Expected ')'"),
+        (GRAMMAR, 'root ::= ("a"', "it is not valid GBNF: Expected ')'"),
     ],
 )
 def test_what_a_check_finds(kind: ConstraintKind, text: str, said: str) -> None:
