@@ -1,10 +1,9 @@
 """The memory that a device computes in: the host's arena itself, or a pool of its own above the arena.
 
-A request always holds blocks of the arena (`Request.tables`). A device with a pool of its own has a copy of each block
+A request always has blocks in the arena (`Request.tables`). A device with a pool of its own has a copy of each block
 that a running request needs (`Request.pool_tables`). Full blocks are stored in the arena, where other workers find
-them. So a request can be swapped out at any time: only its last, partial blocks have to be stored then. To swap it in
-means to load its blocks again. Nothing is copied here: the engine takes each `CopyBatch` and reports when it has been
-copied.
+them. So a request can be swapped out at any time: only its last, partial blocks have to be stored then. A swap-in loads
+its blocks again. This file copies nothing: the engine takes each `CopyBatch`, has it copied, and reports that.
 
 Pure, like the scheduler.
 """

@@ -76,7 +76,7 @@ class Matcher:
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         ends = [token for token in self._end_token_ids if _has(mask, token)]
         if ends and not matcher.is_accepting():
-            # The grammar names the token itself, somewhere inside. But here it would end the request.
+            # The grammar itself contains the token, but here it would end the request before the output is complete.
             mask = mask.copy()
             for token in ends:
                 mask[token >> 3] &= ~np.uint8(1 << (token & 7))

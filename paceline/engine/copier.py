@@ -16,21 +16,21 @@ from paceline.engine.pool_directory import PeerPools
 from paceline.kernels.block_copies import BlockCopies
 
 LOOK_SECONDS = 1.0
-"""Longest time between two looks for peers that have ended."""
+"""Longest time between two checks for peers that have ended."""
 
 Done = Callable[[CopyBatch, float, float, int], None]
 """(batch, seconds of copying, seconds of waiting before, blocks loaded from other pools)"""
 
 
 class _CopyTask(NamedTuple):
-    """A batch in the queue; the least one is copied first."""
+    """A batch in the queue. The lowest rank is copied first, and within a rank the lowest number."""
 
     rank: int
     number: int
     copies: CopyBatch | None
     """None ends the thread."""
     asked: float
-    """When it was submitted, on time.perf_counter()."""
+    """Time of submission on time.perf_counter()."""
 
 
 class Copier:
@@ -56,7 +56,8 @@ class Copier:
         self._tasks.put(_CopyTask(LAST + 1, next(self._numbers), None, 0.0))
 
     def run(self) -> None:
-        # The thread works for milliseconds in a second, and requests wait for it: it goes before threads that compute.
+        # The thread works for a few milliseconds in a second, and requests wait for it. So it gets a higher priority
+        # than threads that compute.
         with contextlib.suppress(OSError):  # only root may raise a priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) - 10)
         while (task := self._next()).copies is not None:

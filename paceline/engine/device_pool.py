@@ -13,19 +13,20 @@ from paceline.engine.request import Request
 from paceline.engine.step import Event
 
 _WEIGHT = 0.1
-"""Of a new figure in an average."""
+"""Weight of a new value in an average."""
 
 _TELLING_LOADS = 4
-"""Of blocks together, at least, that tell how long one takes."""
+"""Least number of blocks in a batch from which the time to load one block is measured."""
 
 
 class DevicePool:
-    """The device has `slots` slots of its own.
+    """A pool of `slots` slots on the device.
 
-    Full blocks stay when their request leaves, until room is needed: who needs one of them next loads nothing.
+    Full blocks stay in the pool after their request has left, until their slots are needed. A request that needs one of
+    them before does not have to load it.
 
     Args:
-        directory: what other processes know of the pool, where they can read it.
+        directory: tells other processes which blocks are in the pool, if they can read it.
     """
 
     def __init__(self, layout: KVLayout, slots: int, directory: PoolDirectory | None = None) -> None:
@@ -34,15 +35,15 @@ class DevicePool:
         self._pool = BlockPool(slots, len(layout.groups))
         self._copies: list[CopyBatch] = []
         self._refused: Request | None = None
-        """Found no room, and none has come since."""
+        """The request that has found too few free slots, while none have been given back since."""
         self._stores: list[BlockCopy] = []
-        """Of what was sealed since the last `tell`."""
+        """Copies to the arena of blocks that were sealed since the last `when_stored`."""
         self._block_seconds = 0.0
-        """To load a block; 0 as long as nobody knows."""
+        """Average time to load a block; 0 if unknown."""
 
     def admit(self, request: Request, tokens_per_second: float) -> bool:
         if request is self._refused:
-            return False  # looking again takes long with long contexts
+            return False  # another search would take long with a long context, and find nothing new
         blocks = list(self._needed(request))
         found = self._found(blocks)
         reused = [slot for slot in found if slot is not None]
@@ -116,7 +117,7 @@ class DevicePool:
         return self._pool.counts()
 
     def _needed(self, request: Request) -> Iterator[_Block]:
-        """The blocks that a request goes on with."""
+        """Yield the blocks that a request needs to continue."""
         for number, (group, table) in enumerate(zip(self._groups, request.tables)):
             filled = request.filled_len(number)
             for index in range(group.first_needed_block(filled), len(table)):
@@ -126,12 +127,14 @@ class DevicePool:
                     yield _Block(number, index, is_full, digest)
 
     def _found(self, blocks: Iterable[_Block]) -> list[int | None]:
-        """In which slots they are already."""
+        """Return for each block the slot of the pool that has it already, or None."""
         return [self._pool.find(block.group, block.digest) if block.is_full else None for block in blocks]
 
     def _give(self, request: Request, blocks: Sequence[_Block], found: Sequence[int | None]) -> list[BlockCopy]:
-        """Makes a request's tables in the pool of what was found there and of fresh slots; returns what is to be
-        loaded into these. There must be enough."""
+        """Make a request's tables in the pool from found slots and fresh ones. Return the loads into the fresh ones.
+
+        The caller has made sure that enough slots are free.
+        """
         self._pool.reuse([slot for slot in found if slot is not None])
         fresh = iter(self._take(found.count(None)))
         request.pool_tables = [[NO_SLOT] * len(table) for table in request.tables]
@@ -144,19 +147,19 @@ class DevicePool:
         return loads
 
     def _take_in(self, loads: Sequence[BlockCopy]) -> None:
-        """These are what they are called: they can be found."""
+        """Seal blocks that were loaded. From now on other requests find them."""
         full = [move for move in loads if move.is_full]
         for move in full:
             self._pool.seal(move.pool_slot, move.group, move.digest)
         self._publish(full)
 
     def _is_cheaper_computed(self, request: Request, loads: int, tokens_per_second: float) -> bool:
-        """Whether to compute the context again takes less time than to load so many blocks."""
+        """Return whether computing the context again is faster than loading `loads` blocks."""
         if any(group.shape.window for group in self._groups) or request.sampling.prompt_logprobs is not None:
-            return False  # of the beginning not all blocks are there to be computed in, or it was reported already
+            return False  # the request has no blocks before a window any more, or would report logprobs twice
         if request.computed_len >= loads * self._block_seconds * tokens_per_second:
             return False
-        # No load will tell that they have become faster: so the figure does not stand for ever.
+        # While requests compute instead, no load is measured. The estimate sinks, so that loads are tried again.
         self._block_seconds *= 1 - _WEIGHT
         return True
 
@@ -164,13 +167,13 @@ class DevicePool:
         assert request.pool_tables is not None
         for number, (group, table) in enumerate(zip(self._groups, request.pool_tables)):
             block, rest = divmod(request.filled_len(number), group.block_tokens)
-            # One that is sealed is whole there, and others read it; here it is being computed again.
+            # A sealed block is complete in the arena, and others read it. Here it is being computed again.
             if rest and block >= request.sealed_blocks[number]:
                 digest = request.hash_of(number, block)
                 self._store(BlockCopy(table[block], request.tables[number][block], number, digest, is_full=False))
 
     def _store(self, move: BlockCopy) -> None:
-        # Its slot is nobody else's until it is stored, also where the request gives it back before.
+        # Keep the slot until the block is stored, even if the request gives it back before.
         self._pool.share((move.pool_slot,))
         self._stores.append(move)
 
@@ -181,7 +184,7 @@ class DevicePool:
         return slots
 
     def _publish(self, moves: Iterable[BlockCopy]) -> None:
-        """Nobody writes to these blocks from now on, until they are taken by somebody else."""
+        """Tell other processes of these blocks, which do not change until their slots are taken again."""
         if self._directory is not None:
             self._directory.publish(moves)
 
@@ -204,7 +207,7 @@ class _Block(NamedTuple):
     place: int
     is_full: bool
     digest: bytes
-    """The name of what is in it; empty where there is nothing."""
+    """Name of the block's content; empty if it has none."""
 
 
 def _average(old: float, new: float) -> float:

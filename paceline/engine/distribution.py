@@ -1,6 +1,7 @@
-"""The distribution from which a token is drawn, and the rule that keeps it while drafts are verified.
+"""The distribution from which a token is drawn, and the acceptance rule for drafts that preserves it.
 
-All probabilities are fp64, and draws invert their cumulative sums at numbers of 53 bits: fp32 would cut off the tail.
+All probabilities are fp64. A draw inverts the cumulative sum at a random number of 53 bits. In fp32, tokens of very low
+probability could never be drawn.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from torch import Tensor
 from paceline.core.types import SamplingParams
 
 _LIKELY = 1e-3
-"""top_p looks first at tokens that are so likely beside the best one; there are seldom many of them."""
+"""top_p first sorts only tokens with at least this share of the best token's probability. These are usually few."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What a token may become."""
+    """A distribution over token ids."""
 
     weights: Tensor
-    """fp64 [n]: probabilities, but for a common factor."""
+    """fp64 [n]: probabilities times a common factor."""
     tokens: Tensor | None = None
-    """int64 [n]: whose they are, where some were cut away; None is all, in order of id."""
+    """int64 [n]: token id of each weight, if some tokens were cut off; None if the weights are of all ids in order."""
 
     def draw(self, u: float) -> int:
-        """The token at u in [0, 1) of the cumulative distribution."""
+        """Return the token at `u` in [0, 1) of the cumulative distribution."""
         cumulative = self.weights.cumsum(dim=-1)
         index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
         if index == len(self.weights):  # u times the sum was rounded up to the sum
@@ -34,20 +35,21 @@ class Distribution:
         return index if self.tokens is None else int(self.tokens[index])
 
     def dense(self, vocab_size: int) -> Tensor:
-        """Probabilities of all tokens: fp64 [vocab_size]."""
+        """Return the probabilities of all tokens: fp64 [vocab_size]."""
         shares = self.weights / self.weights.sum()
         if self.tokens is None:
             return shares
         return torch.zeros(vocab_size, dtype=shares.dtype, device=shares.device).scatter_(0, self.tokens, shares)
 
     def verify(self, draft: int, drawn_from: Distribution | None, vocab_size: int, u: float, v: float) -> int:
-        """A token of this distribution that is the draft as often as can be (speculative sampling, Leviathan 2022).
+        """Return a token of this distribution p, which is the draft with the highest possible probability.
 
-        A draft x that was drawn from q is accepted with min(1, p(x) / q(x)); otherwise max(0, p - q) has its turn. A
-        draft that was not drawn but looked up is one that was certain: q(x) = 1.
+        This is speculative sampling (Leviathan 2022). A draft x that was drawn from q is accepted with probability
+        min(1, p(x) / q(x)). Otherwise a token is drawn from max(0, p - q). A draft that was looked up has q(x) = 1.
 
         Args:
-            u, v: in [0, 1), independent of each other and of what drew the draft: one accepts, the other draws anew.
+            drawn_from: q; None if the draft was looked up.
+            u, v: random numbers in [0, 1), independent of each other and of the draft. `u` accepts, `v` draws again.
         """
         wanted = self.dense(vocab_size)
         if drawn_from is None:
@@ -62,7 +64,7 @@ class Distribution:
 
 
 def cut(logits: Tensor, params: SamplingParams) -> Distribution:
-    """What temperature, top_k, min_p and top_p leave of one row of logits fp32 [vocab]."""
+    """Return the distribution of one row of logits, fp32 [vocab], after temperature, top_k, min_p and top_p."""
     tokens: Tensor | None = None
     values = logits.double() / params.temperature
     if 0 < params.top_k < values.numel():
@@ -78,15 +80,15 @@ def cut(logits: Tensor, params: SamplingParams) -> Distribution:
 
 
 def _best_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest of values [n] in descending order, of equal ones the first, and their indices."""
+    """Return the `count` largest of values [n] in descending order, and their indices. The first of equal ones wins."""
     candidates = (~(values < values.topk(count).values[-1])).nonzero().squeeze(-1)
     best, places = values[candidates].sort(descending=True, stable=True)
     return best[:count], candidates[places[:count]]
 
 
 def _cut_top_p(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The fewest most likely tokens that together have at least top_p: their probabilities, fp64, and their indices."""
-    # All tokens that are less likely than the second floor have less than 1 - top_p together.
+    """Return the fewest most likely tokens that have at least top_p together: fp64 probabilities, and indices."""
+    # All tokens that are less likely than the second floor have less than 1 - top_p together, so it always suffices.
     for floor in (_LIKELY * probabilities.max(), (1 - top_p) / probabilities.numel()):
         candidates = (probabilities >= floor).nonzero().squeeze(-1)
         best, places = probabilities[candidates].sort(descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""Guessing the next tokens, so that one forward pass can verify several."""
+"""Drafters: they propose the next tokens, so that one forward pass of the target model can verify several."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ _CATCH_UP_TOKENS = 128
 
 
 class Drafter(Protocol):
-    """Proposes what may come next. A wrong guess costs time, never a token."""
+    """A source of draft tokens. A wrong draft costs time, but never changes a token."""
 
     fills_kv: bool
-    """Whether it has KV groups of its own."""
+    """Whether the drafter has KV groups of its own."""
     taps: tuple[int, ...]
-    """Depths of the target model whose hidden states it wants to see (trained heads, EAGLE); see `Taps`."""
+    """Depths of the target model whose hidden states the drafter reads (trained heads, EAGLE); see `Taps`."""
 
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
-        """Sees what the target model has computed in a step; the tokens that were chosen are in the rows.
+        """Take in a step that the target model has computed. The rows include the tokens that were chosen.
 
         Args:
-            states: [tokens, hidden] of every depth in `taps`, for the tokens of `inputs`.
+            states: hidden states [tokens, hidden] of the tokens of `inputs`, for each depth in `taps`.
         """
 
     def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
-        """Puts up to wanted[row] tokens, at least one, behind the context of each row, with `Rows.draft`.
+        """Draft at most wanted[row] tokens, which is at least 1, after the context of each row, with `Rows.draft`.
 
-        Returns how many tokens it drafted; 0 where the time that it took says nothing about what a draft costs.
+        Return the number of drafted tokens; 0 if the time of this call says nothing about the cost of a draft.
         """
 
 
 class PromptLookup:
-    """What followed the last time that the context ended like this (n-gram, prompt lookup).
+    """A drafter that finds the end of the context earlier in it, and drafts what came after it (prompt lookup, n-gram).
 
     Args:
-        min_tokens, max_tokens: how much of the end must agree, and how much is looked at to choose the best place.
+        min_tokens: shortest match with the end of the context, in tokens.
+        max_tokens: longest match looked for. The longest match wins, and of equally long ones the last.
     """
 
     fills_kv = False
@@ -62,9 +63,9 @@ class PromptLookup:
         return sum(rows.drafts[row] for row in wanted)
 
     def lookup(self, context: np.ndarray, count: int) -> list[int]:
-        """Up to `count` token ids that may follow int32 [tokens]; none where there is no idea."""
+        """Return up to `count` token ids that may follow a context int32 [tokens]; none without a match."""
         last = len(context) - 1
-        # Places before the end where the last token stands, narrowed to those where more and more of the end agrees.
+        # Begin with all earlier places of the last token, and keep only the places where more and more tokens match.
         places = np.flatnonzero(context[:last] == context[last])
         for agreed in range(1, self._max_tokens):
             longer = places[(places >= agreed) & (context[places - agreed] == context[last - agreed])]
@@ -84,9 +85,9 @@ class ModelDrafter:
 
     Args:
         draws: see `sampler.propose`.
-        layers: how many layers run; None is all. The target's own first layers share its KV.
         first_group: index of the model's first group in the layout.
-        chooser: the kernels' own, if they have one.
+        layers: number of the target's first layers, which share its KV; None runs all layers of a smaller model.
+        chooser: the kernels' chooser of tokens, if they have one.
     """
 
     taps: tuple[int, ...] = ()
@@ -109,8 +110,8 @@ class ModelDrafter:
         self.fills_kv = layers is None
 
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
-        """Computes its own KV of prompts; of the tokens behind them it computes it when it drafts."""
-        # A request that leaves after its first token takes the drafter's KV along, and never drafts here.
+        """Compute the draft model's KV of prompts. `draft` computes its KV of later tokens."""
+        # A request that is handed over takes this KV along to its decode worker. It never drafts here.
         prompts = [chunk for chunk in chunks if chunk.prefills]
         if prompts and self.fills_kv:
             self._catch_up(rows, {chunk.row: chunk.end for chunk in prompts})
@@ -118,12 +119,12 @@ class ModelDrafter:
     def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
         late = {}
         if self.fills_kv:
-            # Nothing may have been drafted for long. Not all of it in one step: others wait for its end.
+            # A row without drafts for a while lacks much KV. It catches up over several steps, because other rows wait.
             ends = {row: rows.drafter_lengths[row] + _CATCH_UP_TOKENS for row in wanted}
             late = {row: end for row, end in ends.items() if end < rows.lengths[row]}
             self._catch_up(rows, late)
         left = {row: count for row, count in wanted.items() if row not in late}
-        # Of the target's own layers all is computed but the newest token.
+        # The target's own layers have the KV of all tokens but the newest.
         starts = {row: rows.drafter_lengths[row] if self.fills_kv else rows.lengths[row] - 1 for row in left}
         drafts: dict[int, list[Draft]] = {row: [] for row in left}
         while left:
@@ -147,7 +148,7 @@ class ModelDrafter:
         return 0 if late else sum(map(len, drafts.values()))
 
     def _catch_up(self, rows: Rows, ends: Mapping[int, int]) -> None:
-        """Computes its own KV of tokens before ends[row]."""
+        """Compute the draft model's KV of the tokens before ends[row]."""
         if ends:
             self._forward(rows.span([(row, rows.drafter_lengths[row], end) for row, end in ends.items()]))
             for row, end in ends.items():

@@ -1,4 +1,4 @@
-"""From folders and options to what computes: the model, what drafts for it, and the layout of their cache."""
+"""Loading of a model and its drafter from folders and options, and the layout of their KV cache."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from paceline.models.loader import load_model
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a worker computes with."""
+    """The models of a worker, and everything that is derived from their folders."""
 
     model: Model
     draft_model: Model | None
     layout: KVLayout
-    """The model's groups, then those of the draft model: its cache is handed over with the target's."""
+    """The model's groups, then the draft model's. So a handoff includes the draft model's KV."""
     speculative: SpeculativeConfig | None
     grammars: Grammars
     chooser: TokenChooser | None = None
-    """The kernels' own, if they have one."""
+    """The kernels' chooser of tokens, if they have one."""
 
     @property
     def max_position(self) -> int:
-        """Tokens of the longest context that all models take."""
+        """Tokens of the longest context that both models support."""
         models = [self.model] if self.draft_model is None else [self.model, self.draft_model]
         return min(model.config.max_position for model in models)
 
@@ -46,7 +46,7 @@ class Loaded:
         return self.speculative.num_speculative_tokens if self.speculative is not None else 0
 
     def runner(self, pool: Tensor, limits: Limits) -> ModelRunner:
-        """What runs the model over `pool`, flat, of the cache's dtype."""
+        """Return a runner of the model over `pool`, a flat tensor of the KV's dtype."""
         probabilistic = self.speculative is not None and self.speculative.is_probabilistic
         drafter = self._drafter(pool)
         return ModelRunner(self.model, self.layout, pool, limits, self.grammars, drafter, probabilistic, self.chooser)
@@ -74,13 +74,14 @@ def load(
     packed_dir: Path | None = None,
     quantization: Quantization = "none",
 ) -> Loaded:
-    """Loads a model, and a draft model, never quantized, where `speculative` names one.
+    """Load a model, and a draft model if `speculative` names one. The draft model is never quantized.
 
     Args:
-        packed_dir: where the workers of a host share packed weights, if they do; quantized ones are not shared.
+        packed_dir: folder in which the workers of a host share packed weights; None shares none. Quantized weights are
+            never shared.
 
     Raises:
-        ConfigError: the options do not go with the model, or with each other.
+        ConfigError: the options do not go with the model or with each other.
         ModelError: a model cannot be read.
     """
     check_speculative(speculative, folder)

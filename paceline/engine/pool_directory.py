@@ -1,11 +1,11 @@
-"""Which blocks lie in a device's pool, for other processes that can read it.
+"""A directory of the blocks in a device's pool, for other processes that can read the pool.
 
-A request always holds blocks of the arena; a pool has copies of some. The directory has one entry for each slot of the
-arena: where in the pool its copy is, and what that contains. Whoever reads a block from a pool that goes on being
-written asks nobody: it notes the entry's stamp, copies, and looks whether the stamp is still the same. Where it is not,
-the block may have been overwritten meanwhile, and the copy counts for nothing.
+A request always has blocks in the arena; a pool has copies of some. The directory has one entry for each slot of the
+arena: the slot in the pool that has a copy, and the name of its content. A reader needs no lock, although the owner of
+the pool goes on writing: it reads the entry's stamp, copies the block, and reads the stamp again. If the stamp has
+changed, the block may have been overwritten meanwhile, and the reader drops its copy.
 
-Pure: the memory is given.
+Pure: the caller gives the memory.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ _ENTRY = np.dtype([("stamp", "<u8"), ("slot", "<u4"), ("name", _NAME)])
 
 
 class BlockCopy(NamedTuple):
-    """A block on its way between the pool and the arena."""
+    """A copy of one block between the pool and the arena."""
 
     pool_slot: int
     arena_slot: int
     group: int
     digest: bytes
-    """What is in it (`Request.hash_of`)."""
+    """Name of the block's content (`Request.hash_of`)."""
     is_full: bool = True
-    """Otherwise its content may still change."""
+    """Whether the block is full. If not, its content may still change."""
 
 
 class PeerPools(Protocol):
-    """Pools of other workers on the same device."""
+    """The pools of other workers on the same device."""
 
     def load(self, moves: Sequence[BlockCopy]) -> list[BlockCopy]:
-        """Copies what they have into this worker's pool, and waits for it. Returns what they have not."""
+        """Copy blocks from these pools into this worker's pool, and wait for that. Return the blocks that none has."""
 
     def drop_ended(self) -> None:
-        """Lets go of those that have ended. Called often, also where there is nothing to load."""
+        """Close the pools of workers that have ended. Called often, even if there is nothing to load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Blocks that were in the pool when it was looked."""
+    """Blocks that were in the pool at the time of the search."""
 
     indices: np.ndarray
-    """int64 [found]: of the moves that were asked about."""
+    """int64 [found]: index of each found block in the list that was searched for."""
     pool_slots: np.ndarray
     arena_slots: np.ndarray
     stamps: np.ndarray
 
 
 class PoolDirectory:
-    """Written by one process, in one thread; read by any.
+    """A directory that one thread of one process writes, and any process reads.
 
     Args:
-        memory: shared, zero at first, at a multiple of 8 bytes; of the size that `bytes_for` says.
-        slots: of the pool.
+        memory: shared memory of `bytes_for(arena_slots)` bytes, aligned to 8 bytes, zeros at first.
+        slots: number of slots of the pool.
     """
 
     def __init__(self, memory: memoryview, arena_slots: int, slots: int) -> None:
@@ -70,7 +70,7 @@ class PoolDirectory:
         self._stamps = self._entries["stamp"]
         self._slots = slots
         self._next = itertools.count(1)
-        self._places: dict[int, int] = {}  # by slot of the pool, in which entry it was told last
+        self._places: dict[int, int] = {}  # slot of the pool: index of the entry that was last written for it
 
     @staticmethod
     def bytes_for(arena_slots: int) -> int:
@@ -79,18 +79,18 @@ class PoolDirectory:
     # ---- the writer
 
     def publish(self, moves: Iterable[BlockCopy]) -> None:
-        """The device has written these blocks to the end, and they do not change until they are withdrawn."""
+        """Add blocks that are complete in the pool. They must not change until they are withdrawn."""
         for move in moves:
             self.withdraw((move.pool_slot,))
             entry = self._entries[move.arena_slot]
-            # Nobody may take one entry's stamp for another's: it goes first, and comes last.
+            # The stamp is cleared first and set last, so that no reader sees it with parts of another entry.
             entry["stamp"] = 0
             entry["slot"], entry["name"] = move.pool_slot, np.void(_name(move))
             entry["stamp"] = next(self._next)
             self._places[move.pool_slot] = move.arena_slot
 
     def withdraw(self, pool_slots: Iterable[int]) -> None:
-        """What is in these slots will change. Comes before the step or the copy that writes there is launched."""
+        """Remove blocks. Must be called before the launch of a step or copy that writes to these slots."""
         for slot in pool_slots:
             place = self._places.pop(slot, None)
             if place is not None and self._entries["slot"][place] == slot:
@@ -99,16 +99,16 @@ class PoolDirectory:
     # ---- readers
 
     def find(self, moves: Sequence[BlockCopy]) -> Found:
-        """Which of these blocks can be read from the pool now."""
+        """Find the blocks that can be read from the pool now."""
         places = np.fromiter((move.arena_slot for move in moves), np.int64, len(moves))
         stamps = self._stamps[places]
-        entries = self._entries[places]  # behind the stamps, see `publish`
+        entries = self._entries[places]  # read after the stamps; see `publish`
         wanted = np.frombuffer(b"".join(map(_name, moves)), _NAME)
         (indices,) = np.nonzero((stamps != 0) & (entries["name"] == wanted) & (entries["slot"] < self._slots))
         return Found(indices, entries["slot"][indices], places[indices], stamps[indices])
 
     def unchanged(self, found: Found) -> list[int]:
-        """Those of the indices whose blocks were all the time what they were when they were found."""
+        """Return the indices of found blocks that have not changed since they were found."""
         kept: list[int] = found.indices[self._stamps[found.arena_slots] == found.stamps].tolist()
         return kept
 
