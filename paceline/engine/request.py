@@ -85,8 +85,8 @@ class Request:
     planned_len: int = field(init=False)
     """Tokens at the front of the context that are computed or in flight."""
     unknown: deque[int] = field(default_factory=deque, init=False)
-    """The most tokens that each launched step can give which samples and whose results have not come; each gives at
-    least one."""
+    """One number for each launched step that samples and whose results have not come: the most tokens that it can give.
+    Each gives at least one."""
 
     def __post_init__(self) -> None:
         self.joined_len = len(self.token_ids)

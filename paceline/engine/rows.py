@@ -1,7 +1,7 @@
-"""What the device remembers of running requests, one row each.
+"""The device's state of running requests, with one row for each.
 
-A step's inputs are formed here from what the steps before it have left, so that it can be launched before the host
-knows their results. On CPU the "device" is the thread that computes.
+The inputs of a step are formed here from the state that earlier steps have left. So a step can be launched before the
+host knows their results. On a CPU, the "device" is the thread that computes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from paceline.kernels.interface import AttentionBatch, GroupTables
 from paceline.kernels.transfer import to_device
 
 Span = tuple[int, int, int]
-"""A row, and the first and last + 1 of some of its tokens."""
+"""(row, start, end): tokens [start, end) of a row."""
 
 _SIZES = 32
-"""Of steps whose vectors are kept. Making a tensor takes longer than filling it."""
+"""Number of batch sizes whose vectors are kept for reuse. To make a tensor takes longer than to fill it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What sampling needs to know of a row and never changes while it is taken."""
+    """The data for sampling that do not change while a request has a row."""
 
     sampling: SamplingParams
     prompt_len: int
     takes_best: bool
 
     def ends(self, token_id: int, length: int) -> bool:
-        """Whether a token that makes the context `length` tokens long is its last."""
+        """Return whether this token is the last if the context has `length` tokens, this one included."""
         return self.sampling.ends(token_id, length - self.prompt_len)
 
 
@@ -57,16 +57,17 @@ class Inputs:
 class Rows:
     """The state of up to `count` requests.
 
-    `token_ids` int32 [count, max_len] holds contexts, and behind each its drafts. Lists of `count` numbers are:
-    `lengths` and `drafts`, how many tokens of either there are; `limits`, how long a context may grow; `capacities`,
-    how many tokens have room in its blocks; `drafter_lengths`, for how many tokens a draft model has computed KV.
+    `token_ids` int32 [count, max_len + max_drafts] has the context of each row and after it the row's drafts. There are
+    lists with one number for each row: `lengths` and `drafts`, the tokens of the context and the drafts after it;
+    `limits`, the most tokens that the context may have; `capacities`, the tokens that fit into its blocks;
+    `drafter_lengths`, the tokens whose KV a draft model has computed.
 
-    Between two steps the caches hold weights, and every function that was not called lately is far away. So inputs are
-    formed with few of them: plain numbers in lists, and slices of arrays.
+    A forward pass fills the CPU's caches with weights, so each function that is called for the first time after it is
+    slow. So the code that forms inputs calls few functions: it uses plain numbers in lists, and slices of arrays.
 
     Args:
         max_len: tokens of the longest context.
-        max_drafts: draft tokens behind it.
+        max_drafts: most draft tokens after a context.
     """
 
     def __init__(self, count: int, max_len: int, max_drafts: int, layout: KVLayout, device: torch.device) -> None:
@@ -103,7 +104,7 @@ class Rows:
             self._gathered.clear()
 
     def form(self, chunks: Sequence[Chunk]) -> Inputs:
-        """The inputs of a step. A row that has come to its end has no token in it."""
+        """Return the inputs of a step. A row that has ended has no token in them."""
         spans: list[Span] = []
         for chunk in chunks:
             row, start, count = chunk.row, chunk.start, chunk.length
@@ -114,7 +115,7 @@ class Rows:
         return self.span(spans)
 
     def span(self, spans: Sequence[Span]) -> Inputs:
-        """These tokens, which hold until the next inputs are formed."""
+        """Return the inputs for these tokens. They are valid until the next inputs are formed."""
         arrays, tensors = self._vectors(sum([end - start for _, start, end in spans]))
         tokens, positions, *placed = arrays
         begin, query_start = 0, [0]
@@ -143,12 +144,12 @@ class Rows:
         return Inputs(tensors[0], tensors[1], [start for _, start, _ in spans], batch)
 
     def _gather(self, index: int, spans: Sequence[Span]) -> Tensor:
-        """The tables of a group, one a span, as far as they are needed; as before where nothing has changed."""
+        """Return a group's block tables for spans: int32 [spans, blocks]. They are reused if nothing has changed."""
         rows = [row for row, _, _ in spans]
         blocks = self._layout.groups[index].blocks_for(max((end for _, _, end in spans), default=0))
         key = (index, blocks, *rows)
         if key not in self._gathered:
-            tables = self._tables[index][rows, :blocks].view(np.int32)  # as the kernels have them: NO_SLOT is -1
+            tables = self._tables[index][rows, :blocks].view(np.int32)  # as kernels expect it: NO_SLOT is -1
             self._gathered[key] = to_device(torch.from_numpy(tables), self._device)
         return self._gathered[key]
 
@@ -158,24 +159,24 @@ class Rows:
         return fixed
 
     def context(self, row: int, length: int | None = None) -> np.ndarray:
-        """int32 [length]: the row's first tokens, drafts included where `length` reaches into them; by default none."""
+        """Return the row's first `length` tokens: int32 [length], which may include drafts. By default, the context."""
         return self.token_ids[row, : self.lengths[row] if length is None else length]
 
     def drafts_of(self, row: int) -> Sequence[Draft]:
-        """What stands behind the context of a row."""
+        """Return the drafts after the context of a row."""
         return self._drafts[row][: self.drafts[row]]
 
     def room_for_drafts(self, row: int) -> int:
-        """Tokens that may be drafted for a row: each takes a place in its blocks, and one token more must follow."""
+        """Return how many drafts a row may have. Each needs room in the blocks, and one more token follows."""
         return max(0, min(self.capacities[row], self.limits[row] - 1) - self.lengths[row])
 
     def append(self, row: int, token_ids: Sequence[int], ended: bool) -> None:
-        """Tokens that were sampled for a row; the drafts behind its context are gone. A row that has ended stays so."""
+        """Append sampled tokens to a row, and drop its drafts. A row that has ended gets no more tokens."""
         length = self.lengths[row]
         self.token_ids[row, length : length + len(token_ids)] = token_ids
         self.lengths[row] = length + len(token_ids)
         self.drafts[row], self._drafts[row] = 0, ()
-        # What it computed for refused drafts counts no more.
+        # The draft model's KV of refused drafts is not valid any more.
         self.drafter_lengths[row] = min(self.drafter_lengths[row], self.lengths[row] - 1)
         if ended:
             self.limits[row] = self.lengths[row]
@@ -184,13 +185,16 @@ class Rows:
         return self.lengths[row] >= self.limits[row]
 
     def draft(self, row: int, drafts: Sequence[Draft]) -> None:
-        """Proposes what may come behind the context of a row."""
+        """Put drafts after the context of a row."""
         length = self.lengths[row]
         self.token_ids[row, length : length + len(drafts)] = [draft.token for draft in drafts]
         self.drafts[row] = len(drafts)
         self._drafts[row] = drafts
 
     def _make_vectors(self, tokens: int) -> tuple[list[np.ndarray], list[Tensor]]:
-        """int64 [tokens] for token ids, positions, and slots and offsets of each group; as arrays, and as tensors."""
+        """Make vectors int64 [tokens] for token ids, positions, and the slots and offsets of each group.
+
+        Return them as arrays, and as tensors in the same memory.
+        """
         arrays = list(np.empty((2 + 2 * len(self._tables), tokens), dtype=np.int64))
         return arrays, [torch.from_numpy(array) for array in arrays]

@@ -1,4 +1,4 @@
-"""Computes steps: forms their inputs on the device, runs the model over the paged cache, samples, drafts."""
+"""The runner of steps. It forms their inputs on the device, runs the model over the paged cache, samples and drafts."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from paceline.kernels.interface import AnyCache, Draw, Logits, Taps, TokenChoose
 from paceline.models.base import Model
 
 _SCORED_ROWS = 256
-"""Rows of prompt logits at a time: a long prompt times a large vocabulary would not fit into memory."""
+"""Most rows of prompt logits that are computed together. For a long prompt, all logits would not fit into memory."""
 
 
 class ModelRunner:
-    """Runs one model over one pool of KV blocks.
+    """A runner of one model over one pool of KV blocks.
 
     Args:
-        pool: the blocks, flat, of the cache's dtype: [slots * layout.slot_bytes / itemsize]. On CPU this is the arena
-            itself, so that what is stored is where others find it.
-        drafter: proposes tokens, where there is one. What it keeps of its own comes behind the model's in the layout.
-        probabilistic: accept drafts as often as the distribution allows, by numbers of their own; otherwise just when
-            they are what would have been sampled without drafts: the same distribution, and the same tokens.
-        chooser: chooses what depends on logits alone, of all rows in one call.
+        pool: the blocks, flat, of the cache's dtype: [slots * layout.slot_bytes / itemsize]. On a CPU this is usually
+            the arena itself, so that other workers find the blocks there.
+        drafter: proposes tokens, if there is one. If it has KV groups, they come after the model's in the layout.
+        probabilistic: accept drafts as often as the distribution allows, by random numbers of their own. Otherwise,
+            accept only the tokens that would have been sampled without drafts, so that outputs are the same.
+        chooser: chooses tokens of all rows in one call, if they depend on logits alone.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """One forward pass, and the drafts for the next. When it returns, the KV is in the pool."""
+        """Compute a forward pass, sample, and draft for the next step. When it returns, the KV is in the pool."""
         began, cpu_began = time.perf_counter(), time.thread_time()
         self._model_seconds = self._model_cpu_seconds = 0.0
         with _current(self._gpu):
@@ -78,7 +78,7 @@ class ModelRunner:
                     drafter_lengths = [self._rows.drafter_lengths[chunk.row] for chunk in step.chunks]
             self._tell_constraints(step.chunks, results)
             if self._gpu is not None:
-                # A step that samples has waited for the device already; one within a prompt has only launched.
+                # A step that samples has waited for the device already. A step within a prompt has only launched work.
                 torch.cuda.current_stream().synchronize()
         ended, cpu_seconds = time.perf_counter(), time.thread_time() - cpu_began - self._model_cpu_seconds
         return StepResult(
@@ -100,7 +100,7 @@ class ModelRunner:
                 self._constraints.assign(update.row, update.sampling.constraint, output)
 
     def _tell_constraints(self, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> None:
-        """Masks for what comes next are worked out while the next forward pass runs."""
+        """Report new tokens and drafts, so that the next masks are computed while the next forward pass runs."""
         rows = self._rows
         progress = {}
         for chunk, result in zip(chunks, results):
@@ -110,7 +110,7 @@ class ModelRunner:
         self._constraints.advance(progress)
 
     def _draft(self, drafter: Drafter, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> int:
-        """Drafts for the step after."""
+        """Draft tokens for the next step, and return their number."""
         wanted = {
             chunk.row: count
             for chunk, result in zip(chunks, results)
@@ -119,7 +119,7 @@ class ModelRunner:
         return drafter.draft(self._rows, wanted) if wanted else 0
 
     def _sample(self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs) -> list[ChunkResult]:
-        """Scores prompts, and chooses tokens behind every input that may be the newest of its context."""
+        """Score prompts, and choose a token after each input that may be the newest token of its context."""
         spans = list(zip(inputs.batch.query_start, inputs.batch.query_start[1:]))
         chosen_at = [range(end - 1 if not chunk.follows else begin, end) for chunk, (begin, end) in zip(chunks, spans)]
         wanted = [index for chunk, span in zip(chunks, chosen_at) if chunk.samples for index in span]
@@ -127,7 +127,7 @@ class ModelRunner:
         chosen: dict[int, list[int]] = {}
         rows = hidden
         if wanted:
-            is_all = len(wanted) == len(hidden)  # in most steps; then nothing has to be copied
+            is_all = len(wanted) == len(hidden)  # true in most steps, which then need no copy
             logits = self._logits(hidden if is_all else hidden[wanted])
             token_ids = inputs.token_ids if is_all else inputs.token_ids[wanted]
             chosen = self._choose(logits, token_ids, chunks, lengths, [len(span) for span in chosen_at])
@@ -157,11 +157,15 @@ class ModelRunner:
         lengths: Sequence[int],
         counts: Sequence[int],
     ) -> dict[int, list[int]]:
-        """Accepted drafts and the token behind them, by row, where logits alone decide: of all rows in one call.
+        """Choose tokens for the rows in which logits alone decide, all in one call.
 
         Args:
-            logits, inputs: of rows, the latter int64 [rows], `counts[i]` for each chunk that samples.
-            lengths: of the context behind which the first of them chooses.
+            logits: of all chunks that sample, `counts[i]` rows for each.
+            inputs: int64 [rows]: the input token of each row of logits.
+            lengths: [chunks]: tokens of the context after which the first row of logits chooses.
+
+        Returns:
+            For each of these rows of the device's state, the accepted drafts and the token after them.
         """
         best = self._best(logits, chunks)
         chosen: dict[int, list[int]] = {}
@@ -191,7 +195,7 @@ class ModelRunner:
         return chosen
 
     def _best(self, logits: Logits, chunks: Sequence[Chunk]) -> list[int] | None:
-        """The best token of each row, where it is known, or wanted and nobody else will find it."""
+        """Return the best token of each row of logits; None if no chunk needs it, or if the chooser will find it."""
         if logits.best is not None:
             best: list[int] = logits.best.tolist()
             return best
@@ -200,11 +204,14 @@ class ModelRunner:
         return None
 
     def _draws(self, row: int, length: int, count: int) -> list[Draw]:
-        """How a row chooses its next tokens, from behind a context of `length` on; none where more has a say in it."""
+        """Return how a row chooses its next `count` tokens, the first after a context of `length` tokens.
+
+        The list is empty if the choice depends on more than logits.
+        """
         fixed = self._rows.row(row)
         draws = [as_draw(fixed.sampling, length + index, fixed.prompt_len) for index in range(count)]
         known = [draw for draw in draws if draw is not None]
-        # What was drafted by chance may be accepted by chance.
+        # Drafts that were drawn at random are also accepted at random.
         by_chance = self._probabilistic and count > 1 and any(draw.temperature for draw in known)
         return known if len(known) == count and not by_chance else []
 
@@ -215,16 +222,15 @@ class ModelRunner:
     def _verify(
         self, logits: Tensor, own: range, row: int, length: int, chosen: Sequence[int] | None
     ) -> tuple[list[Token], int]:
-        """Samples as long as what comes was drafted; returns the tokens, and how many of them were drafts.
+        """Sample tokens until one differs from its draft. Return the tokens, and how many of them are drafts.
 
-        Drafts that a grammar forbids are never sampled, so that behind them no mask is needed. Behind a draft that it
-        allows and cannot go on from there is none: the next step finds no token then.
+        A draft that the grammar forbids is never sampled, so no mask is needed after it. If the grammar allows a draft
+        but no token after it, there is no mask after it either; then the next step raises GrammarError.
 
         Args:
-            logits: fp32 [rows, vocab], of all rows of the step.
-            own: those of this one, 1 + drafts; the first chooses the token behind a context of `length` tokens.
-            chosen: accepted drafts and the token behind them, where those were chosen for all rows together; what comes
-                behind is not looked at.
+            logits: fp32 [rows, vocab] of all chunks of the step.
+            own: rows of logits of this chunk, 1 + drafts. The first one chooses the token after `length` tokens.
+            chosen: the accepted drafts and the token after them, if `_choose` has chosen them; None to sample here.
 
         Raises:
             GrammarError: the row has a grammar, and it allows no token.
@@ -263,7 +269,7 @@ class ModelRunner:
 
 
 def layer_caches(layout: KVLayout, pool: Tensor) -> list[AnyCache]:
-    """One cache a layer of the model, in the model's order; that of another layer, where it has none of its own."""
+    """Return the cache of each layer, in the model's order. A layer without its own has the cache that it reads."""
     by_layer: dict[int, AnyCache] = {}
     for group in layout.groups:
         shape, layers = group.shape, len(group.shape.layers)
@@ -279,5 +285,5 @@ def layer_caches(layout: KVLayout, pool: Tensor) -> list[AnyCache]:
 
 
 def _current(gpu: torch.device | None) -> AbstractContextManager[None]:
-    """Makes a GPU the calling thread's own: kernels are launched on that one, wherever their tensors are."""
+    """Select the GPU of the calling thread. Kernels are launched on this GPU, wherever their tensors are."""
     return nullcontext() if gpu is None else torch.cuda.device(gpu)

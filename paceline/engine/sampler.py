@@ -1,9 +1,9 @@
-"""Choosing tokens from logits.
+"""Sampling of tokens from logits.
 
-The order of operations is that of the field: raw logprobs are taken first; then a grammar's mask, allowed tokens,
-minimum length, bias and penalties change the logits; greedy takes the best of them; otherwise temperature, min_p, top_k
-and top_p cut the distribution, from which one uniform number draws. That number is a pure function of (seed, position),
-so that the same request gives the same tokens in any batch, on any worker, at any attempt.
+The order of operations is the usual one. First, raw logprobs are taken. Then a grammar's mask, allowed tokens, minimum
+length, bias and penalties change the logits. Greedy sampling takes the best token. Otherwise temperature, top_k, min_p
+and top_p cut the distribution, and one uniform random number draws a token. This number is a pure function of (seed,
+position), so the same request gives the same tokens in any batch, on any worker, in any attempt.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paceline.kernels.interface import Draw, TokenChooser
 
 _MASK64 = (1 << 64) - 1
 _COLDEST = 1e-5
-"""Below this temperature the best token has all of the probability, as far as numbers can tell."""
+"""Temperature below which sampling is greedy: in numbers, the best token has all of the probability."""
 
 
 class Purpose(IntEnum):
-    """What a random number is for. Those of one position are independent of each other."""
+    """The purpose of a random number. Numbers for different purposes at one position are independent."""
 
     TOKEN = 0
     DRAFT = 1
@@ -36,32 +36,31 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One row of logits and what it is for."""
+    """The data that sampling needs beside one row of logits."""
 
     params: SamplingParams
     token_ids: Sequence[int] | np.ndarray
-    """The context so far; the token to choose stands at position len(token_ids)."""
+    """The context so far. The token to choose has position len(token_ids)."""
     prompt_len: int
     mask: np.ndarray | None = None
-    """Where a grammar rules: uint8 [bytes], one bit a token from the lowest on; at least one is set. What it forbids is
-    never chosen."""
+    """Tokens that a grammar allows: uint8 [bytes], one bit a token from the lowest bit on. At least one bit is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A token that was proposed, with the distribution that it was drawn from; None where nothing was drawn."""
+    """A drafted token, and the distribution from which it was drawn; None if it was not drawn at random."""
 
     token: int
     drawn_from: Distribution | None = None
 
 
 def sample(logits: Tensor, row: SamplingRow, draft: Draft | None = None, chooser: TokenChooser | None = None) -> Token:
-    """Chooses a token, and reports on it where that is asked for.
+    """Choose a token. Include its logprobs if the request wants them.
 
     Args:
         logits: fp32 [vocab]; overwritten.
-        draft: is chosen as often as the distribution allows. Without one the token depends on nothing but the row.
-        chooser: draws where there is no draft, and gives the same token.
+        draft: a draft to be accepted as often as the distribution allows. Without it, the token depends only on `row`.
+        chooser: draws the token if there is no draft. The token is the same as without a chooser.
     """
     top = row.params.logprobs
     report = raw_logprobs(logits, top) if top is not None else None
@@ -70,12 +69,12 @@ def sample(logits: Tensor, row: SamplingRow, draft: Draft | None = None, chooser
 
 
 def propose(logits: Tensor, row: SamplingRow, draws: bool, chooser: TokenChooser | None = None) -> Draft:
-    """Drafts a token from fp32 [vocab], which is overwritten.
+    """Draft a token from logits fp32 [vocab], which are overwritten.
 
     Args:
-        draws: with a number of its own, for `sample` to verify; otherwise with the one that will choose the token, so
-            that where two models agree on the distribution they agree on the token.
-        chooser: as of `sample`.
+        draws: draw with a random number for drafts, and keep the distribution for `sample`. Otherwise draw with the
+            number that will choose the token, so that two models with the same distribution choose the same token.
+        chooser: see `sample`.
     """
     if not draws or _is_greedy(row.params):
         return Draft(_choose(logits, row, None, chooser))
@@ -85,7 +84,7 @@ def propose(logits: Tensor, row: SamplingRow, draws: bool, chooser: TokenChooser
 
 
 def as_draw(params: SamplingParams, position: int, prompt_len: int) -> Draw | None:
-    """How the token at `position` is chosen, where its logits alone decide and nothing is reported of them."""
+    """Return how the token at `position` is chosen; None if more than its logits decides, or it needs logprobs."""
     if not _logits_decide(params) or params.unwanted_ends(position - prompt_len):
         return None
     return _draw_at(params, position)
@@ -97,20 +96,20 @@ def _draw_at(params: SamplingParams, position: int) -> Draw:
 
 
 def takes_best(params: SamplingParams) -> bool:
-    """Whether the best token is chosen at every position, whatever came before, and nothing is reported of it."""
-    # With fewer tokens than min_tokens, ends are unwanted; there is no constraint that could have others.
+    """Return whether the best token is chosen at every position, whatever the context is, without logprobs."""
+    # Tokens are unwanted only before min_tokens, so checking the first position is enough: there is no constraint here.
     return _is_greedy(params) and _logits_decide(params) and not params.unwanted_ends(0)
 
 
 def best_of(logits: Tensor) -> list[int]:
-    """The first of the largest, [rows], of fp32 [rows, vocab]."""
-    # On CPU torch looks at one number after the other, NumPy at sixteen together.
+    """Return the best token of each row of logits, fp32 [rows, vocab]. The first of equally good ones wins."""
+    # On a CPU, torch compares one number at a time, NumPy sixteen.
     best = logits.numpy().argmax(axis=1) if logits.device.type == "cpu" else logits.argmax(dim=1)
     return [int(token) for token in best.tolist()]
 
 
 def _logits_decide(params: SamplingParams) -> bool:
-    """Whether logits alone are looked at but for ends that come too soon, and nothing is reported of them."""
+    """Return whether tokens depend only on logits and, before min_tokens, on the position, and need no logprobs."""
     shaped = params.logit_bias or params.allowed_token_ids or params.needs_history or params.constraint is not None
     return not shaped and params.logprobs is None
 
@@ -137,12 +136,12 @@ def _uniform_of(row: SamplingRow, purpose: Purpose) -> float:
 
 
 def score(logits: Tensor, token_ids: Sequence[int], top: int) -> list[Token]:
-    """Reports on given tokens, one a row of logits fp32 [rows, vocab]."""
+    """Return given tokens with their logprobs, one token for each row of logits fp32 [rows, vocab]."""
     return [Token(token, raw_logprobs(row, top).of(token)) for row, token in zip(logits, token_ids)]
 
 
 def uniform(seed: int, position: int, purpose: Purpose = Purpose.TOKEN) -> float:
-    """A number in [0, 1) with 53 random bits: SplitMix64's finalizer over (seed, position, purpose)."""
+    """Return a number in [0, 1) with 53 random bits: SplitMix64's finalizer over (seed, position, purpose)."""
     state = (seed + 0x9E3779B97F4A7C15 * (position + 1) + 0xD1B54A32D192ED03 * purpose) & _MASK64
     for _ in range(2):  # twice, so that neighbouring seeds at neighbouring positions have nothing in common
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -160,14 +159,14 @@ class LogprobReport:
     top: tuple[Logprob, ...]
 
     def of(self, token_id: int) -> tuple[Logprob, ...]:
-        """The chosen token first, then the most likely ones."""
+        """Return the entry of a token, then those of the most likely tokens."""
         logprob = self.logprobs[token_id]
         rank = int((self.logprobs > logprob).sum()) + 1
         return (Logprob(token_id, float(logprob), rank), *self.top)
 
 
 def raw_logprobs(logits: Tensor, top: int) -> LogprobReport:
-    """Takes the logprobs of one row, fp32 [vocab], before anything changes it."""
+    """Return the logprobs of one row of logits, fp32 [vocab], which must not have been changed yet."""
     logprobs = torch.log_softmax(logits, dim=-1)
     values, indices = logprobs.topk(min(top, logprobs.numel()))
     entries = enumerate(zip(indices.tolist(), values.tolist()), start=1)
@@ -175,7 +174,7 @@ def raw_logprobs(logits: Tensor, top: int) -> LogprobReport:
 
 
 def _shape_logits(logits: Tensor, row: SamplingRow) -> None:
-    """Applies everything that forbids or favours tokens, in place, to one row fp32 [vocab]."""
+    """Apply everything that forbids or favours tokens to one row of logits, fp32 [vocab], in place."""
     params = row.params
     if row.mask is not None:
         allowed = np.unpackbits(row.mask, count=logits.numel(), bitorder="little")
@@ -188,7 +187,7 @@ def _shape_logits(logits: Tensor, row: SamplingRow) -> None:
         before = logits[unwanted]
         logits[unwanted] = -torch.inf
         if logits.max() == -torch.inf:
-            logits[unwanted] = before  # what leaves nothing else wins: a grammar, or the allowed tokens
+            logits[unwanted] = before  # a grammar or the allowed tokens leave no other token
     if params.logit_bias:
         bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
         logits[list(params.logit_bias)] += bias
