@@ -1,12 +1,12 @@
-"""The engine: two threads, so that computing never waits for planning.
+"""The engine has two threads, so that computing never waits for planning.
 
-    host:    obey ─▶ plan step n+1 ─▶ launch ─▶ report ─▶ obey (the results of step n are a command like any other)
+    host:    obey ─▶ plan step n+1 ─▶ launch ─▶ report ─▶ obey (the results of step n come as a command, too)
     compute: ······ step n ······│······ step n+1 ······│
 
 Two steps are in flight: while one is computed, the next one waits in the queue already. If other workers of the machine
-compute between two steps (see `core/turns.py`), their time hides the planning. Then the next step is planned just
-before it begins, so that it includes requests that were handed over meanwhile. While a request is about to be handed
-over, only the next step is planned.
+compute between two steps (see `core/turns.py`), planning can use that time. Then the next step is planned just before
+it begins, so that it includes requests that were handed over meanwhile. While a handoff is expected, only the next step
+is planned.
 
 If the device computes in a pool of its own, a third thread copies blocks between the pool and the arena.
 
@@ -41,19 +41,20 @@ from paceline.kernels.block_copies import BlockCopies
 STEPS_IN_FLIGHT = 2
 
 PLAN_SECONDS = 0.003
-"""Time before this worker's turn at which the next step is planned. If planning takes longer, others compute on."""
+"""Time before this worker's turn at which planning of the next step begins. If it takes longer, other workers compute
+longer."""
 
 STEP_SECONDS = Family(
     "worker_step_seconds",
-    "busy: computing; bubble: idle although there was work; yielded: idle while others had their turn; "
-    "plan and output: of the host thread, beside it",
+    "busy: computing; bubble: idle although there was work; yielded: idle while other workers had their turn; "
+    "plan and output: work of the host thread at the same time",
 )
 
 log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """The computing side: each step begins from the state that the step before has left."""
+    """The computing side of the engine. Each step begins with the state that the step before has left."""
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step. Calls must not overlap."""
@@ -62,17 +63,17 @@ class Runner(Protocol):
 class _Launch(NamedTuple):
     step: Step
     idle_until: float | None
-    """When work came, on time.perf_counter(); None if there was work before."""
+    """Time at which work came, on time.perf_counter(); None if there was work before."""
 
 
 class Engine:
-    """A scheduler and a runner, driven by threads of their own.
+    """Threads that drive a scheduler and a runner.
 
     Args:
         on_events: called on the host thread; must return at once.
         on_failure: called when computing or planning has failed and the engine has stopped.
         steps_in_flight: 1 waits for each step's results before the next is planned.
-        turns: agreement about who computes when, if other workers use the same cores.
+        turns: the turns of this worker, if other workers use the same cores.
         copies: copies blocks between the device's pool and the host's arena, if the device has a pool of its own.
         peers: pools that are asked for a block before it is loaded from the arena.
     """
@@ -219,8 +220,8 @@ class Engine:
         self._scheduler.apply(step, result)
 
     def _end_yield(self, others_go_on: bool) -> None:
-        """Choose the steps in flight. If others go on, they will want a turn after the next step, too, and the step
-        after it can be planned in that turn."""
+        """Choose the number of steps in flight. If others go on, they will want a turn after the next step, too; the
+        step after that can be planned in their turn."""
         self._depth = 1 if others_go_on else self._most_in_flight
 
     def _take_copied(self, copies: CopyBatch, seconds: float, waited: float, from_device: int) -> None:

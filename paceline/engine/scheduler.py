@@ -1,16 +1,16 @@
-"""Which tokens to compute next. Pure: no clock, no I/O, no tensors; everything that happens is told by its methods.
+"""The scheduler chooses the tokens that each step computes. Pure: no clock, no I/O, no tensors.
 
-Steps are planned ahead of the results of those before (`plan` may be called again before `apply`). What a step in
-flight will give is known only between bounds: at least one token, at most one more than its drafts. Blocks and limits
-are checked against the upper bound; `apply` settles on what really came. Ends are therefore found late; what a step in
-flight computes for a request that has ended is dropped, and the request's row and blocks are kept until it is over.
+A step is planned before the results of earlier steps are known (`plan` may be called again before `apply`). The number
+of tokens that a step in flight gives a request has only bounds: at least one, at most one more than its drafts. Blocks
+and limits are checked against the upper bound, and `apply` brings in the real number. So the end of a request is found
+late: its results of steps in flight are dropped, and its row and blocks are kept until these steps are over.
 
-Blocks are not allocated here. A request comes with the blocks for its prompt; when it is about to outgrow them the
-scheduler asks (`NeedsBlocks`) some steps ahead, and computes on while the answer is under way. A request whose blocks
-are full waits. When there are no blocks (`starve`), the request that came last leaves (`Preempted`).
+Blocks are not allocated here. A request comes with blocks for its prompt. Some steps before they are full, the
+scheduler asks for more (`NeedsBlocks`), and the request continues meanwhile; it waits only if its blocks are full. If
+there are no blocks (`starve`), the newest request is preempted (`Preempted`).
 
-Where the device computes in a pool of its own, requests enter it in the order in which they came, as there is room.
-Where those that are there outgrow it, the one that came last is parked: its blocks move down to the arena, and come
+If the device computes in a pool of its own, requests enter the pool in the order of their arrival as soon as there is
+room. If the requests in the pool outgrow it, the newest of them is swapped out: its blocks move to the arena, and come
 back when there is room again.
 """
 
@@ -29,36 +29,37 @@ from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import Chunk, Event, NeedsBlocks, Preempted, Removed, Step, StepResult
 
 GROWTH_TOKENS = 64
-"""Blocks are asked for in pieces of this many tokens, so that asking is rare."""
+"""Tokens for which a request asks blocks at a time; so many that it seldom has to ask."""
 
 LOOKAHEAD_TOKENS = 16
-"""They are asked for this many tokens before they are needed, so that the answer comes in time."""
+"""Tokens before the end of its blocks at which a request asks for more, so that the answer comes in time."""
 
 TAIL_TOKENS = 128
-"""Of the last chunk of a prompt whose blocks are read as they become complete: only these are waited for."""
+"""Tokens of a prompt's last chunk if another host reads the blocks as they become full. After the last step, that host
+has to wait only for this chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_batched_tokens: int
-    """Tokens of one step, at most; no fewer than max_seqs."""
+    """Most tokens of one step; at least max_seqs."""
     max_model_len: int
     max_seqs: int
-    """Rows: requests that run at the same time."""
+    """Number of rows: most requests that run at the same time."""
     max_drafts: int = 0
-    """Draft tokens that one request may have verified in one step."""
+    """Most draft tokens of one request in one step."""
 
 
 class Scheduler:
-    """Owns the running requests."""
+    """The owner of the running requests. Its methods tell it everything that happens."""
 
     def __init__(self, limits: Limits, speculation: Speculation | None = None, pool: ComputePool | None = None) -> None:
         self._limits = limits
         self._speculation = speculation or Speculation(most=limits.max_drafts)
         self._pool = pool or ArenaPool()
         self._requests: dict[Key, Request] = {}  # in order of arrival
-        self._leaving: dict[Key, tuple[Request, Event | None]] = {}  # over, but steps in flight include them; last word
-        self._grown: dict[Key, Request] = {}  # their blocks in the pool are to follow those that they hold
+        self._leaving: dict[Key, tuple[Request, Event | None]] = {}  # still in steps or copies; event to send last
+        self._grown: dict[Key, Request] = {}  # have new blocks in the arena, but not yet in the pool
         self._rows = RowAllocator(limits.max_seqs, limits.max_model_len)
         self._events: list[Event] = []
         self._made_room = False
@@ -67,13 +68,13 @@ class Scheduler:
         self._results = Results(limits.max_model_len, self._speculation, self._pool, self.stats)
 
     def add(self, request: Request) -> None:
-        """A request with the blocks for its context. Its key must be new."""
+        """Add a request, which has the blocks for its context. Raises ValueError if its key is not new."""
         if request.key in self._requests or request.key in self._leaving:
             raise ValueError(f"{request.key} is already running")
         self._requests[request.key] = request
 
     def remove(self, key: Key) -> None:
-        """Drops a request, if it is still here; confirms with `Removed` as soon as no step in flight includes it."""
+        """Drop a request if it is still here. `Removed` follows when neither a step nor a copy uses its blocks."""
         leaving, _ = self._leaving.get(key, (None, None))
         request = self._requests.pop(key, leaving)
         if request is None:
@@ -82,7 +83,7 @@ class Scheduler:
             self._leave(request, Removed(key))
 
     def grow(self, key: Key, tables: Sequence[list[int]]) -> None:
-        """The blocks asked for have come: `tables` are the request's whole new tables."""
+        """Give a request the blocks that it asked for. `tables` are its whole new tables."""
         if request := self._requests.get(key):
             for own, new in zip(request.tables, tables):
                 own.extend(new[len(own) :])
@@ -90,11 +91,11 @@ class Scheduler:
             self._grown[key] = request
 
     def starve(self, key: Key) -> None:
-        """There are no blocks for this request now. The newest request leaves, so that the others go on."""
+        """Note that there are no blocks for this request now. The newest request is preempted to make room."""
         if (request := self._requests.get(key)) is None:
             return
         self._starved.append(request)
-        # Where room was made since the last plan, or will be soon, whether it suffices will show.
+        # If a request was preempted since the last plan, or still leaves, its blocks may suffice.
         if not self._made_room and not any(map(self._is_preempted, self._leaving)):
             victim = self._requests.pop(next(reversed(self._requests)))
             self._made_room = True
@@ -105,10 +106,10 @@ class Scheduler:
     # ---- planning
 
     def plan(self) -> Step | None:
-        """The next step, or None where no request can go on now.
+        """Return the next step, or None if no request can continue now.
 
-        Every decoding request gets its token; drafts come next, then prompts in order, which drafts leave at least half
-        of what is left. What is half full of prompts takes no further one.
+        Every decoding request gets a token. If prompts wait, drafts get at most half of the remaining tokens. Prompts,
+        in order of arrival, get the rest. When they have used half of that, the step takes no further prompt.
         """
         self._made_room = False
         self._settle_in()
@@ -130,17 +131,17 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= chunk.length
                 if 2 * budget <= room:
-                    break  # a first token need not wait for half of the next prompt
+                    break  # otherwise the first token would wait for half of the next prompt, too
         if not chunks:
             return None
         return Step(tuple(chunks), self._rows.take_updates())
 
     def _settle_in(self) -> None:
-        """Has every request and all of its blocks in the pool, as far as there is room; nobody before their turn."""
+        """Give requests their blocks in the pool as far as there is room: first those in the pool, then in order."""
         for key, request in list(self._grown.items()):
             while not (request.pool_tables is None or request.swapping_out or self._pool.extend(request)):
                 if not self._make_room():
-                    return  # what becomes free is for those that are there
+                    return  # slots that become free are for the requests in the pool
             self._rows.extend(request)
             del self._grown[key]
         for request in self._requests.values():
@@ -148,7 +149,7 @@ class Scheduler:
                 return
 
     def _make_room(self) -> bool:
-        """Of the requests in the pool the one that came last leaves it. Returns whether it has already."""
+        """Swap out the newest request in the pool. Return whether its slots are free already."""
         there = [request for request in self._requests.values() if request.pool_tables is not None]
         if any(request.swapping_out for request in there):
             return False
@@ -159,13 +160,13 @@ class Scheduler:
         return not last.swapping_out
 
     def _can_run(self, request: Request) -> bool:
-        """Whether the request can run; it gets a row where one is free."""
+        """Return whether the request can run. Give it a row if it has none and one is free."""
         if request.pool_tables is None or request.swapping_in or request.swapping_out:
             return False
         return self._rows.assign(request)
 
     def _next_tokens(self, request: Request, drafts: int) -> Chunk | None:
-        """The newest token of a decoding request, and up to so many drafts behind it."""
+        """Launch the newest token of a decoding request, and at most `drafts` drafts after it."""
         self._ask_for_blocks(request)
         limit, capacity = request.limit(self._limits.max_model_len), request.pool_capacity
         least, most = request.least_len, request.most_len
@@ -175,15 +176,14 @@ class Scheduler:
         return self._launch(request, most - 1, 1 + min(request.drafts, room), follows=True, samples=True)
 
     def _next_piece(self, request: Request, budget: int) -> Chunk | None:
-        """As much of a prompt as fits; where it has readers, its tail is left to a chunk of its own."""
+        """Launch as much of a prompt as fits. If it has readers, its tail is left to a chunk of its own."""
         self._ask_for_blocks(request)
         start = request.planned_len
         left = len(request.token_ids) - start
-        if request.has_readers and left > 2 * TAIL_TOKENS:  # less is not worth another pass over the weights
+        if request.has_readers and left > 2 * TAIL_TOKENS:  # for less, another pass over the weights costs too much
             left -= TAIL_TOKENS
-        if (
-            budget < left < 2 * budget
-        ):  # two steps of about a size, so that the last one need not be filled up with others
+        if budget < left < 2 * budget:
+            # Two pieces of about the same size: a small last piece would share its step with the next prompt.
             budget = (left + 1) // 2
         length = min(left, budget, request.pool_capacity - start)
         if length <= 0:
@@ -225,10 +225,10 @@ class Scheduler:
         request.growing = True
         self._events.append(NeedsBlocks(request.key, min(wanted + GROWTH_TOKENS, most)))
 
-    # ---- what came of it
+    # ---- results
 
     def apply(self, step: Step, result: StepResult) -> None:
-        """Takes in what the oldest step in flight computed."""
+        """Bring requests up to date with the results of the oldest step in flight."""
         self._results.observe(step, result)
         drafter_lengths = result.drafter_lengths or [0] * len(step.chunks)
         for chunk, own, drafter_len in zip(step.chunks, result.chunks, drafter_lengths, strict=True):
@@ -246,13 +246,18 @@ class Scheduler:
             self._end_use(request)
 
     def take_copies(self) -> list[CopyBatch]:
-        """What is to be copied between pool and arena since the last call, in order, also for who came meanwhile."""
+        """Return new copies between pool and arena since the last call, in order. First admit requests to the pool."""
         self._settle_in()
         return self._pool.take_copies()
 
     def copied(self, copies: CopyBatch, seconds: float, waited_seconds: float, from_device: int = 0) -> None:
-        """These have been made in so much time, after having waited for so long; so many of the blocks that were loaded
-        came from other pools of the device."""
+        """Note that a batch was copied.
+
+        Args:
+            seconds: time of the copying.
+            waited_seconds: time from the batch's submission to its begin.
+            from_device: number of its loaded blocks that came from other pools of the device.
+        """
         copies.request.stats.device_blocks += from_device
         self.stats.count_copies(
             len(copies.loads) - from_device, from_device, len(copies.stores), waited_seconds + seconds
@@ -261,7 +266,7 @@ class Scheduler:
         self._end_use(copies.request)
 
     def take_events(self) -> list[Event]:
-        """What has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -273,7 +278,7 @@ class Scheduler:
         self._end_use(request)
 
     def _end_use(self, request: Request) -> None:
-        """Goes on with a request that leaves, once nobody touches its blocks."""
+        """Continue the end or the swap-out of a request, if no step or copy uses its blocks any more."""
         if request.idle and request.key in self._leaving:
             self._let_go(request)
         elif request.swapping_out and request.in_flight == 0:
@@ -293,7 +298,7 @@ class Scheduler:
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Those that found no blocks ask with the next plan, or when a preempted request has given back its own."""
+        """Let requests without blocks ask again with the next plan, unless a preempted request still has its blocks."""
         if self._starved and not any(map(self._is_preempted, self._leaving)):
             for request in self._starved:
                 request.growing = False

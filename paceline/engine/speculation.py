@@ -1,9 +1,9 @@
-"""How many tokens to draft: as many as are worth what they cost, by what was measured. Pure.
+"""The number of tokens to draft: as many as save more time than they cost, by measured times. Pure.
 
-A draft at place j is accepted if those before it were, so with probability a^j, where a is how often this request's
-drafts came true lately. It then saves the time that a token takes now; it costs what one more token adds to a step, and
-what the drafter takes to think of it. Where even the first draft does not pay, none is made, but for a rare probe that
-keeps the figures fresh, so rare that its cost does not show.
+Let `a` be the share of this request's recent drafts that were accepted. The j-th draft of a step is accepted only if
+the drafts before it are, so with probability a^j. Then it saves the present time per token. It costs the time that one
+more token adds to a step, and the drafter's time for one token. If even the first draft costs more than it saves, there
+are no drafts, except for a rare probe, which keeps the measurements up to date and costs next to nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections import deque
 from dataclasses import dataclass
 
 _KEPT = 0.95
-"""Of what was measured before, with every new step."""
+"""Weight of earlier measurements in an average when a new one comes."""
 _PROBE_SHARE = 0.005
-"""Of the time, at most, goes into probes."""
+"""Largest share of the time for probes."""
 _LEAST_PRICE = 0.05
-"""Of a token's time: a draft always costs something, even where that is lost in the noise."""
+"""Least cost of a draft, as a share of the time per token. Every draft costs something, even if noise hides it."""
 _HOPE = 0.6
-"""How a drafter is judged before it has been seen."""
+"""Assumed acceptance rate before any drafts were verified."""
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often drafts came true; old drafts count less and less."""
+    """The acceptance rate of drafts. Older drafts count less."""
 
     accepted: float
     refused: float
@@ -35,14 +35,15 @@ class Acceptance:
         return self.accepted / (self.accepted + self.refused)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Of `drafted` tokens the first `accepted` came true; those behind a refused one tell nothing."""
+        """Count the first `accepted` of `drafted` drafts as accepted, and the next as refused; ignore later ones."""
         self.accepted = self.accepted * _KEPT + accepted
         self.refused = self.refused * _KEPT + (accepted < drafted)
 
 
 class StepCost:
-    """What one more token adds to a step: the median of what steps of different size have shown, each beside the one
-    before it, so that a machine that others slow down for a while misleads nobody."""
+    """The time that one more token adds to a step. Each step is compared with the step before it, if that has another
+    number of tokens, and the median counts. So it hardly matters if other programs slow the machine down for a while.
+    """
 
     def __init__(self) -> None:
         self._slopes: deque[float] = deque(maxlen=31)
@@ -50,7 +51,7 @@ class StepCost:
 
     @property
     def slope(self) -> float:
-        """Seconds a token; nothing at first, so that drafts are tried."""
+        """Seconds per token; 0 before the first measurement, so that drafts are tried."""
         return max(0.0, statistics.median(self._slopes)) if self._slopes else 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -61,11 +62,11 @@ class StepCost:
 
 
 class Speculation:
-    """Chooses the number of drafts for requests of one worker.
+    """The chooser of the number of drafts for the requests of one worker.
 
     Args:
-        most: drafts of one request in one step; 0 is never.
-        adaptive: whether measurements decide; otherwise it is always `most`.
+        most: most drafts of one request in one step; with 0, there are none.
+        adaptive: whether measurements decide. If not, there are always `most` drafts.
     """
 
     def __init__(self, most: int, adaptive: bool = True) -> None:
@@ -74,24 +75,24 @@ class Speculation:
         self._cost = StepCost()
         self._token_seconds = 0.0
         self._draft_seconds = 0.0
-        """What the drafter takes for one token of one request."""
+        """The drafter's time for one token of one request."""
         self._typical = Acceptance(_HOPE, 1.0 - _HOPE)
         self._steps = 0
         self._next_probe = 0
 
     def newcomer(self) -> Acceptance:
-        """What to expect of a request of which nothing is known: what others have shown."""
+        """Return the acceptance of a new request: the average rate of all requests."""
         rate = self._typical.rate
         return Acceptance(rate, 1.0 - rate)
 
     def observe_step(self, tokens: int, given: int, drafted: int, seconds: float, draft_seconds: float) -> None:
-        """A step without prompts.
+        """Measure a step without prompts.
 
         Args:
-            tokens: computed.
-            given: tokens that requests have got from it.
+            tokens: computed tokens, verified drafts included.
+            given: tokens that requests have got from the step.
             drafted: tokens drafted for the next step.
-            seconds: of the whole step, `draft_seconds` among them.
+            seconds: time of the whole step, `draft_seconds` included.
         """
         self._steps += 1
         self._cost.observe(tokens, seconds - draft_seconds)
@@ -101,13 +102,13 @@ class Speculation:
             self._draft_seconds = _blend(self._draft_seconds, draft_seconds / drafted)
 
     def observe_drafts(self, request: Acceptance, drafted: int, accepted: int) -> None:
-        """What became of a request's drafts."""
+        """Count the drafts of a request, of which the first `accepted` were accepted."""
         if drafted:
             request.observe(drafted, accepted)
             self._typical.observe(drafted, accepted)
 
     def choose(self, request: Acceptance) -> int:
-        """Tokens to draft for a request."""
+        """Return the number of tokens to draft for a request."""
         if self.most == 0 or not self._adaptive:
             return self.most
         if self._token_seconds == 0.0:

@@ -13,7 +13,7 @@ DRAFT_TOKENS = Family("spec_decode_num_draft_tokens", "Draft tokens that were ve
 ACCEPTED_TOKENS = Family("spec_decode_num_accepted_tokens", "Draft tokens that were accepted")
 ACCEPTED_BY_POSITION = Family("spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position")
 PREEMPTIONS = Family("num_preemptions", "Requests that lost their blocks and had to compute them again")
-PARKINGS = Family("num_parkings", "Requests that left a worker's pool to come back later")
+PARKINGS = Family("num_parkings", "Requests that were swapped out of a worker's pool")
 SWAP_INS = Family("kv_swap_in_seconds", "Seconds until the blocks of a request were in a worker's pool", "histogram")
 REQUEST_SECONDS = Family(
     "worker_request_step_seconds",
