@@ -73,7 +73,7 @@ def check_options(schema: object) -> None:
 
 
 def _check_embedded_schemas(grammar: str) -> None:
-    """Check the schemas after %json in a Lark grammar as other schemas are checked."""
+    """Check the schemas after %json in a Lark grammar like other schemas. Raises ConstraintError."""
     for start in re.finditer(r"%json\s*", grammar):
         try:
             schema, _ = _LENIENT.raw_decode(grammar, start.end())

@@ -46,7 +46,7 @@ def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_token
 
 
 def lacking_links(layout: KVLayout, find: Find, links: Sequence[bytes]) -> Sequence[bytes]:
-    """Return the links of a context after its longest cached prefix, as far as a prefix could be reused."""
+    """Return the links from the end of the longest cached prefix to the end of the longest one that could be reused."""
     most = len(links) * BASE_TOKENS // layout.alignment * layout.alignment
     length, _ = match_prefix(layout, find, links, most)
     return links[length // BASE_TOKENS : most // BASE_TOKENS]

@@ -59,7 +59,7 @@ class ComputePool(Protocol):
         """
 
     def extend(self, request: Request) -> bool:
-        """Give a request as many blocks as its tables have; return False if there are too few."""
+        """Give a request as many blocks in the pool as its tables have. Return False if too few slots are free."""
 
     def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
         """Note that blocks are full. Must be called before `trimmed`, and both before `when_stored`."""

@@ -108,7 +108,7 @@ class Grammar:
 class Grammars:
     """Compiled constraints for the tokenizer of a model folder, which is read when the first constraint comes.
 
-    A grammar stays as long as anybody refers to it, and a number of recent ones stay longer.
+    A grammar is kept while a request uses it. The last _CACHED_GRAMMARS ones are kept longer.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -161,7 +161,7 @@ class Constraints:
         self._grammars = grammars
         self._matchers: list[Future[Matcher] | None] = [None] * rows
         self._ready: dict[int, Future[Any]] = {}
-        """By row, the last task for its matcher."""
+        """The last task for the matcher of each row, by row."""
         # One thread, so that the tasks of a matcher are done in order.
         self._thread = ThreadPoolExecutor(1, "engine-grammar")
 

@@ -34,7 +34,7 @@ class _CopyTask(NamedTuple):
 
 
 class Copier:
-    """Copies batches in `run`, which needs a thread of its own, until `end` is called.
+    """A copier of batches. `run` needs a thread of its own, and returns after a call of `end`.
 
     Args:
         peers: pools that are asked for a block before it is loaded from the arena.

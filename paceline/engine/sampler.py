@@ -141,7 +141,7 @@ def score(logits: Tensor, token_ids: Sequence[int], top: int) -> list[Token]:
 
 
 def uniform(seed: int, position: int, purpose: Purpose = Purpose.TOKEN) -> float:
-    """Return a number in [0, 1) with 53 random bits: SplitMix64's finalizer over (seed, position, purpose)."""
+    """Return a pseudorandom number in [0, 1) with 53 bits: SplitMix64's finalizer over (seed, position, purpose)."""
     state = (seed + 0x9E3779B97F4A7C15 * (position + 1) + 0xD1B54A32D192ED03 * purpose) & _MASK64
     for _ in range(2):  # twice, so that neighbouring seeds at neighbouring positions have nothing in common
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64

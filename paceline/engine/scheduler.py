@@ -29,7 +29,7 @@ from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import Chunk, Event, NeedsBlocks, Preempted, Removed, Step, StepResult
 
 GROWTH_TOKENS = 64
-"""Tokens for which a request asks blocks at a time; so many that it seldom has to ask."""
+"""Tokens for which a request asks for blocks at a time. With more tokens, it asks less often."""
 
 LOOKAHEAD_TOKENS = 16
 """Tokens before the end of its blocks at which a request asks for more, so that the answer comes in time."""

@@ -102,7 +102,7 @@ class Speculation:
             self._draft_seconds = _blend(self._draft_seconds, draft_seconds / drafted)
 
     def observe_drafts(self, request: Acceptance, drafted: int, accepted: int) -> None:
-        """Count the drafts of a request, of which the first `accepted` were accepted."""
+        """Count a request's drafts. The first `accepted` of them were accepted."""
         if drafted:
             request.observe(drafted, accepted)
             self._typical.observe(drafted, accepted)
