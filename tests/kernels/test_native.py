@@ -193,5 +193,5 @@ def test_operands_of_another_type_or_shape_are_refused(call: Callable[[NativeKer
 
 @pytest.mark.parametrize("row", [-1, 3])
 def test_tokens_of_rows_that_are_not_there_are_refused(row: int) -> None:
-    with pytest.raises(IndexError, match="of 3 rows of logits"):
+    with pytest.raises(IndexError, match="there are 3 rows of logits"):
         NativeKernels(1).chooser.choose(torch.zeros(3, 32), [0, row], [BEST, BEST])

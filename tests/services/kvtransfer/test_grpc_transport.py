@@ -113,7 +113,7 @@ async def test_closing_ends_a_read_whose_source_is_silent() -> None:
 async def test_a_source_of_which_nothing_more_is_wanted_stops() -> None:
     half = Half(b"more than a block has")
     async with reader_of(half, 8) as (own, _, source):
-        with pytest.raises(UnavailableError, match="21 bytes came where 8"):
+        with pytest.raises(UnavailableError, match="21 bytes came when 8"):
             await own.read(source, [(0, 0)])
         async with asyncio.timeout(30):
             await half.left.wait()
@@ -121,5 +121,5 @@ async def test_a_source_of_which_nothing_more_is_wanted_stops() -> None:
 
 async def test_half_a_block_is_none() -> None:
     async with reader_of(Half(b"12", ends=True), 8) as (own, _, source):
-        with pytest.raises(UnavailableError, match="0 bytes came where 6"):
+        with pytest.raises(UnavailableError, match="0 bytes came when 6"):
             await own.read(source, [(0, 0)])
