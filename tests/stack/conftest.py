@@ -9,30 +9,19 @@ import pytest
 
 from tests.stack.collector import Collector, collect
 from tests.stack.processes import Stack, serve
-from tests.stack.stacks import STACKS, Way
+from tests.stack.stacks import STACKS, Way, way_of
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)  # after pytest has ordered the tests by their fixtures
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run stacks first, in two lanes side by side, so that other tests use the processor while a stack waits.
-
-    Within a lane one stack runs at a time, and tests that share a stack follow one another, so that it starts once.
-    """
+    """Run stacks first, and tests that share a stack one after another, so that each stack starts once."""
     order = list(STACKS)
 
     def place(item: pytest.Item) -> tuple[bool, int]:
-        name = _way_of(item)
+        name = way_of(item.nodeid)
         return item.get_closest_marker("stack") is None, order.index(name) if name else -1
 
-    for item in items:
-        if item.get_closest_marker("stack"):
-            item.add_marker(pytest.mark.xdist_group("shared stacks" if _way_of(item) else "stacks of one module"))
     items.sort(key=place)
-
-
-def _way_of(item: pytest.Item) -> str:
-    """Return the name of the shared stack that a test runs on; empty if it has none."""
-    return item.callspec.params.get("way", "") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
 
 
 @pytest.fixture(scope="session")

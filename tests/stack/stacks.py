@@ -70,3 +70,9 @@ STACKS: dict[str, Way] = {
 def on(*names: str) -> pytest.MarkDecorator:
     """Return a mark that runs a test on each of these shared stacks."""
     return pytest.mark.parametrize("way", names, indirect=True, scope="session")
+
+
+def way_of(node_id: str) -> str:
+    """Return the name of the shared stack that a test runs on; empty if it has none."""
+    name = node_id.rpartition("[")[2].removesuffix("]").rpartition("-")[2]
+    return name if name in STACKS and node_id.startswith("tests/stack/") else ""

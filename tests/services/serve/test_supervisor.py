@@ -305,21 +305,18 @@ def test_workers_are_added_and_the_youngest_are_drained(start: Start) -> None:
     assert stack.leftovers() == []
 
 
-@pytest.mark.parametrize(
-    ("request_", "why"),
-    [
+def test_a_scaling_request_that_makes_no_fleet_is_refused(start: Start) -> None:
+    stack = start()
+    stack.read_until("Ctrl-C stops")
+    for request, why in (
         ('{"decode": 0}', "decode must be from 1 to 64, not 0"),
         ('{"prefill": 65}', "prefill must be from 0 to 64, not 65"),
         ('{"encode": 1}', "there are no encode workers; scale prefill or decode"),
         ('{"decode": "2"}', 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'),
         ("nonsense", 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'),
-    ],
-)
-def test_a_scaling_request_that_makes_no_fleet_is_refused(start: Start, request_: str, why: str) -> None:
-    stack = start()
-    stack.read_until("Ctrl-C stops")
-    assert stack.scale(request_) == {"error": why}
-    assert stack.scale("{}")["decode"] == {"wanted": 1, "ready": 1, "draining": 0}
+    ):
+        assert stack.scale(request) == {"error": why}
+        assert stack.scale("{}")["decode"] == {"wanted": 1, "ready": 1, "draining": 0}
 
 
 def test_an_added_worker_that_keeps_ending_is_given_up_and_the_stack_goes_on(start: Start) -> None:

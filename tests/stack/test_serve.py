@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 pytestmark = [pytest.mark.stack, pytest.mark.model]
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
