@@ -14,6 +14,8 @@ from paceline import __version__
 from paceline.cli import SERVICES, main
 from paceline.core.speculative import speculative_help
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -93,6 +93,7 @@ def server() -> Iterator[tuple[str, dict[str, Any]]]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_an_id_with_odd_characters_is_asked_for_as_it_is(
     server: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +104,7 @@ def test_an_id_with_odd_characters_is_asked_for_as_it_is(
     assert capsys.readouterr().out == "{}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "body", "code", "sentence"),
     [

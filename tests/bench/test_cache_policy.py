@@ -30,6 +30,7 @@ def test_a_request_larger_than_the_cache_uses_all_of_it() -> None:
     assert replay([[1, 2, 3, 4]] * 2, 2, LRU(2)).found == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_nobody_beats_who_knows_the_future(name: str) -> None:
     trace = make_trace(name, 1)[:400]
@@ -44,6 +45,7 @@ def test_what_is_known_to_return_stays() -> None:
     assert replay(trace, 4, Returning(4, trace)).found == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_synthetic_traces_are_functions_of_their_seed(name: str) -> None:
     first = make_trace(name, 1)

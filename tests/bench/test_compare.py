@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 SERVER = """\
 import http.server, json, sys
 
@@ -48,6 +50,7 @@ def systems(folder: Path, source: str = SERVER) -> tuple[int, list[str]]:
     return port, [*names, *(f"--start={name}={sys.executable} {script} {port}" for name in ("ours", "theirs"))]
 
 
+@pytest.mark.slow
 def test_each_system_is_up_in_its_own_turns_only(tmp_path: Path) -> None:
     out = tmp_path / "compare.json"
     _, arguments = systems(tmp_path)
@@ -58,12 +61,14 @@ def test_each_system_is_up_in_its_own_turns_only(tmp_path: Path) -> None:
     assert [one["one"]["all"]["requests"] for own in rounds.values() for one in own] == [4] * 4
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_is_told() -> None:
     done = compare("a=http://127.0.0.1:9", "b=http://127.0.0.1:9")
     assert (done.returncode, done.stdout) == (1, "")
     assert "does not answer" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_was_started_ends_with_a_comparison_that_is_told_to_end(tmp_path: Path) -> None:
     hangs = SERVER.replace("def do_POST(self):", "def do_POST(self):\n        import time; print(time.sleep(60))")
     port, arguments = systems(tmp_path, hangs)

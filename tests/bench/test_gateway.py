@@ -8,6 +8,7 @@ from bench import gateway
 from tests.services.gateway.toy_model import write_toy_model
 
 
+@pytest.mark.slow
 async def test_streams_are_counted_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The toy's vocabulary is too small for the token ids that the benchmark uses with real models.
     monkeypatch.setattr(gateway, "FIRST_ID", ord("a"))

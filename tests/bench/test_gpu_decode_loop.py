@@ -21,6 +21,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TWO_LAYERS = llama_config(hidden=32, inner=48, layers=2, heads=4, kv_heads=2, vocab=64)
 
 
+@pytest.mark.slow
 def test_the_small_benchmark_writes_what_the_large_one_does(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "bench.gpu.decode_loop", "--small", "--rounds", "1", "--out", str(out)]
@@ -51,6 +52,7 @@ def test_the_random_model_counts_in_circles_and_jumps() -> None:
 
 
 # Rows that pad a step have arbitrary content, about which numpy warns in Triton's interpreter.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow ", "ignore:invalid value ", "ignore:divide by zero ")
 # Lookups find drafts only if the model counts, which takes a strong signal. With a weak one, tokens are closer rivals.
 @pytest.mark.parametrize(("method", "signal"), [("ngram", 3.0), ("early_layers", 1.35)])

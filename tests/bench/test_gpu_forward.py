@@ -36,6 +36,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: json.loads((out / f"{name}.json").read_text()) for name in BENCHMARKS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_small_benchmarks_write_what_large_ones_do(name: str, written: dict[str, Any]) -> None:
     assert written[name]["machine"]["torch"] == torch.__version__
@@ -56,6 +57,7 @@ def test_small_benchmarks_write_what_large_ones_do(name: str, written: dict[str,
         assert min(own["transformers_seconds"] for result in results for own in result["passes"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("module", ["bench.gpu", "bench.gpu.forward"])
 def test_without_a_gpu_they_say_so(module: str, tmp_path: Path) -> None:

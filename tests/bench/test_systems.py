@@ -41,6 +41,7 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_nothing_of_a_system_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.systems.STOP_SECONDS", 0.5)
     toy = system(SERVER, tmp_path)
@@ -66,6 +67,7 @@ def test_one_that_ends_is_told_with_its_last_words() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_one_that_is_never_ready_is_stopped(tmp_path: Path) -> None:
     script = "import os, pathlib, sys, time; pathlib.Path(sys.argv[2], str(os.getpid())).touch(); time.sleep(60)"
     with pytest.raises(ServerError, match="not ready after 1 seconds"), running(system(script, tmp_path), 1.0):

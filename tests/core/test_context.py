@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,7 @@ def test_names_do_not_change_between_releases() -> None:
     assert salted.name("model", 37).hex() == "9c3fb2413735f8d7ea80cadc0241009c"
 
 
+@pytest.mark.slow
 @given(Tokens, st.data())
 def test_a_context_that_grows_step_by_step_has_the_links_of_one_that_is_made_at_once(
     tokens: list[int], data: st.DataObject

@@ -24,6 +24,7 @@ from tests.engine.toy_host import Host, Wish
 from tests.engine.toy_requests import FULL, MIXED, next_token
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     layout=st.sampled_from([FULL, MIXED]),

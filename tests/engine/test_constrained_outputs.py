@@ -15,6 +15,8 @@ from paceline.engine.constraint import Grammars
 from paceline.models.base import Model
 from tests.engine.constrained_loop import Ask, answers_of_all_ways, choice, lark, regex, sampled, schema
 
+pytestmark = pytest.mark.slow
+
 NAMES = st.sampled_from(["a", "b", "name", 'quo"te', "ключ"])
 
 

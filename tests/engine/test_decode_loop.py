@@ -104,6 +104,7 @@ def test_work_is_seen_as_busy_time_or_bubble(model: Model) -> None:
     assert sum(in_model + beside) <= engine.busy_seconds
 
 
+@pytest.mark.slow
 def test_a_head_sees_hidden_states_and_drafts_from_them(model: Model) -> None:
     asked = requests(model.config.vocab_size)
     loop = Loop(model, 2, "head")

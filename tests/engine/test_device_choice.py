@@ -59,6 +59,7 @@ def tokens_of(loaded: Loaded, rows: Sequence[SamplingParams]) -> dict[str, list[
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["strict", "probabilistic"])
 @pytest.mark.parametrize("method", ["none", "ngram", "early_layers"])
 def test_tokens_are_those_of_the_host(method: str, rule: str) -> None:

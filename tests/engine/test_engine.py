@@ -205,6 +205,7 @@ def test_a_turn_of_others_behind_the_last_token_is_no_obstacle_to_the_next_reque
     stop_amid_two_steps(engine, runner)
 
 
+@pytest.mark.slow
 def test_time_without_work_is_no_bubble() -> None:
     engine, events, _ = start(ToyDevice())
     for name in ("a", "b"):

@@ -33,6 +33,8 @@ from paceline.models.base import Model
 from paceline.models.loader import load_model
 from tests.engine.loops import NO_GRAMMARS
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 VOCAB = 4
 PROMPT = [1, 3, 0, 1, 3, 0, 1]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -156,6 +157,7 @@ def replay(folder: Path, pool: Tensor, steps: list[bytes]) -> tuple[list[object]
     return [outcomes(runner.execute(pickle.loads(step))) for step in steps], pool
 
 
+@pytest.mark.slow
 def test_a_process_that_replays_recorded_steps_gives_the_same_tokens_and_kv(tmp_path: Path) -> None:
     write_toy_model(tmp_path)
     write_llama(tmp_path, vocab_size=VOCAB_SIZE)

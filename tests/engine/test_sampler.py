@@ -66,6 +66,7 @@ def test_frequencies_follow_softmax(temperature: float) -> None:
     assert frequencies(SamplingParams(temperature=temperature, seed=7)) == pytest.approx(expected, abs=0.025)
 
 
+@pytest.mark.slow
 def test_top_k_top_p_and_min_p_cut_the_right_tokens() -> None:
     def support(**cut: float) -> set[int]:
         shares = frequencies(SamplingParams(temperature=1.0, seed=3, **cut), 2000)  # type: ignore[arg-type]

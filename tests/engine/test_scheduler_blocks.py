@@ -138,6 +138,7 @@ class ToyPool:
         self.free += self.used.pop(key)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 120)), min_size=1, max_size=8),

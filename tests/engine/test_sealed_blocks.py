@@ -127,6 +127,7 @@ def test_what_is_sealed_of_a_hybrid_is_the_state_at_its_end(  # type: ignore[no-
         assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))  # padding is NaN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [23, 24, 25, 48, 49])
 def test_prefill_leaves_no_hole_in_a_draft_models_cache(model: Model, length: int) -> None:
     loop = Loop(model, 2, "model", model)

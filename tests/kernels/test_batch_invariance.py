@@ -66,6 +66,7 @@ def test_linear_gives_a_row_the_same_bits_beside_any_others(
     same(results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("size_in", "size_out"), [(576, 192), (1536, 96), (2048, 640)])
 def test_linear_of_a_real_shape_gives_a_row_the_same_bits_in_a_long_prompt(

@@ -20,6 +20,8 @@ from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.kernels import NativeChooser
 from paceline.kernels.native.library import instruction_sets
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN, INF = float("nan"), float("inf")
 

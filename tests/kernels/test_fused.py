@@ -55,6 +55,7 @@ def one_by_one(
     return kernels.rotate(queries, *angles)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norms", [None, False, True], ids=["no norms", "norms", "norms with unit offset"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 20), (3, 1, 60), (4, 4, 64), (7, 1, 256)])

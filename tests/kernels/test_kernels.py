@@ -15,6 +15,8 @@ from torch import Tensor
 from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_pool
 from paceline.kernels.reference import ReferenceKernels
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float32, torch.bfloat16]
 MIXED = [(1, 63), (7, 60), (33, 33), (1, 1), (16, 48), (5, 100)]
 

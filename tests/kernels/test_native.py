@@ -17,6 +17,8 @@ from paceline.kernels.interface import AttentionBatch, Draw, GroupTables, LayerC
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 
+pytestmark = pytest.mark.slow
+
 BEST = Draw(0.0, 0, 0.0, 1.0, 0, 0)
 SLOTS, BLOCK_TOKENS, HEADS, HEAD_DIM = 32, 16, 16, 256
 # One piece with 256 rows of results takes 256 * 4 * (256 + 2) bytes. Five tasks with 50 pieces take less than 64 MiB.

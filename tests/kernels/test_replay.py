@@ -177,6 +177,7 @@ def test_what_is_computed_outside_of_the_kernels_is_refused(
         run(kernels.compile(forward), paged_case(kernels, [(1, 5)]))
 
 
+@pytest.mark.slow
 def test_recording_imports_no_compiler() -> None:
     # A compiler would delay the first token, and stay in the memory of every worker.
     done = subprocess.run([sys.executable, "-c", RECORD], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -315,6 +316,7 @@ def test_layers_of_one_input_are_computed_together_with_the_same_bits(
         assert torch.equal(replayed, forward(*inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[(1, 2000)] * 3, [(1, 120)] * 60, [(40, 90)]], ids=["pieces", "whole", "prompt"])
 @pytest.mark.parametrize("quantize", [None, quantize_int8], ids=["packed", "quantized"])
 def test_nothing_comes_late_from_threads_that_lost_their_core(

@@ -15,6 +15,8 @@ from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.kernels.native.library import FILE_NAME, load_library
 
+pytestmark = pytest.mark.slow
+
 
 def test_auto_finds_a_backend_for_the_cpu() -> None:
     kernels = select_kernels(torch.device("cpu"))

@@ -23,7 +23,10 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from paceline.kernels.triton_kernels.graphs import CalledAgain, CudaRecorder, Graphs, Recording, Size, size_of
 
 # Rows that pad a step have arbitrary content, about which numpy warns in Triton's interpreter.
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{kind} ") for kind in ("overflow", "invalid value", "divide by zero")]
+pytestmark = [
+    pytest.mark.slow,
+    *(pytest.mark.filterwarnings(f"ignore:{kind} ") for kind in ("overflow", "invalid value", "divide by zero")),
+]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = replace(

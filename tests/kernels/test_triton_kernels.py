@@ -19,6 +19,8 @@ from paceline.kernels import select_kernels
 from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, LayerCache
 from paceline.kernels.reference import ReferenceKernels
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -97,6 +97,7 @@ class Countdown:
         return 1.0 if self._left else 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gelu", [False, True])
 def test_bits_do_not_depend_on_the_choice(gelu: bool) -> None:
     gate, up = (torch.randn(7, 1100).bfloat16().to(DEVICE) for _ in range(2))

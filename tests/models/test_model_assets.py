@@ -85,6 +85,7 @@ class TestFolders:
 
 
 class TestConversion:
+    @pytest.mark.slow
     def test_a_gguf_is_converted_once_by_one_of_two_that_start_together(self, tmp_path: Path, save_llama: Any) -> None:
         cache = tmp_path / "cache"
         reference = save_llama(vocab_size=261, num_key_value_heads=2)
@@ -205,6 +206,7 @@ def test_sampling_defaults_are_added_and_never_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_models_come_with_sampling_defaults(name: str, real_model: Callable[[str], Path]) -> None:

@@ -46,6 +46,7 @@ def cut(tokens: list[int], size: int) -> list[list[int]]:
     return [tokens[begin : begin + size] for begin in range(0, len(tokens), size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 def test_logits_do_not_depend_on_chunks_batches_or_threads(
     folder: Path, paged_contexts: Any, instruction_set: str

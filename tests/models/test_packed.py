@@ -103,6 +103,7 @@ def test_matrices_are_mapped_from_the_file(tmp_path: Path, save_llama: Any) -> N
     del model
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_pack_once(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
     code = (

@@ -129,6 +129,7 @@ def test_blocks_that_do_not_fit_are_named(save_converted: Callable[..., Path]) -
         load(folder, "gguf")
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_real_model_of_four_bits_gives_the_same_tokens(real_model: Callable[..., Path], paged_contexts: Any) -> None:
     folder = real_model("smollm2-135m-instruct", "gguf")

@@ -12,6 +12,7 @@ from tests.mutations.catalog import ROOT, Mutation, load_mutations
 MUTATIONS = load_mutations()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_each_applies_and_leaves_valid_python(mutation: Mutation) -> None:
     source = (ROOT / mutation.file).read_text()

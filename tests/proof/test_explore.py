@@ -12,6 +12,8 @@ from tests.proof.explore import Explorer
 from tests.proof.setup import SETUPS
 from tests.proof.world import make_world
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", [name for name in SETUPS if name not in ("too_late", "longer_prefix")])
 def test_every_state_without_faults(name: str) -> None:

@@ -19,6 +19,8 @@ from tests.proof.setup import SETUPS, Request
 from tests.proof.simulate import simulate
 from tests.proof.world import Violation
 
+pytestmark = pytest.mark.slow
+
 MOST_SEEDS = 200
 
 

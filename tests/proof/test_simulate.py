@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.proof.simulate import simulate
 
 SEEDS = 100
 
 
+@pytest.mark.slow
 def test_no_seed_breaks_a_promise() -> None:
     for seed in range(SEEDS):
         simulate(seed)

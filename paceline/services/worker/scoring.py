@@ -40,9 +40,9 @@ async def score(
             for event in batch:
                 if isinstance(event, Scored):
                     await send(worker_pb2.ComputeEvent(prompt_logprobs=scores_to_pb(event.first, event.tokens)))
-            if any(isinstance(event, Sampled) for event in batch):
-                return
             if (report := reporter.take()) is not None or (not batch and worker.goes_on):
                 await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive(), report=report))
+            if any(isinstance(event, Sampled) for event in batch):
+                return
     finally:
         worker.retire(lease.key)

@@ -106,6 +106,7 @@ class PolicyMachine(RuleBasedStateMachine):
 MAKERS = {**POLICIES, "third party": MostRecent, "fast learner": lambda slots: Forecast(slots, remembered=HORIZON)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_promises_hold_under_any_calls(make: Callable[[int], CachePolicy]) -> None:
     machine = type("Machine", (PolicyMachine,), {"make": staticmethod(make)})

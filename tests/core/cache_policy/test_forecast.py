@@ -6,6 +6,8 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 
+import pytest
+
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.forecast import Forecast
 from paceline.core.cache_policy.hazard import HORIZON
@@ -59,6 +61,7 @@ def test_it_is_as_good_as_lru_where_that_is_best() -> None:
     assert hits(learner, texts) > 0.97 * hits(LRU, texts)
 
 
+@pytest.mark.slow
 def test_it_remembers_what_has_gone_and_not_for_ever() -> None:
     policy = learner(SLOTS)
     found(policy, (f"{number}" for number in range(20_000)))

@@ -2,6 +2,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+import pytest
+
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import Secret, make_secret, read_secret
 
@@ -16,6 +18,7 @@ async def healthcheck(*arguments: str) -> tuple[int | None, str]:
     return process.returncode, errors.decode()
 
 
+@pytest.mark.slow
 async def test_the_exit_code_follows_the_service() -> None:
     server = RpcServer("127.0.0.1", 0, Secret())
     address = f"127.0.0.1:{await server.start()}"
@@ -28,12 +31,14 @@ async def test_the_exit_code_follows_the_service() -> None:
     assert (starting, ready, gone) == (refusal, (0, ""), refusal)
 
 
+@pytest.mark.slow
 async def test_wrong_use_is_told() -> None:
     for arguments in ((), ("7300",), ("a:1", "b:2", "c:3")):
         code, errors = await healthcheck(*arguments)
         assert (code, errors.startswith("usage:")) == (2, True)
 
 
+@pytest.mark.slow
 async def test_a_service_with_a_secret_answers_those_who_have_it(tmp_path: Path) -> None:
     file = tmp_path / "token"
     make_secret(file)

@@ -21,6 +21,8 @@ from paceline.services.common.lifecycle import best_address, reachable_address, 
 from tests.services.gateway.toy_model import write_toy_model
 from tests.tiny_checkpoints import SaveTiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 WAIT = 60.0
 

@@ -60,6 +60,7 @@ async def test_events_come_until_the_worker_ends(worker: Worker) -> None:
         await feed.join(inbox)  # neither over the socket nor over gRPC
 
 
+@pytest.mark.slow
 async def test_what_a_gateway_does_not_read_waits_in_the_outbox(worker: Worker) -> None:
     ended = asyncio.Event()
     heard: list[int] = []

@@ -20,6 +20,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_call, "QUIET_SECONDS", 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_one_that_stands_still_is_left_alone(
     start_stack: StartStack, role: str, caplog: pytest.LogCaptureFixture
@@ -52,6 +53,7 @@ async def test_those_in_line_behind_it_get_room_elsewhere(start_stack: StartStac
     assert "finished" not in still.outcomes()
 
 
+@pytest.mark.slow
 async def test_one_that_is_well_is_waited_for(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=0, decode=2, stall_seconds=FOR_EVER)
     slow, other = stack.workers.values()

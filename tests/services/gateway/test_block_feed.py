@@ -23,6 +23,8 @@ from paceline.services.kvtransfer.events import BlockEventPublisher
 from tests.services.gateway.conftest import eventually
 from tests.services.kvtransfer.kv_host import Host, Worker, key, release
 
+pytestmark = pytest.mark.slow
+
 SLOTS = 8
 TOKENS = list(range(1000))
 

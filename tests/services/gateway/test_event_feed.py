@@ -13,6 +13,8 @@ from paceline.services.gateway.event_feed import EventFeed, FeedError, Inbox
 from tests.services.gateway.conftest import PATIENCE, Cluster, Reader, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT
 
+pytestmark = pytest.mark.slow
+
 
 async def test_attempts_share_a_stream_until_it_breaks(cluster: Cluster) -> None:
     worker = await cluster.add("d")

@@ -16,6 +16,8 @@ from paceline.services.gateway import fleet
 from paceline.services.gateway.remote_worker import DecayingSum
 from tests.services.gateway.conftest import Cluster, eventually
 
+pytestmark = pytest.mark.slow
+
 
 async def probed(cluster: Cluster) -> None:
     """Wait until the gateway has checked the member several times after its heartbeat stopped."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT
+
+pytestmark = pytest.mark.slow
 
 
 async def test_busy_workers_are_waited_for_in_turn(start_stack: StartStack) -> None:

@@ -65,6 +65,7 @@ async def test_a_head_that_does_not_come_ends_the_connection(
     writer.close()
 
 
+@pytest.mark.slow
 async def test_a_connection_whose_request_is_answered_stays(
     start_stack: StartStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ async def test_scoring_goes_on_elsewhere_when_a_worker_fails(start_stack: StartS
     assert stack.workers["decode-0"].calls == []
 
 
+@pytest.mark.slow
 async def test_scoring_waits_for_room(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=1, decode=1, queue_seconds=0.3)
     stack.workers["prefill-0"].refusal = BusyError("this toy is full")

@@ -36,6 +36,7 @@ async def test_over_a_link_that_loses_blocks_nothing_more_is_moved(start_stack: 
     assert commands[:-2] in ([["fetch"]], [["fetch"], ["fetch"]])
 
 
+@pytest.mark.slow
 async def test_a_wrong_hint_costs_another_try_and_is_not_believed_again(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=0, decode=1, local_prefill_tokens=64)
     prompt = [65 + number % 20 for number in range(200)]
@@ -58,6 +59,7 @@ async def test_a_wrong_hint_costs_another_try_and_is_not_believed_again(start_st
     await eventually(is_believed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("computes", ["decode", "prefill", "far"])
 async def test_who_computes_brings_the_prefix_and_a_link_that_loses_it_is_left_out(
     start_stack: StartStack, computes: str

@@ -28,6 +28,7 @@ async def metrics(stack: Stack) -> dict[str, float]:
     return samples
 
 
+@pytest.mark.slow
 async def test_health_is_whether_a_request_could_be_placed(start_stack: StartStack) -> None:
     stack = await start_stack(decode=0)
     assert (await stack.http.get("/health")).status_code == 503
@@ -45,6 +46,7 @@ async def test_health_is_whether_a_request_could_be_placed(start_stack: StartSta
     await eventually(sick)
 
 
+@pytest.mark.slow
 async def test_a_full_fleet_is_healthy(start_stack: StartStack) -> None:
     stack = await start_stack()
     for worker in stack.workers.values():
@@ -113,6 +115,7 @@ async def test_metrics_count_what_was_served(stack: Stack) -> None:
     assert seen["paceline:request_handoff_time_seconds_sum"] <= seen["paceline:request_decode_time_seconds_sum"]
 
 
+@pytest.mark.slow
 async def test_the_fleet_with_the_ledger_of_each_host(stack: Stack) -> None:
     await stack.add("kvtransfer", "kv-0")
     silent = await stack.add("kvtransfer", "kv-1")
@@ -133,6 +136,7 @@ async def test_the_fleet_with_the_ledger_of_each_host(stack: Stack) -> None:
     assert unanswering["error"]
 
 
+@pytest.mark.slow
 async def test_a_host_that_starts_again_while_its_ledger_is_asked_for_is_no_error(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

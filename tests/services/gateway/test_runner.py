@@ -43,6 +43,7 @@ class Request:
         return any(isinstance(event, Generated) for event in self.events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("follows", [False, True])
 async def test_who_finds_only_workers_that_cannot_serve_learns_why(cluster: Cluster, follows: bool) -> None:
     (await cluster.add("d")).refusal = BROKEN
@@ -50,6 +51,7 @@ async def test_who_finds_only_workers_that_cannot_serve_learns_why(cluster: Clus
         await Request(runner_of(cluster), follows=follows).task
 
 
+@pytest.mark.slow
 async def test_who_finds_a_full_worker_beside_a_broken_one_waits_for_room(cluster: Cluster) -> None:
     (await cluster.add("d1")).refusal = BROKEN
     await cluster.add("d2", max_seqs=0)
@@ -57,6 +59,7 @@ async def test_who_finds_a_full_worker_beside_a_broken_one_waits_for_room(cluste
         await Request(runner_of(cluster)).task
 
 
+@pytest.mark.slow
 async def test_a_prefill_worker_that_is_known_to_be_full_is_busy_too(cluster: Cluster) -> None:
     await cluster.add("d")
     await cluster.add("p1", "prefill", max_seqs=1)
@@ -64,6 +67,7 @@ async def test_a_prefill_worker_that_is_known_to_be_full_is_busy_too(cluster: Cl
         await Request(runner_of(cluster)).task
 
 
+@pytest.mark.slow
 async def test_a_patient_request_waits_longer_than_the_others_for_full_workers(cluster: Cluster) -> None:
     worker = await cluster.add(max_seqs=0)
     runner = runner_of(cluster)

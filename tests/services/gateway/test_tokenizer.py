@@ -113,6 +113,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
         Tokenizer(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma-3-270m"])
 def test_a_real_model_is_read_as_transformers_reads_it(name: str, real_model: Callable[[str], Path]) -> None:

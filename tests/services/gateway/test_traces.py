@@ -175,6 +175,7 @@ async def test_a_failed_attempt_is_told_with_its_reason(start_stack: StartStack,
     assert (part["end"]["attempts"], part["end"]["generated_tokens"]) == (2, 30)
 
 
+@pytest.mark.slow
 async def test_a_request_that_fails_says_why(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=0, max_attempts=2)
     stack.workers["decode-0"].fail_after = 0

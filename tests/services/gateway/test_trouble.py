@@ -15,6 +15,7 @@ from tests.services.gateway.conftest import Reader, Stack, StartStack, eventuall
 from tests.services.gateway.toy_workers import TEXT, ToyWorker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED]
 )
@@ -63,6 +64,7 @@ async def test_a_lone_worker_that_comes_back_goes_on(start_stack: StartStack) ->
     assert await reader.task == TEXT[:40]
 
 
+@pytest.mark.slow
 async def test_a_silent_worker_counts_as_failed(start_stack: StartStack) -> None:
     stack = await start_stack(decode=2, stall_seconds=1.0)
     stack.workers["decode-0"].pause_after = 5
@@ -99,6 +101,7 @@ async def test_prompt_logprobs_are_not_reported_twice(start_stack: StartStack) -
     assert not stack.workers["decode-1"].calls[0].work.sampling.HasField("prompt_logprobs")
 
 
+@pytest.mark.slow
 async def test_an_attempt_that_got_on_is_no_reason_to_give_up(start_stack: StartStack) -> None:
     stack = await start_stack(max_attempts=2)
     stack.workers["decode-0"].fail_after = 4
@@ -213,6 +216,7 @@ async def test_workers_of_another_model_get_nothing(start_stack: StartStack) -> 
     assert (response.status_code, stranger.calls) == (503, [])
 
 
+@pytest.mark.slow
 async def test_a_worker_that_failed_is_used_again(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=0)
     decode = stack.workers["decode-0"]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT, ToyWorker
+
+pytestmark = pytest.mark.slow
 
 
 def drain(worker: ToyWorker) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
+import pytest
+
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto.common_pb2 import Key
 from paceline.services.kvtransfer.adoptions import Adoptions, Waiter
@@ -97,6 +99,7 @@ async def test_who_gets_blocks_hears_what_has_become_of_them_and_may_seal_the_re
     assert (await decode.do(reserve(key("again"), "abcd"))).lease.filled_tokens == 48
 
 
+@pytest.mark.slow
 async def test_the_end_of_a_lease_is_noticed_while_waiting(host: Host) -> None:
     decode, _, _ = await begin(host)
     adopting = await waiting(host, decode)

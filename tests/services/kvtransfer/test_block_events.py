@@ -80,6 +80,7 @@ def own_redis() -> Iterator[tuple[ValkeyServer, str]]:
         server.terminate()
 
 
+@pytest.mark.slow
 async def test_events_reach_the_stream_in_order(redis_server: str) -> None:
     cluster, source = uuid.uuid4().hex, Source()
     publisher = BlockEventPublisher(redis_server, cluster, source.take)
@@ -125,6 +126,7 @@ async def test_what_does_not_follow_shares_no_entry(redis_server: str) -> None:
     ]
 
 
+@pytest.mark.slow
 async def test_events_wait_for_redis_and_say_so_once(
     own_redis: tuple[ValkeyServer, str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,8 @@ from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
 from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, batch, key, layout, release, reserve
 from tests.services.kvtransfer.kv_toolkit import chain
 
+pytestmark = pytest.mark.slow
+
 
 def left_arena(folder: Path) -> str:
     """Leave an arena as a killed service does: the file without its lock. Return its path."""

@@ -52,6 +52,7 @@ class Hanging(Copy):
         await asyncio.Event().wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

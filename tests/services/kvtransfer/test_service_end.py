@@ -19,6 +19,8 @@ from paceline.services.kvtransfer.awake_clock import AwakeClock
 from tests.services.kvtransfer.kv_host import SLOTS, Host, batch, key, layout, release, reserve
 from tests.services.kvtransfer.kv_toolkit import LEASE
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_session_ends_with_its_stream(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     worker = await host.attach()

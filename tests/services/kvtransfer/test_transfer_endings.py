@@ -38,6 +38,7 @@ async def test_blocks_of_a_dead_decode_worker_stay_until_nothing_writes_to_them(
         await two.end(there=opened.key)
 
 
+@pytest.mark.slow
 async def test_the_death_of_the_prefill_worker_ends_the_transfer(tmp_path: Path) -> None:
     async with pair(tmp_path) as two:
         reserved, opened = await two.begin()

@@ -49,6 +49,7 @@ async def test_blocks_come_while_the_others_are_computed(tmp_path: Path, monkeyp
             await worker.do(release(again.key))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing("ucx")), reason=missing("ucx") or "UCX is there")
 async def test_blocks_come_over_ucx_where_both_have_it(tmp_path: Path) -> None:
     async with pair(tmp_path, alike=True, make_transports=await fast_transports("ucx", only_here=True)) as two:
@@ -126,6 +127,7 @@ async def test_of_a_window_only_what_is_still_seen_is_brought(tmp_path: Path) ->
         await two.end(adopted.key)
 
 
+@pytest.mark.slow
 async def test_a_reader_that_is_slower_than_a_lease_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,8 @@ from paceline.core.errors import UnavailableError
 from paceline.services.kvtransfer.transport import ArenaMemory, Source, Transport
 from tests.services.kvtransfer.transports import TRANSPORTS, arena, content, missing
 
+pytestmark = pytest.mark.slow
+
 SLOT = 1 << 20
 SLOTS = 96
 POISON = 0xAA

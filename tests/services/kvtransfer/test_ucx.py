@@ -70,6 +70,7 @@ async def test_strangers_at_the_port_disturb_nobody() -> None:
         await transport.close()
 
 
+@pytest.mark.slow
 @needs_ucx
 @pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(3000), b"\xff" * 3000, b""])
 async def test_a_port_where_something_else_listens_is_no_source(words: bytes) -> None:

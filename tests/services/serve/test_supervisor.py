@@ -23,6 +23,8 @@ import pytest
 from paceline.services.common.secret import read_secret
 from paceline.services.serve.supervisor import GRACE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 STACK = Path(__file__).with_name("toy_stack.py")
 ROOT = Path(__file__).parents[3]
 WAIT = 60.0

@@ -14,6 +14,8 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.worker import batch_sender
 from paceline.services.worker.batch_sender import MAX_BATCH_BYTES, MAX_OPERATIONS, BatchSender
 
+pytestmark = pytest.mark.slow
+
 
 class Line:
     """A service that records batches, and answers each operation with its request id as the message."""

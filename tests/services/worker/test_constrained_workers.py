@@ -33,6 +33,7 @@ async def host(start_host: StartHost, save_llama: SaveTiny, tmp_path: Path) -> A
         yield host
 
 
+@pytest.mark.slow
 async def test_outputs_obey_over_handoffs_and_preemptions(host: Host) -> None:
     compact = {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}
     own = constraint(pb.CONSTRAINT_KIND_JSON_SCHEMA, json.dumps(compact))

@@ -12,6 +12,8 @@ from paceline.core.types import Key
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 from tests.services.worker.unreliable_host import CONTEXT, KEY, SLOTS, UnreliableHost
 
+pytestmark = pytest.mark.slow
+
 # ---- answers that never come
 
 lost_on_the_way = pytest.mark.parametrize("trouble", ["loses_calls", "loses_answers"])

@@ -15,6 +15,8 @@ from paceline.services.worker import kv_session
 from paceline.services.worker.leases import Reservation
 from tests.services.worker.unreliable_host import CONTEXT, KEY, LEASE, UnreliableHost
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_worker_learns_that_a_lease_ended_and_frees_the_blocks_when_it_is_done(
     host: UnreliableHost, caplog: pytest.LogCaptureFixture

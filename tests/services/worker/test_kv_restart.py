@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
+import pytest
+
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import RpcServer
@@ -41,6 +43,7 @@ async def come_back(host: UnreliableHost) -> None:
     await host.until(lambda: not {host.decode.session.id, host.prefill.session.id} & {*sessions})
 
 
+@pytest.mark.slow
 async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: UnreliableHost) -> None:
     lost: list[Key] = []
     host.decode.on_lease_lost = host.prefill.on_lease_lost = lost.append
@@ -79,6 +82,7 @@ async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: U
     assert (await host.decode.reserve(Key("next", 1, 1), cached, 48, 48)).filled_tokens == 32
 
 
+@pytest.mark.slow
 async def test_operations_that_have_no_answer_yet_wait_for_the_service_to_come_back(host: UnreliableHost) -> None:
     host.service.pause = 60
     waiting = asyncio.create_task(host.decode.reserve(KEY, [], 64, 0))

@@ -20,6 +20,8 @@ from paceline.services.kvtransfer.arena import remove_stale_arenas
 from paceline.services.worker import shared_pools
 from paceline.services.worker.shared_pools import SharedPool, SharedPools
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 16),), 4, "test")
 ELEMENTS = LAYOUT.slot_bytes // 4
 SLOTS, ARENA_SLOTS = 6, 20

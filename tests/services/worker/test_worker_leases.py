@@ -38,6 +38,7 @@ async def test_a_cancelled_request_gives_its_blocks_back(start_llama: StartHost)
         assert host.prefill.worker.admission.active == host.decode.worker.admission.active == 0
 
 
+@pytest.mark.slow
 async def test_a_request_whose_lease_ended_stops_and_touches_nothing(start_llama: StartHost) -> None:
     async with start_llama(max_batched_tokens=1) as host:
         running = asyncio.create_task(host.generate(prompts(1, 4000, 4090)[0], 4))
@@ -56,6 +57,7 @@ async def test_a_decoding_request_whose_lease_ended_stops_when_it_asks_for_block
         assert host.decode.worker.engine.stats.preemptions == 0
 
 
+@pytest.mark.slow
 async def test_blocks_lost_between_reservation_and_first_step_are_not_computed_in(start_llama: StartHost) -> None:
     async with start_llama() as host:
         worker = host.decode.worker

@@ -29,6 +29,8 @@ from tests.services.worker import stuck_worker
 from tests.services.worker.conftest import DecodeCall, Host, StartHost
 from tests.tiny_checkpoints import SaveTiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(paceline.__file__).parents[1]
 
 

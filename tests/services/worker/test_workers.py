@@ -16,6 +16,8 @@ from paceline.services.worker import kv_memory
 from tests.services.worker.conftest import Host, StartHost, prompts
 from tests.tiny_checkpoints import SaveTiny
 
+pytestmark = pytest.mark.slow
+
 
 def reference_tokens(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
     ids = torch.tensor([prompt])
