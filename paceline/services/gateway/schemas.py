@@ -76,7 +76,7 @@ class NamedRequest(Body):
         # As in the OpenAI API, null means that the field is not given.
         said = {name: value for name, value in data.items() if value is not None}
         for name, value in said.items():
-            refused = name in _REFUSED or (name.startswith("guided_") and name not in cls.model_fields)
+            refused = (name in _REFUSED or name.startswith("guided_")) and name not in cls.model_fields
             if refused and value not in _REFUSED.get(name, ()):
                 raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
         known = _REFUSED.keys() | cls.model_fields.keys() | _SERVED_ANYWAY

@@ -30,15 +30,12 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import (
-    Computed,
     Event,
     Failed,
     Filled,
     NeedsBlocks,
     Preempted,
     Removed,
-    Sampled,
-    Scored,
     Sealed,
     Trimmed,
 )
@@ -47,7 +44,7 @@ from paceline.proto import worker_pb2 as wire
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.wire import sampling_from_pb
 from paceline.services.worker.admission import Admission
-from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, EventStreams
+from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, EventStreams, RequestEvent
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
 from paceline.services.worker.leases import Reservation
@@ -296,13 +293,12 @@ class Worker:
                     # Released at once, so that the request that was short of blocks gets them when it asks again.
                     self.kv.release(key)
         for event in events:
-            match event:
-                case Computed(key) | Sampled(key) | Scored(key) | Preempted(key):
-                    self._streams.put(key, event)
-                    if isinstance(event, Preempted):
-                        self.forget(key)
-                case Failed(key, message):
-                    self._streams.put(key, ConstraintError(message))
+            if isinstance(event, Failed):
+                self._streams.put(event.key, ConstraintError(event.message))
+            elif isinstance(event, RequestEvent) and not isinstance(event, Filled):
+                self._streams.put(event.key, event)
+                if isinstance(event, Preempted):
+                    self.forget(event.key)
 
     def _fill(self, filled: Filled, came: float) -> None:
         """Give the blocks to the decode worker at once. The request's handler gets the event when they are filled."""
