@@ -223,7 +223,7 @@ class SequenceRunner:
             sequence.failed |= {error.worker.member.worker_id}  # its drain deadline is over; no attempt is counted
         else:
             sequence.failed |= {error.worker.member.worker_id}
-            # An attempt that got past its first token made progress, so this failure is not the request's: count anew.
+            # An attempt that got past its first token made progress, so the count starts again with this failure.
             sequence.failures = begun + (
                 0 if len(sequence.generated) > sequence.generated_before + 1 else sequence.failures
             )
