@@ -176,7 +176,7 @@ class Constraints:
         if matcher is not None:
             self._ready[row] = matcher
 
-    def apply_to(self, row: int) -> bool:
+    def has(self, row: int) -> bool:
         """Return whether the row has a constraint."""
         return self._matchers[row] is not None
 

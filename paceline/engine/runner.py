@@ -104,7 +104,7 @@ class ModelRunner:
         rows = self._rows
         progress = {}
         for chunk, result in zip(chunks, results):
-            if result.tokens and self._constraints.apply_to(chunk.row) and not rows.has_ended(chunk.row):
+            if result.tokens and self._constraints.has(chunk.row) and not rows.has_ended(chunk.row):
                 tokens = [token.id for token in result.tokens]
                 progress[chunk.row] = RowProgress(tokens, [draft.token for draft in rows.drafts_of(chunk.row)])
         self._constraints.advance(progress)

@@ -137,7 +137,10 @@ class Scheduler:
         return Step(tuple(chunks), self._rows.take_updates())
 
     def _settle_in(self) -> None:
-        """Give requests their blocks in the pool as far as there is room: first those in the pool, then in order."""
+        """Give requests slots in the pool while there is room.
+
+        First come growing requests that are in the pool, then others in order of arrival.
+        """
         for key, request in list(self._grown.items()):
             while not (request.pool_tables is None or request.swapping_out or self._pool.extend(request)):
                 if not self._make_room():

@@ -36,7 +36,7 @@ class Outbox:
 
     @contextlib.asynccontextmanager
     async def member(self, attempt: int, on_close: Callable[[UnavailableError], None]) -> AsyncIterator[None]:
-        """Accept events of an attempt during a `with` statement, at whose end they have been written.
+        """Accept an attempt's events inside a `with` statement. Leaving it waits until they have been written.
 
         Raises InvalidRequestError if another attempt has this number.
 
@@ -67,7 +67,8 @@ class Outbox:
     def token(self, attempt: int, token: Token) -> None:
         """Add a token of an attempt.
 
-        A token with logprobs goes into an event, which is the last one if this has tokens of the same attempt.
+        A token with logprobs needs an event. It is added to the last event if that event has tokens of the same
+        attempt, otherwise to a new one.
         """
         if not token.logprobs:
             if not self._closed:

@@ -67,6 +67,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             work, number, outbox = command.admit, command.recipient.attempt, self.outboxes.of(command.recipient)
             carrier = carrier_of(context.invocation_metadata())
             with request_span("decode", work.key.request_id, carrier):
+                # Mapped within the span, so that the log line of an unexpected error has the ids of the request.
                 async with mapped_errors(context), self._worker.admission.admit():
                     self._worker.check(work)
                     events = AttemptStream(outbox, number, lambda: self._worker.goes_on)
@@ -128,7 +129,8 @@ class _Attempt:
     async def _adopt(self, key: Key) -> tuple[Adopted, float]:
         """Wait until the prompt's blocks are filled and adopt them. Return them with the time, on time.monotonic().
 
-        The wait starts with the reservation, because kvtransfer says that they are filled sooner than the gateway does.
+        The wait starts with the reservation, because kvtransfer learns sooner than the gateway that the blocks are
+        filled.
         """
         adopted = await self._worker.kv.adopt(key)
         self._key = adopted.reservation.key

@@ -50,7 +50,8 @@ class Mailbox(Generic[T]):
 
 
 Heard = list[Token] | worker_pb2.DecodeEvent | Exception
-"""Tokens that came together, with nothing but their ids; another event; or an error, after which nothing follows."""
+"""What an inbox receives: tokens without logprobs that arrived together, any other event, or an error, which is always
+last."""
 
 
 class Inbox(Mailbox[Heard]):

@@ -9,8 +9,8 @@ other requests. The cheapest way is taken. In this table, "the worker" computes 
     move        tokens that the decode worker's host lacks / its rate of fetching; overlaps compute: the longer counts
     handoff     rest of the decode worker's current step, if a prefill worker computes the prompt
     others      load of the decode worker; if it computes the prompt itself, also the delay of each of its requests
-    recent      a share of the tokens sent to the worker recently, so that equal workers take turns and a shared prefix
-                spreads to several hosts
+    recent      a tenth of the tokens sent to the worker recently / its rate, so that equal workers share prompts and a
+                popular prefix is soon cached on several hosts
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     not slow down the decoding of other requests.
     """
     fleet = list(snapshot)
-    measured = [speed for candidate in fleet if (speed := candidate.tokens_per_second)]
-    usual = statistics.fmean(measured) if measured else PREFILL_TOKENS_PER_SECOND
+    usual = _usual_rate(fleet)
 
     def rank(way: _Way) -> tuple[object, ...]:
         # Ids break ties, so that equal snapshots give equal placements.
@@ -167,8 +166,7 @@ def place_computing(need: Need, snapshot: Iterable[Candidate]) -> Placement | No
     Decode workers are used only if there is no prefill worker. Returns None if no worker can take the work now.
     """
     fleet = list(snapshot)
-    measured = [speed for candidate in fleet if (speed := candidate.tokens_per_second)]
-    usual = statistics.fmean(measured) if measured else PREFILL_TOKENS_PER_SECOND
+    usual = _usual_rate(fleet)
 
     def rank(candidate: Candidate) -> tuple[object, ...]:
         waiting = candidate.queued_tokens + LATELY * candidate.recent_tokens
@@ -183,6 +181,12 @@ def place_computing_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int
     workers = sorted(_computing(need, snapshot), key=lambda candidate: candidate.member.worker_id)
     unfailed = [candidate for candidate in workers if candidate.member.worker_id not in need.failed]
     return _computing_at(_in_turn(unfailed or workers, turn)) if workers else None
+
+
+def _usual_rate(fleet: Iterable[Candidate]) -> float:
+    """Return the rate of prefill to assume for a worker that has not measured its own, in tokens per second."""
+    measured = [rate for candidate in fleet if (rate := candidate.tokens_per_second)]
+    return statistics.fmean(measured) if measured else PREFILL_TOKENS_PER_SECOND
 
 
 def _computing(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:

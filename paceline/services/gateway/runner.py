@@ -73,8 +73,9 @@ class SequenceRunner:
                 except WorkerDrainingError as error:
                     attempt.record.fail(str(error))
                     sequence.failed |= {error.worker.member.worker_id}
-                except (WorkerFailedError, WorkerBusyError) as error:  # busy although it had admitted is a failure, too
+                except (WorkerFailedError, WorkerBusyError) as error:
                     attempt.record.fail(str(error))
+                    # A worker that admitted the attempt and then reports busy has failed.
                     if isinstance(error, WorkerBusyError):
                         error = WorkerFailedError(str(error), error.worker, unreachable=False)
                     self._note_failure(error, sequence)

@@ -89,10 +89,11 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         await context.write(worker_pb2.PrefillEvent(filled=worker_pb2.Filled(key=key_to_pb(reservation.key))))
 
     async def _open(self, request: worker_pb2.PrefillRequest) -> tuple[Reservation, bool]:
-        """Become the writer of blocks: those that decode reserved, or own ones if decode is on another host.
+        """Open the blocks to write.
 
-        The other host fetches own blocks from here. Returns also False if a prefix should have come from another host
-        and did not.
+        On the decode worker's host these are the blocks that it reserved. Otherwise reserve blocks on this host, which
+        the decode worker's host fetches. Return the reservation, and whether a requested prefix came from another host
+        (True if none was requested).
         """
         worker, work, key = self._worker, request.work, key_from_pb(request.work.key)
         if request.host_id == worker.kv.session.host_id:

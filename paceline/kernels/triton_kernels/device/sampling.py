@@ -49,7 +49,7 @@ def draw(
     """Write out int64 [rows]: the index where the cumulative sum of kept weights exceeds the row's random number * sum.
 
     Three filters decide which weights, fp64 [rows, SIZE], are kept: the first top_k (int64); of these, weights of at
-    least min_p (fp64); of these, the fewest from the first on whose sum reaches top_p (fp64; inf keeps all) of the sum.
+    least min_p (fp64); of these, the shortest prefix whose sum is at least top_p (fp64; inf keeps all) of the sum.
     The largest weight is 1. If top_k or top_p cut, weights must descend. Sums are fp64, block by block. Grid: (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
