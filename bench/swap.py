@@ -39,7 +39,7 @@ HEARTBEAT_SECONDS = 2.5
 """Time until the gateway has the workers' newest figures."""
 
 _BUCKET = re.compile(r'paceline:kv_swap_in_seconds_bucket\{le="([^"]+)".*role="decode".*\} (\S+)')
-_TIMES = re.compile(r'paceline:num_(parkings|preemptions)_total\{.*role="decode".*\} (\S+)')
+_TIMES = re.compile(r'paceline:num_(swap_outs|preemptions)_total\{.*role="decode".*\} (\S+)')
 _BYTES = re.compile(r'paceline:kv_offload_bytes_total\{direction="load".*role="decode".*\} (\S+)')
 
 
@@ -122,7 +122,7 @@ def report(found: dict[str, Any]) -> str:
     return (
         table(["figure", "swapping", "room for all", "ratio"], rows)
         + f"\nblocks of a request loaded: {swaps[float('inf')]:.0f} times, {times}; {within:.1%} within 10 ms"
-        + f"\nparked: {found['parkings']:.0f}, preempted and computed again: {found['preemptions']:.0f}"
+        + f"\nswapped out: {found['swap_outs']:.0f}, preempted and computed again: {found['preemptions']:.0f}"
     )
 
 

@@ -13,7 +13,7 @@ DRAFT_TOKENS = Family("spec_decode_num_draft_tokens", "Draft tokens that were ve
 ACCEPTED_TOKENS = Family("spec_decode_num_accepted_tokens", "Draft tokens that were accepted")
 ACCEPTED_BY_POSITION = Family("spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position")
 PREEMPTIONS = Family("num_preemptions", "Requests that lost their blocks and had to compute them again")
-PARKINGS = Family("num_parkings", "Requests that were swapped out of a worker's pool")
+SWAP_OUTS = Family("num_swap_outs", "Requests that were swapped out of a worker's pool")
 SWAP_INS = Family("kv_swap_in_seconds", "Seconds until the blocks of a request were in a worker's pool", "histogram")
 REQUEST_SECONDS = Family(
     "worker_request_step_seconds",
@@ -38,7 +38,7 @@ class SchedulerStats:
     accepted_by_position: list[int] = field(default_factory=list)
     """Times that the first, second, … draft was accepted."""
     preemptions: int = counted(PREEMPTIONS)
-    swap_outs: int = counted(PARKINGS)
+    swap_outs: int = counted(SWAP_OUTS)
     """Times that a request was swapped out: its blocks left the device's pool for the arena until there is room
     again."""
     loaded_blocks: int = 0
