@@ -12,19 +12,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client.metrics_core import Metric
 
-from paceline.cli import SERVICES
+from paceline.cli import HIDDEN_OPTIONS, SERVICES, SHORT_FLAGS
 from paceline.core.metrics import Family
-from paceline.core.options import Options, flag, group_of
+from paceline.core.options import Options, flag, group_of, range_of
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 
 FOLDER = Path(__file__).parent / "reference"
 PACKAGE = Path(__file__).parents[1] / "paceline"
-HIDDEN = ("ready_fd", "supervisor_socket")
 
 
 def options() -> str:
@@ -39,13 +38,14 @@ def options() -> str:
     ]
     for name, service in SERVICES.items():
         config: type[Options] = service.config
-        lines += ["", f"## paceline {name}", "", service.summary, "", "| option | group | default | meaning |"]
-        lines.append("| --- | --- | --- | --- |")
+        lines += ["", f"## paceline {name}", "", service.summary, ""]
+        lines += ["| option | group | values | default | meaning |", "| --- | --- | --- | --- | --- |"]
         for field, info in config.model_fields.items():
-            if field not in HIDDEN:
-                shown = "MODEL" if field == "model" else flag(field)
+            if field not in HIDDEN_OPTIONS:
+                values = _values(config, field)
                 default = "`~/.cache/paceline`" if field == "cache_dir" else _code(info.default)
-                lines.append(f"| `{shown}` | {group_of(config, field)} | {default} | {_cell(info.description)} |")
+                cells = (_flags(config, field), group_of(config, field), values, default, _cell(info.description))
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -70,7 +70,8 @@ def api() -> str:
     lines = [
         "# Fields of requests",
         "",
-        "The fields are those of OpenAI, and vLLM's where OpenAI has none. Other fields are ignored.",
+        "The fields are those of OpenAI, and vLLM's where OpenAI has none. Fields that are known but not supported,",
+        "such as `tools`, are refused with status 400. Unknown fields are ignored, with a warning in the log.",
     ]
     for path, schema in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
         described = schema.model_json_schema()
@@ -110,8 +111,34 @@ def _gateway_metrics() -> Iterator[tuple[str, str, str, str]]:
         yield metric.name, metric.type, "gateway", metric.documentation
 
 
+def _flags(config: type[Options], field: str) -> str:
+    """Return how an option is written on the command line."""
+    if field == "model":
+        return "`MODEL`"
+    name = flag(field)
+    if config.model_fields[field].annotation is bool:
+        name = name.replace("--", "--[no-]", 1)
+    return ", ".join(f"`{each}`" for each in (name, *SHORT_FLAGS.get(field, ())))
+
+
+def _values(config: type[Options], field: str) -> str:
+    """Return the values that an option accepts: the choices, or the type of a number and its range."""
+    kind = config.model_fields[field].annotation
+    if kind is bool:
+        return "`true` or `false`"
+    if choices := get_args(kind):
+        *others, last = (f"`{choice}`" for choice in choices)
+        return f"{', '.join(others)} or {last}"
+    if kind not in (int, float):
+        return ""
+    least, most = range_of(config, field)
+    limits = "" if least is None else f", at least {least:g}" if most is None else f", from {least:g} to {most:g}"
+    return ("integer" if kind is int else "number") + limits
+
+
 def _code(default: object) -> str:
-    return "" if default in ("", None) else f"`{default}`"
+    text = str(default).lower() if isinstance(default, bool) else str(default)
+    return "" if default in ("", None) else f"`{text}`"
 
 
 def _type(field: dict[str, Any], schema: dict[str, Any]) -> str:
@@ -136,7 +163,7 @@ _LIMITS = {
 
 
 def _cell(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
+    return "<br>".join(" ".join(line.split()) for line in (text or "").splitlines()).replace("|", "\\|")
 
 
 def main() -> int:

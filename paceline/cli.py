@@ -96,8 +96,8 @@ _METAVARS = {
     "redis": "URL",
     "speculative_config": "JSON",
 }
-_SHORT = {"speculative_config": ("-sc",)}
-_HIDDEN = {"ready_fd", "supervisor_socket"}
+SHORT_FLAGS = {"speculative_config": ("-sc",)}
+HIDDEN_OPTIONS = {"ready_fd", "supervisor_socket"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -279,9 +279,9 @@ def _add_options(parser: argparse.ArgumentParser, config: type[Options], names: 
         # Suppress defaults, because only flags that are given override the file.
         group.add_argument(
             flag(name),
-            *_SHORT.get(name, ()),
+            *SHORT_FLAGS.get(name, ()),
             default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS if name in _HIDDEN else _help(config, name),
+            help=argparse.SUPPRESS if name in HIDDEN_OPTIONS else _help(config, name),
             **_kind(name, hints[name]),
         )
     for name in RENAMED.get(config, {}):

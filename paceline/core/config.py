@@ -77,15 +77,19 @@ class GatewayConfig(ServiceConfig):
     max_body_bytes: int = option(8 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
     max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)
     queue_seconds: float = option(
-        60.0, "a request that has waited this many seconds for a worker gets 429", "limits", at_least=0.1
+        60.0,
+        "a request that has waited this many seconds for a worker gets 429, or 503 if no worker could be reached",
+        "limits",
+        at_least=0.1,
     )
     request_seconds: float = option(
         1800.0, "a request that takes more than this many seconds from arrival to end fails", "limits", at_least=0.1
     )
     stall_seconds: float = option(
         120.0,
-        "if a worker has sent nothing for this many seconds, its requests move to another worker; a worker sends "
-        "nothing during a step, so this must be longer than the longest step",
+        "a worker that has sent nothing for this many seconds counts as failed, and its requests move to another "
+        "worker. A worker sends nothing during a step that takes more than a second, so this must be longer than the "
+        "longest step (see --max-batched-tokens)",
         "limits",
         at_least=0.1,
     )
@@ -97,8 +101,9 @@ class GatewayConfig(ServiceConfig):
     )
     local_prefill_tokens: int = option(
         32,
-        "a decode worker may compute a prompt itself if at most this many of its tokens are not cached and the first "
-        "token comes earlier than with a prefill worker; 0 sends all prompts to prefill workers, if there are any",
+        "a decode worker may compute a prompt itself if at most this many uncached prompt tokens, those of waiting "
+        "prompts included, then wait there, and if this costs less than a prefill worker; the delay of the requests "
+        "that it decodes counts. 0 sends all prompts to prefill workers, if there are any",
         "limits",
         at_least=0,
     )
@@ -138,7 +143,12 @@ class WorkerConfig(ServiceConfig):
     )
     kvtransfer_address: str = option("127.0.0.1:7300", "address of this host's kvtransfer service", "network")
     worker_id: str = option("", "unique name of this worker; default: a generated name", "cluster")
-    max_seqs: int = option(64, "sequences that one worker runs at the same time", "limits", at_least=1)
+    max_seqs: int = option(
+        64,
+        "sequences that one worker runs at the same time; further ones wait in the gateway's queue",
+        "limits",
+        at_least=1,
+    )
     max_batched_tokens: int = option(
         512,
         "tokens that one step computes at most, over all sequences; longer prompts take several steps",
@@ -176,7 +186,12 @@ class WorkerConfig(ServiceConfig):
         "compute",
         at_least=0,
     )
-    async_scheduling: bool = option(True, "plan and launch the next step during the present one", "compute")
+    async_scheduling: bool = option(
+        True,
+        "plan and launch the next step while the present one computes, so that the device does not wait between "
+        "steps. Tokens are the same either way; turn it off only to compare or to debug",
+        "compute",
+    )
     speculative_config: str = option(
         "",
         "JSON object that turns on speculative decoding, which drafts tokens and verifies several in one step, e.g. "
@@ -219,9 +234,19 @@ class KVTransferConfig(ServiceConfig):
         "addresses of the machine. auto: ucx if it is installed, works, and --host is not a local address; else grpc",
         "network",
     )
-    host_id: str = option("", "unique name of this host; default: a generated name", "cluster")
+    host_id: str = option(
+        "",
+        "unique name of this host. If kvtransfer was killed, one that is started again with the same name takes over "
+        "the KV memory, and running requests continue; default: a generated name, so a restart begins empty",
+        "cluster",
+    )
     lease_seconds: float = option(
-        10.0, "a worker's blocks are released if it does not renew their lease for this long", "limits", at_least=0.1
+        10.0,
+        "a lease that its worker has not renewed for this many seconds ends: the worker stops the request and the "
+        "gateway starts a new attempt. Blocks are given out again only when the worker has let go of them or has "
+        "ended. Workers renew three times within this time",
+        "limits",
+        at_least=0.1,
     )
 
 

@@ -113,7 +113,7 @@ class Tokenizer:
     def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ModelError(f"{folder} holds no tokenizer.json; --model must name the model's Hugging Face folder")
+            raise ModelError(f"{folder} has no tokenizer.json; MODEL must be the model's Hugging Face folder")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower

@@ -58,5 +58,5 @@ def check_fits(pool: BlockPool, slots: int, token_count: int) -> None:
     if slots > total:
         raise InvalidRequestError(
             f"{token_count} tokens take {slots} blocks and the arena has {total}: "
-            "shorten the request or raise --kv-memory (--kv-tier-memory, if workers have pools)"
+            "shorten the request or raise --kv-memory"
         )

@@ -188,7 +188,7 @@ class Sessions:
         if slots == 0:
             raise ConfigError(
                 f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "
-                f"{options.kv_memory_bytes}; raise --kv-memory (--kv-tier-memory, if workers have pools)"
+                f"{options.kv_memory_bytes}; raise --kv-memory"
             )
         # Left by a service with another name, or one whose workers had not ended yet when this service started.
         remove_stale_arenas(options.arena_dir)

@@ -66,8 +66,6 @@ class WorkerProcess:
     """A worker with its server, its session with kvtransfer and its membership in the cluster."""
 
     def __init__(self, config: WorkerConfig, role: Role) -> None:
-        if not config.model:
-            raise ConfigError("no model is named; give its folder by --model")
         self.worker_id = config.worker_id
         self.address = ""
         self.socket = ""

@@ -100,7 +100,7 @@ def test_a_prompt_is_never_cut_by_settings_of_the_training(tmp_path: Path) -> No
 
 
 def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json; MODEL must be"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=r"cannot read .*tokenizer\.json"):
