@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     pick_device(options.small)
     options.out.mkdir(parents=True, exist_ok=True)
-    small = ["--small", "--rounds=2"] if options.small else []
+    small = ["--small", "--rounds=1"] if options.small else []
     if failed := [name for name in options.only or BENCHMARKS if not run(name, options.out, small, options.timeout)]:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -23,8 +23,11 @@ def pick_device(small: bool) -> torch.device:
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Return the median seconds of one run. Three runs before do not count: kernels are compiled and tuned in them."""
-    for _ in range(3):
+    """Return the median seconds of one run.
+
+    Up to three runs before do not count, because kernels are compiled and tuned in them.
+    """
+    for _ in range(min(rounds, 3)):
         run()
     times = []
     for _ in range(rounds):

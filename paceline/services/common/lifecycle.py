@@ -13,10 +13,10 @@ import socket
 import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from paceline.core.config import ServiceConfig
 from paceline.core.errors import ConfigError
-from paceline.services.common.registry import connect
 
 UNDO_SECONDS = 5.0
 """Time that a cancelled start has to undo what it has done, in seconds."""
@@ -106,7 +106,7 @@ def _own_addresses(redis: str, family: socket.AddressFamily) -> list[str]:
     Services that use the same Redis can most likely reach us at the address from which we reach it. The host's own name
     is not resolved, because /etc/hosts may give it a loopback address.
     """
-    redis_host = str(connect(redis).connection_pool.connection_kwargs.get("host", "localhost"))
+    redis_host = urlsplit(redis).hostname or "localhost"  # a Unix socket has no host
     addresses = []
     for host in (redis_host, *_ANYWHERE):
         with contextlib.suppress(OSError):  # no such name, or no route
