@@ -104,9 +104,12 @@ def _own_addresses(redis: str, family: socket.AddressFamily) -> list[str]:
     """Return the local addresses from which this machine reaches Redis and other networks, the best one first.
 
     Services that use the same Redis can most likely reach us at the address from which we reach it. The host's own name
-    is not resolved, because /etc/hosts may give it a loopback address.
+    is not resolved, because /etc/hosts may give it a loopback address. Raises ConfigError if `redis` is no URL.
     """
-    redis_host = urlsplit(redis).hostname or "localhost"  # a Unix socket has no host
+    try:
+        redis_host = urlsplit(redis).hostname or "localhost"  # a Unix socket has no host
+    except ValueError as error:
+        raise ConfigError(f"--redis {redis} is not a URL: {error}") from error
     addresses = []
     for host in (redis_host, *_ANYWHERE):
         with contextlib.suppress(OSError):  # no such name, or no route
