@@ -107,7 +107,8 @@ def _own_addresses(redis: str, family: socket.AddressFamily) -> list[str]:
     is not resolved, because /etc/hosts may give it a loopback address. Raises ConfigError if `redis` is no URL.
     """
     try:
-        redis_host = urlsplit(redis).hostname or "localhost"  # a Unix socket has no host
+        url = urlsplit(redis)
+        redis_host, _checked_port = url.hostname or "localhost", url.port  # a Unix socket has no host
     except ValueError as error:
         raise ConfigError(f"--redis {redis} is not a URL: {error}") from error
     addresses = []
