@@ -119,7 +119,7 @@ $(READY): requirements.lock pyproject.toml setup.py $(wildcard paceline/kernels/
 	@echo "[2/4] $(TORCH)"
 	@$(PIP) install $(QUIET) -c requirements.lock '$(TORCH)'
 	@echo "[3/4] $$(grep -c '==' requirements.lock) packages of requirements.lock"
-	@{ $(HAS_UV) && $(UV) pip install --quiet -r requirements.lock; } || $(PIP) install $(QUIET) -r requirements.lock
+	@{ $(HAS_UV) && $(UV) pip install --quiet --compile-bytecode -r requirements.lock; } || $(PIP) install $(QUIET) -r requirements.lock
 	@echo "[4/4] paceline, with its native kernels compiled"
 	@$(PIP) install --quiet --no-deps -e .
 	@touch $@
