@@ -21,11 +21,11 @@ env.share_cores()  # as the command line does, before torch is imported
 
 import torch  # noqa: E402
 
-from tests.stack.stacks import way_of  # noqa: E402
-
 if not torch.cuda.is_available():
     # Triton decides to run kernels in its interpreter when it is imported, and transformers imports it.
     os.environ["TRITON_INTERPRET"] = "1"
+
+from tests.stack.stacks import way_of  # noqa: E402
 
 # Tests may run on slow machines, so no example has a time limit.
 hypothesis.settings.register_profile("paceline", deadline=None)

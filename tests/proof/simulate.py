@@ -49,6 +49,10 @@ class Run:
         moves.step(self.world, move)
 
 
+FEW_SEEDS = 100
+"""Number of seeds in `make test`. Each known mutation of the protocol breaks one of them."""
+
+
 def setup_of(seed: int) -> Setup:
     """Make a setup: 20 requests with common beginnings, 4 decode and 4 prefill workers, and blocks for few requests.
 
@@ -125,7 +129,7 @@ def _calm_down(run: Run, draw: random.Random) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, help="run this seed and print its trace")
-    parser.add_argument("--seeds", type=int, default=100, help="number of seeds to run")
+    parser.add_argument("--seeds", type=int, default=FEW_SEEDS, help="number of seeds to run")
     parser.add_argument("--first", type=int, default=0, help="first of these seeds")
     arguments = parser.parse_args()
     try:

@@ -112,13 +112,12 @@ async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
     # The prefill host has cached only the whole blocks of the first prompt.
     with Cluster(tmp_path, model, ONE_HOST) as cluster:
         names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
-        cluster.start_gateway()
+        # By cost, a gateway may let the prefill host fetch the whole prefix, if fetching was measured to be fast.
+        cluster.start_gateway("--router-mode=round-robin")
         cluster.wait_ready(*names)
         await cluster.wait_workers(2)
-        for turn, wanted, cached in zip(turns, expected, ({0}, {512, 576}, {0})):
-            ((tokens, was_cached),) = await complete_all(cluster.url, [turn])
-            assert tokens == wanted
-            assert was_cached in cached
+        for turn, wanted, cached in zip(turns, expected, (0, 512, 0)):
+            assert await complete_all(cluster.url, [turn]) == [(wanted, cached)]
         async with asyncio.timeout(10):
             while await transfers(cluster) < len(turns):
                 await asyncio.sleep(0.1)

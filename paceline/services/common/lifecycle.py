@@ -108,13 +108,13 @@ def _own_addresses(redis: str, family: socket.AddressFamily) -> list[str]:
     """
     try:
         url = urlsplit(redis)
-        redis_host, _checked_port = url.hostname or "localhost", url.port  # a Unix socket has no host
+        redis_place = url.hostname or "localhost", url.port or _ANY_PORT  # a Unix socket has neither
     except ValueError as error:
         raise ConfigError(f"--redis {redis} is not a URL: {error}") from error
     addresses = []
-    for host in (redis_host, *_ANYWHERE):
+    for host, port in (redis_place, *((host, _ANY_PORT) for host in _ANYWHERE)):
         with contextlib.suppress(OSError):  # no such name, or no route
-            for kind, *_, target in socket.getaddrinfo(host, _ANY_PORT, family, socket.SOCK_DGRAM):
+            for kind, *_, target in socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM):
                 with socket.socket(kind, socket.SOCK_DGRAM) as probe:
                     probe.connect(target)  # with UDP this finds the route and sends nothing
                     addresses.append(str(probe.getsockname()[0]))
