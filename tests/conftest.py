@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(optionalhook=True)  # `-p no:xdist` works, too
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Run at most two stacks at a time, each in a test process of its own, while another process runs other tests."""
     return _TwoLanes(config, log)

@@ -71,9 +71,10 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     await cluster.wait_workers(2)
 
     # Blocks that the decode host has cached are neither computed again nor transferred. All blocks of a new prompt are.
-    new = "A new beginning. "
+    # No two new prompts begin alike: a prompt whose beginning has just been cached could be computed without a transfer.
+    new = [f"{number} new beginnings. {PROMPT}" for number in range(4)]
     assert await answer(cluster, PROMPT) == expected[0]
-    texts = await asyncio.gather(*(answer(cluster, new + PROMPT + str(number)) for number in range(4)))
+    texts = await asyncio.gather(*(answer(cluster, prompt) for prompt in new))
     await cluster.settled()
     async with asyncio.timeout(10):
         while (seen := await transfers(cluster)).get(f"transfers_{transport}", 0) < 4:
@@ -84,7 +85,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     # Without the other host the decode worker computes the prompts itself, and the tokens are the same.
     assert cluster.processes.pop("prefill-0").stop() == 0
     await cluster.wait_workers(1)
-    again = await asyncio.gather(*(answer(cluster, new + PROMPT + str(number)) for number in range(4)))
+    again = await asyncio.gather(*(answer(cluster, prompt) for prompt in new))
     assert again == texts
 
 
