@@ -71,7 +71,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     await cluster.wait_workers(2)
 
     # Blocks that the decode host has cached are neither computed again nor transferred. All blocks of a new prompt are.
-    # No two new prompts begin alike: a prompt whose beginning has just been cached could be computed without a transfer.
+    # No two new prompts begin alike: if the beginning of one has just been cached, it needs no transfer.
     new = [f"{number} new beginnings. {PROMPT}" for number in range(4)]
     assert await answer(cluster, PROMPT) == expected[0]
     texts = await asyncio.gather(*(answer(cluster, prompt) for prompt in new))
