@@ -186,15 +186,15 @@ class Attempt:
         if isinstance(event, Ended):
             return
 
-        def hear(event: Event) -> None:
+        def deliver(event: Event) -> None:
             self._prompt_computed()
             take(event)
 
-        self._decode_call.divert(lambda tokens: hear(Generated(tokens)))
+        self._decode_call.divert(lambda tokens: deliver(Generated(tokens)))
         while not isinstance(event, Ended):
             if (event := await self._next_of_decode()) is not None:
-                hear(event)
-        await self._decode_call.farewell()  # to close at once would make the worker count an abort
+                deliver(event)
+        await self._decode_call.wait_until_ended()  # to close at once would make the worker count an abort
 
     def leave(self) -> None:
         """Make `run` raise WorkerDrainingError after the events that have come, but not before the handoff."""

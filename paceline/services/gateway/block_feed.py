@@ -52,7 +52,7 @@ class _Following:
     def __init__(self, epoch: int, told: int) -> None:
         self.epoch = epoch
         self.told = told
-        """The number of the host's next block event, by its heartbeat at the last look."""
+        """The number of the host's next block event, by its heartbeat at the last reading."""
         self.asked = -_ASK_SECONDS
         """When the host was asked last, on time.monotonic()."""
         self.asking: asyncio.Task[None] | None = None
@@ -120,7 +120,7 @@ class BlockFeed:
     def _take(self, batch: BlockBatch) -> None:
         following = self._following.get(batch.host_id)
         if following is None:
-            return  # an unknown host; if it is a member, `_look` asks it
+            return  # an unknown host; if it is a member, `_read_heartbeats` asks it
         if following.asking is not None:
             self._late[batch.host_id].append(batch)
         elif not self._index.apply(batch):
@@ -130,10 +130,10 @@ class BlockFeed:
 
     async def _watch(self) -> None:
         while True:
-            self._look()
+            self._read_heartbeats()
             await asyncio.sleep(_WATCH_SECONDS * random.uniform(0.8, 1.2))
 
-    def _look(self) -> None:
+    def _read_heartbeats(self) -> None:
         """Forget hosts that have gone. Ask hosts that are new, and hosts with events that this gateway has not seen."""
         known = {host.member.host_id: host for host in self._hosts() if not host.refuses_us}
         for name in [name for name in self._following if name not in known]:
@@ -144,7 +144,7 @@ class BlockFeed:
             if name in self._following and self._following[name].epoch != host.member.epoch:
                 self._forget(name)
             following = self._following.setdefault(name, _Following(host.member.epoch, told))
-            # A heartbeat may arrive before the events that it counts, so compare with the heartbeat of the last look.
+            # A heartbeat may arrive before the events that it counts, so compare with the heartbeat of the last reading.
             blocks = self._index.host(name)
             following.doubtful |= following.told > (0 if blocks is None else blocks.next_event)
             following.told = told

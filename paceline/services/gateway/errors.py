@@ -24,8 +24,8 @@ _NAME_CHARACTERS = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Complaint:
-    """One rule that a request's body breaks."""
+class FieldError:
+    """What is wrong with one field of a request."""
 
     place: str
     """The path of the innermost field, such as "messages[0].role"."""
@@ -38,8 +38,8 @@ class Complaint:
     fails at the latest element is probably the one that the client meant."""
 
     @classmethod
-    def of(cls, error: Mapping[str, Any], body: object) -> Complaint:
-        """Return the complaint for one entry of pydantic's `errors()` about a request whose JSON was `body`."""
+    def of(cls, error: Mapping[str, Any], body: object) -> FieldError:
+        """Return the error of one entry of pydantic's `errors()` about a request whose JSON was `body`."""
         place, indexes = "", []
         _, *path = error["loc"]
         for depth, part in enumerate(path, 1):
@@ -54,20 +54,20 @@ class Complaint:
 
     @property
     def is_about_type(self) -> bool:
-        """Whether a value has the wrong type. If a field may have several types, most of them complain about this."""
+        """Whether a value has the wrong type. If a field may have several types, most of them fail so."""
         return self.rule.endswith("_type")
 
 
-def most_specific(complaints: Sequence[Complaint]) -> Complaint:
-    """Return the complaint to answer with.
+def most_specific(errors: Sequence[FieldError]) -> FieldError:
+    """Return the error to answer with.
 
-    If all complaints are about types, its message names every type that the field may have.
+    If all errors are about types, its message names every type that the field may have.
     """
-    first = next((complaint for complaint in complaints if not complaint.is_about_type), None)
+    first = next((error for error in errors if not error.is_about_type), None)
     if first is not None:
         return first
-    furthest = max(complaints, key=lambda complaint: complaint.indexes)
-    fitting = [c.message.removeprefix(_ALL_THAT_FITS) for c in complaints if c.place == furthest.place]
+    furthest = max(errors, key=lambda error: error.indexes)
+    fitting = [each.message.removeprefix(_ALL_THAT_FITS) for each in errors if each.place == furthest.place]
     return replace(furthest, message=_ALL_THAT_FITS + " or ".join(dict.fromkeys(fitting)))
 
 
@@ -157,16 +157,16 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Return the most specific complaint with its field's path and OpenAI's status 400; FastAPI would use 422."""
+    """Return the most specific error with its field's path and OpenAI's status 400; FastAPI would use 422."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {errors[0]['ctx']['error']}").response()
     query = dict(request.query_params)
-    complaints = [Complaint.of(each, query if each["loc"][0] == "query" else error.body) for each in errors]
-    told = most_specific(complaints)
-    if not told.place:
+    bodies = (query if each["loc"][0] == "query" else error.body for each in errors)
+    found = most_specific([FieldError.of(each, body) for each, body in zip(errors, bodies, strict=True)])
+    if not found.place:
         message = "the body must be a JSON object, sent with the header Content-Type: application/json"
         return ApiError(400, message).response()
     # vLLM's clients look for the rule's name in the message, other clients look in the code.
-    return ApiError(400, f"{told.place}: {told.message} ({told.rule})", param=told.place, code=told.rule).response()
+    return ApiError(400, f"{found.place}: {found.message} ({found.rule})", param=found.place, code=found.rule).response()

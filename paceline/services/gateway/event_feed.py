@@ -49,12 +49,12 @@ class Mailbox(Generic[T]):
         return self._items.popleft()
 
 
-Heard = list[Token] | worker_pb2.DecodeEvent | Exception
+InboxItem = list[Token] | worker_pb2.DecodeEvent | Exception
 """What an inbox receives: tokens without logprobs that arrived together, any other event, or an error, which is always
 last."""
 
 
-class Inbox(Mailbox[Heard]):
+class Inbox(Mailbox[InboxItem]):
     """A queue of the events of one attempt, in order. One task reads it.
 
     Events that have not been read wait here, so that a slow reader delays no other attempt. The queue never holds more
@@ -76,7 +76,7 @@ class Inbox(Mailbox[Heard]):
         """
         self._take = take
 
-    def put(self, item: Heard) -> None:
+    def put(self, item: InboxItem) -> None:
         if self._take is not None and self.is_empty and isinstance(item, list):
             try:
                 self._take(item)
@@ -140,14 +140,14 @@ class EventFeed:
     async def _read(self, opened: asyncio.Future[str]) -> None:
         stream, error = secrets.token_hex(16), self._ended()
 
-        def hear(message: worker_pb2.DecodeEvents) -> None:
+        def receive(message: worker_pb2.DecodeEvents) -> None:
             if not opened.done():
                 opened.set_result(stream)
             self._hand_on(message)
 
         try:
-            if not (self.socket and await self._read_socket(stream, hear)):
-                await self._read_call(stream, hear)
+            if not (self.socket and await self._read_socket(stream, receive)):
+                await self._read_call(stream, receive)
         except grpc.aio.AioRpcError as failure:
             error = FeedError(str(unmapped_error(failure, self._name)))
         except grpc.aio.UsageError as failure:
@@ -164,7 +164,7 @@ class EventFeed:
             if not opened.done():
                 opened.set_exception(error)
 
-    async def _read_socket(self, stream: str, hear: Callable[[worker_pb2.DecodeEvents], None]) -> bool:
+    async def _read_socket(self, stream: str, receive: Callable[[worker_pb2.DecodeEvents], None]) -> bool:
         """Read the Unix socket until the connection ends. Return False if it cannot be opened.
 
         It cannot if the worker runs on another host, or belongs to another user.
@@ -172,7 +172,7 @@ class EventFeed:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         framed = Framed(
-            lambda message: hear(worker_pb2.DecodeEvents.FromString(message)),
+            lambda message: receive(worker_pb2.DecodeEvents.FromString(message)),
             lambda: None if ended.done() else ended.set_result(None),
         )
         try:
@@ -187,12 +187,12 @@ class EventFeed:
         finally:
             framed.abort()
 
-    async def _read_call(self, stream: str, hear: Callable[[worker_pb2.DecodeEvents], None]) -> None:
+    async def _read_call(self, stream: str, receive: Callable[[worker_pb2.DecodeEvents], None]) -> None:
         """Read the gRPC call until it ends."""
         call: Any = self._stub.Events(worker_pb2.EventsRequest(stream=stream))
         try:
             while (message := await heeding_cancellation(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                hear(message)
+                receive(message)
         finally:
             call.cancel()
 

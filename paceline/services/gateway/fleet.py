@@ -182,12 +182,12 @@ class Fleet:
             worker = self._workers.get(name)
             if worker is not None and (member.epoch, member.address) == (worker.member.epoch, worker.member.address):
                 if member != worker.member:
-                    worker.look(member)
+                    worker.update(member)
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
                     self._drop(worker)
                 self._workers[name] = RemoteWorker(member, self._secret)
-                _spawn(self._greet(self._workers[name]), self._tasks)
+                _spawn(self._first_check(self._workers[name]), self._tasks)
                 log.info("%s %s joined at %s", member.role, name, member.address)
                 if member.role in ("prefill", "decode") and member.model != self.model:
                     why = "config.json or tokenizer.json of its model differ from this gateway's"
@@ -197,8 +197,8 @@ class Fleet:
         if any(member.state == "ready" for member in self._members()):
             self.has_served.set()
 
-    async def _greet(self, worker: RemoteWorker) -> None:
-        """Find out before the first request whether a new member accepts our secret. Ignore its health."""
+    async def _first_check(self, worker: RemoteWorker) -> None:
+        """Find out before the first request whether a new worker accepts our secret. Ignore its health."""
         await self._is_serving(worker)
 
     async def _probe(self, worker: RemoteWorker) -> None:

@@ -58,10 +58,10 @@ class RemoteWorker:
         """Prompt tokens of calls in flight that the worker has not computed yet."""
         self._begun = Begun(0, 0)
         """Totals since this gateway first saw the member."""
-        self._begun_by_look = (self._begun, self._begun)
-        """The totals at the look at the member's figures before the last one, and at the last look."""
-        self._in_flight_by_look = (0, 0)
-        """Tokens in flight at the same two looks."""
+        self._begun_at_updates = (self._begun, self._begun)
+        """The totals at the last two updates of the member's figures, the older one first."""
+        self._in_flight_at_updates = (0, 0)
+        """Tokens in flight at the same two updates."""
         self._recent = DecayingSum(RECENT_SECONDS)
         self.listed = True
         """Whether Redis lists the member now."""
@@ -84,8 +84,8 @@ class RemoteWorker:
 
     @property
     def unreported(self) -> int:
-        """Calls in flight that the member's figures may not contain yet: calls begun since the look before the last."""
-        return min(self.in_flight, self._begun.calls - self._begun_by_look[0].calls)
+        """Calls in flight that the member's figures may not contain yet: calls begun since the last update but one."""
+        return min(self.in_flight, self._begun.calls - self._begun_at_updates[0].calls)
 
     def candidate(self, fetch_tokens_per_second: float) -> Candidate:
         """Return this worker for the router. If its figures are old, for example because Redis is down, its load is
@@ -112,18 +112,18 @@ class RemoteWorker:
         """Return tokens that this gateway has sent and the member's figures may not contain yet, minus tokens that the
         member has computed since its report. Can be negative."""
         reported = self.member.load.queued_tokens
-        ours = min(reported, max(self._in_flight_by_look))  # the rest came from other gateways
-        begun = self._begun.tokens - self._begun_by_look[0].tokens
+        ours = min(reported, max(self._in_flight_at_updates))  # the rest came from other gateways
+        begun = self._begun.tokens - self._begun_at_updates[0].tokens
         return min(self._tokens_in_flight, ours + begun) - ours
 
-    def look(self, member: Member) -> None:
-        """Take over new figures, which the member wrote at some time since the last look."""
+    def update(self, member: Member) -> None:
+        """Use new figures, which the member wrote at some time since the last update."""
         if self.member.state == "draining":  # this heartbeat may have been written before the drain began
             member = dataclasses.replace(member, state="draining")
         self.member = member
         self.feed.socket = member.events  # a worker that was starting did not have it yet
-        self._in_flight_by_look = (self._in_flight_by_look[1], self._tokens_in_flight)
-        self._begun_by_look = (self._begun_by_look[1], self._begun)
+        self._in_flight_at_updates = (self._in_flight_at_updates[1], self._tokens_in_flight)
+        self._begun_at_updates = (self._begun_at_updates[1], self._begun)
 
     def _note_draining(self) -> None:
         self.member = dataclasses.replace(self.member, state="draining")

@@ -149,7 +149,7 @@ def out_of_turn(worker: RemoteWorker) -> WorkerFailedError:
     return WorkerFailedError(f"{worker} sent a message out of turn", worker, False)
 
 
-FAREWELL_SECONDS = 1.0
+ENDING_SECONDS = 1.0
 """Longest time between the last event and the end of the call, in either order, in seconds."""
 
 
@@ -235,15 +235,15 @@ class DecodeCall:
 
     async def error(self) -> BaseException:
         """Return the reason why the call has ended or is about to end."""
-        await self.farewell()
+        await self.wait_until_ended()
         assert self._ending is not None
         ended = self._ending.done() and not self._ending.cancelled()
         return (ended and self._ending.exception()) or out_of_turn(self._worker)
 
-    async def farewell(self) -> None:
+    async def wait_until_ended(self) -> None:
         """Wait after the last event until the worker ends the call. To `close` at once would count as an abort."""
         assert self._ending is not None
-        await asyncio.wait((self._ending,), timeout=FAREWELL_SECONDS)
+        await asyncio.wait((self._ending,), timeout=ENDING_SECONDS)
 
     def close(self) -> None:
         """End the call, if it still runs. From now on `next` fails."""
@@ -268,4 +268,4 @@ class DecodeCall:
         if not ending.cancelled():
             error = ending.exception() or out_of_turn(self._worker)
             assert isinstance(error, Exception)
-            asyncio.get_running_loop().call_later(FAREWELL_SECONDS, self._inbox.put, error)
+            asyncio.get_running_loop().call_later(ENDING_SECONDS, self._inbox.put, error)

@@ -21,7 +21,7 @@ class Waiter:
     """The lease's key, with any generation since the reservation."""
     tell: Callable[[Lease | PacelineError], None]
     """Called once, with the adopted lease or with the error that prevented the adoption."""
-    is_heard: Callable[[], bool]
+    is_connected: Callable[[], bool]
     """Returns whether the worker is still connected. If not, it adopts nothing."""
 
 
@@ -52,7 +52,7 @@ class Adoptions:
     def note(self, key: Key) -> None:
         """Check whether a lease has been filled or has ended, and if so tell the worker that waits for it."""
         waiter = self._waiting.pop(key[:2], None)
-        if waiter is None or not waiter.is_heard():
+        if waiter is None or not waiter.is_connected():
             return
         outcome: Lease | PacelineError
         try:

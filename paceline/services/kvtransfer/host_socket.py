@@ -42,7 +42,7 @@ class Reply:
         reply.id = self.request_id
         self.connection.send(reply)
 
-    def is_heard(self) -> bool:
+    def can_be_sent(self) -> bool:
         return self.connection.is_open
 
 

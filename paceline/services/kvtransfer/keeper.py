@@ -31,8 +31,8 @@ class Keeper:
         self._task: asyncio.Task[None] | None = None
         self._changed = False
         """Whether the ledger has changed since the last tick."""
-        self._unproved = False
-        self._proved_at = clock()
+        self._unchecked = False
+        self._checked_at = clock()
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="ledger keeper")
@@ -47,10 +47,10 @@ class Keeper:
         """Note that the ledger has changed, so that it is checked again soon."""
         self._changed = True
 
-    def prove(self) -> bool:
+    def check_balance(self) -> bool:
         """Check the ledger now and return whether it is consistent. If it is not, log the faults."""
-        self._unproved = False
-        self._proved_at = self._clock()
+        self._unchecked = False
+        self._checked_at = self._clock()
         memory = self._sessions.memory
         wrong = memory.ledger.check() if memory is not None else []
         if wrong:
@@ -83,6 +83,6 @@ class Keeper:
             )
             memory.adoptions.note(key)
         busy, self._changed = self._changed, False
-        self._unproved = self._unproved or busy or bool(overdue)
-        if self._unproved and (not busy or now - self._proved_at >= _CHECK_SECONDS):
-            self.prove()
+        self._unchecked = self._unchecked or busy or bool(overdue)
+        if self._unchecked and (not busy or now - self._checked_at >= _CHECK_SECONDS):
+            self.check_balance()

@@ -217,7 +217,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         except InvalidRequestError as error:
             tell(error)
         else:
-            memory.adoptions.wait(Waiter(session, key, tell, reply.is_heard))
+            memory.adoptions.wait(Waiter(session, key, tell, reply.can_be_sent))
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
         async with mapped_errors(context):
@@ -287,7 +287,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         reply = pb.LedgerReply(
             host_id=self._options.host_id,
             **snapshot.counts._asdict(),
-            balanced=self._keeper.prove(),
+            balanced=self._keeper.check_balance(),
             expired_leases=snapshot.expired_leases,
             evicted_blocks=snapshot.evicted_blocks,
             prefix_queries_tokens=snapshot.prefix_queries_tokens,

@@ -127,7 +127,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def complaint(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -137,13 +137,13 @@ def complaint(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 async def test_bad_completions(stack: Stack) -> None:
     for fields, param in COMMON + COMPLETION:
-        error = complaint(await stack.post("/v1/completions", **{"prompt": "x", **fields}))
+        error = error_of(await stack.post("/v1/completions", **{"prompt": "x", **fields}))
         assert (fields, error["param"], error["type"]) == (fields, param, "invalid_request_error")
 
 
 async def test_bad_chats(stack: Stack) -> None:
     for fields, param in COMMON + CHAT:
-        error = complaint(await stack.post("/v1/chat/completions", **{"messages": MESSAGES, **fields}))
+        error = error_of(await stack.post("/v1/chat/completions", **{"messages": MESSAGES, **fields}))
         assert (fields, error["param"], error["type"]) == (fields, param, "invalid_request_error")
     assert stack.workers["decode-0"].calls == []
 
@@ -158,18 +158,18 @@ async def test_bad_tools(stack: Stack) -> None:
         ("/detokenize", {"tokens": [1, "a"]}, "tokens[1]"),
         ("/detokenize", {"tokens": [400]}, "tokens"),
     ):
-        assert (path, fields, complaint(await stack.post(path, **fields))["param"]) == (path, fields, param)
+        assert (path, fields, error_of(await stack.post(path, **fields))["param"]) == (path, fields, param)
 
 
 async def test_too_long_has_a_code_of_its_own(stack: Stack) -> None:
-    error = complaint(await stack.post("/v1/completions", prompt="x" * 600))
+    error = error_of(await stack.post("/v1/completions", prompt="x" * 600))
     assert error["code"] == "context_length_exceeded"
     assert "maximum context length is 512 tokens" in error["message"]
 
 
 async def test_messages_name_what_is_wrong(stack: Stack) -> None:
     async def message(**fields: Any) -> str:
-        return str(complaint(await stack.post("/v1/completions", **{"prompt": "x", **fields}))["message"])
+        return str(error_of(await stack.post("/v1/completions", **{"prompt": "x", **fields}))["message"])
 
     assert "301, 302" in (text := await message(stop_token_ids=[301, 1, 302]))
     assert str(VOCAB_SIZE) in text
@@ -182,7 +182,7 @@ async def test_messages_name_what_is_wrong(stack: Stack) -> None:
 
 
 async def test_the_code_names_the_rule_that_was_broken(stack: Stack) -> None:
-    error = complaint(await stack.post("/v1/completions", prompt="x", seed=2**63))
+    error = error_of(await stack.post("/v1/completions", prompt="x", seed=2**63))
     assert error["code"] == "less_than_equal"
 
 
@@ -216,13 +216,13 @@ async def test_what_asks_for_nothing_is_accepted(stack: Stack, caplog: pytest.Lo
 )
 async def test_bodies_that_are_no_request(stack: Stack, body: bytes) -> None:
     headers = {"content-type": "application/json"}
-    complaint(await stack.http.post("/v1/completions", content=body, headers=headers))
+    error_of(await stack.http.post("/v1/completions", content=body, headers=headers))
 
 
 async def test_a_body_of_another_type(stack: Stack) -> None:
     body = json.dumps({"prompt": "x"})
     headers = {"content-type": "application/x-www-form-urlencoded"}
-    error = complaint(await stack.http.post("/v1/completions", content=body, headers=headers))
+    error = error_of(await stack.http.post("/v1/completions", content=body, headers=headers))
     assert "Content-Type: application/json" in error["message"]
 
 
@@ -230,14 +230,14 @@ async def test_half_a_surrogate_in_a_template_argument(stack: Stack) -> None:
     body = b'{"messages": [{"role": "user", "content": "x", "name": "\\ud800"}], "max_tokens": 1}'
     headers = {"content-type": "application/json"}
     assert (await stack.http.post("/v1/chat/completions", content=body, headers=headers)).status_code == 200
-    bad = complaint(await stack.http.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=headers))
+    bad = error_of(await stack.http.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=headers))
     assert bad["param"] == "prompt"
 
 
 async def test_paths_and_methods(stack: Stack) -> None:
-    assert "no such path: GET /v1/nothing" in complaint(await stack.http.get("/v1/nothing"), 404)["message"]
+    assert "no such path: GET /v1/nothing" in error_of(await stack.http.get("/v1/nothing"), 404)["message"]
     refused = await stack.http.get("/v1/completions")
-    assert "/v1/completions does not take GET" in complaint(refused, 405)["message"]
+    assert "/v1/completions does not take GET" in error_of(refused, 405)["message"]
     assert refused.headers["allow"] == "POST"
 
 
@@ -246,7 +246,7 @@ async def test_a_model_that_is_not_served(stack: Stack) -> None:
         await stack.post("/v1/completions", model="gpt", prompt="x"),
         await stack.http.get("/v1/models/gpt"),
     ):
-        error = complaint(response, 404)
+        error = error_of(response, 404)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
         await stack.openai.completions.create(model="gpt", prompt="x")
@@ -256,7 +256,7 @@ async def test_no_worker(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=1, decode=0)
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": MESSAGES})):
         response = await stack.post(path, **body, stream=True)
-        assert complaint(response, 503)["code"] == "service_unavailable"
+        assert error_of(response, 503)["code"] == "service_unavailable"
         assert int(response.headers["retry-after"]) >= 1
 
 
@@ -264,4 +264,4 @@ async def test_a_base_model_cannot_chat(start_stack: StartStack, tmp_path: Any) 
     from tests.services.gateway.toy_model import write_toy_model
 
     stack = await start_stack(model=str(write_toy_model(tmp_path / "base", chat_template=None)))
-    assert "base model" in complaint(await stack.post("/v1/chat/completions", messages=MESSAGES))["message"]
+    assert "base model" in error_of(await stack.post("/v1/chat/completions", messages=MESSAGES))["message"]

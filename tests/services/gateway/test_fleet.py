@@ -96,9 +96,9 @@ async def test_a_call_is_unreported_until_the_figures_contain_it(cluster: Cluste
     with cluster.fleet.call(worker):
         assert [(c.in_flight, c.unreported) for c in cluster.fleet.snapshot()] == [(1, 1)]
         # The first report after the call began may have been written before it.
-        worker.look(worker.member)
+        worker.update(worker.member)
         assert worker.unreported == 1
-        worker.look(worker.member)
+        worker.update(worker.member)
         assert (worker.in_flight, worker.unreported) == (1, 0)
         with cluster.fleet.call(worker):
             assert (worker.in_flight, worker.unreported) == (2, 1)
@@ -117,7 +117,7 @@ async def test_without_new_figures_a_gateway_goes_by_its_own_calls(cluster: Clus
     await worker.leave_redis()
     await eventually(lambda: not member.listed)
     reported = dataclasses.replace(member.member, load=LoadReport(running=5, waiting=2, queued_tokens=900))
-    member.look(reported)
+    member.update(reported)
     with cluster.fleet.call(member, 70):
         member.note_listed(True)  # it was listed until now, so its report is recent
         assert figures(cluster) == (8, 970)
@@ -194,13 +194,13 @@ async def test_what_a_worker_has_computed_since_it_reported_is_not_queued_any_mo
         return worker.candidate(0).queued_tokens
 
     with cluster.fleet.call(worker, 1000):
-        worker.look(busy)
-        worker.look(busy)
+        worker.update(busy)
+        worker.update(busy)
         assert queued() == 1400
         with cluster.fleet.call(worker, 300):
             assert queued() == 1700
     assert queued() == 400  # tokens that another gateway has sent, as far as this one can know
-    worker.look(dataclasses.replace(busy, load=LoadReport()))
+    worker.update(dataclasses.replace(busy, load=LoadReport()))
     assert queued() == 0
 
 

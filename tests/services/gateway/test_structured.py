@@ -13,7 +13,7 @@ from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.answer_format import COMPACT, SPACED, constraint_of
 from paceline.services.gateway.schemas import ChatRequest
 from tests.services.gateway.conftest import Stack
-from tests.services.gateway.test_errors import complaint
+from tests.services.gateway.test_errors import error_of
 from tests.services.gateway.toy_model import END
 
 ENDS = frozenset({END})
@@ -131,7 +131,7 @@ async def test_what_is_refused_names_its_field(stack: Stack) -> None:
         body = {"messages": [{"role": "user", "content": "x"}], **fields}
         content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
         response = await stack.http.post("/v1/chat/completions", content=content, headers=headers)
-        error = complaint(response)
+        error = error_of(response)
         assert (fields, error["param"]) == (fields, param)
         assert re.search(reason, error["message"], re.DOTALL), (fields, error["message"])
     assert stack.workers["decode-0"].calls == []
@@ -151,14 +151,14 @@ async def test_what_a_worker_refuses_names_the_field_of_the_client(
     stack.workers["decode-0"].refusal = ConstraintError("too large")
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     for stream in (False, True):
-        error = complaint(await stack.post("/v1/chat/completions", **body, stream=stream))
+        error = error_of(await stack.post("/v1/chat/completions", **body, stream=stream))
         assert (error["param"], error["message"]) == (place, f"{place}: too large")
 
 
 async def test_other_fields_that_a_worker_refuses_keep_their_names(stack: Stack) -> None:
     stack.workers["decode-0"].refusal = InvalidRequestError("no such token", "logit_bias")
     body = {"messages": [{"role": "user", "content": "x"}], "guided_regex": "a"}
-    error = complaint(await stack.post("/v1/chat/completions", **body))
+    error = error_of(await stack.post("/v1/chat/completions", **body))
     assert (error["param"], error["message"]) == ("logit_bias", "no such token")
 
 

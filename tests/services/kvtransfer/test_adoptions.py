@@ -66,7 +66,7 @@ async def test_who_gave_up_waiting_has_changed_nothing(host: Host) -> None:
     (waiter,) = memory.adoptions._waiting.values()
     adopting.cancel()
     async with asyncio.timeout(5):
-        while waiter.is_heard():
+        while waiter.is_connected():
             await asyncio.sleep(0.001)
     await prefill.do(fill(opened))
     assert await host.counts() == (4, 0, 4, 0)

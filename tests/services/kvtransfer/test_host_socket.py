@@ -84,16 +84,16 @@ async def test_what_cannot_be_taken_ends_its_connection_and_no_other(served: Ser
     other.close()
 
 
-async def test_what_takes_its_time_holds_nobody_up_and_is_heard_while_its_connection_lasts(served: Served) -> None:
+async def test_a_slow_request_delays_no_other_and_can_be_answered_while_its_connection_lasts(served: Served) -> None:
     connection = await HostConnection.connect(str(served.path))
     slow = [asyncio.create_task(connection.call(pb.BatchRequest(session=SLOW))) for _ in range(2)]
     await connection.call(pb.BatchRequest())
     served.slow[0](pb.BatchReply(results=[pb.Result(message="late")]))
     assert (await slow[0]).results[0].message == "late"
-    assert served.slow[1].is_heard()
+    assert served.slow[1].can_be_sent()
     connection.close()
     async with asyncio.timeout(10):
-        while served.slow[1].is_heard():
+        while served.slow[1].can_be_sent():
             await asyncio.sleep(0.001)
         with pytest.raises(UnavailableError):
             await slow[1]
