@@ -144,7 +144,7 @@ class BlockFeed:
             if name in self._following and self._following[name].epoch != host.member.epoch:
                 self._forget(name)
             following = self._following.setdefault(name, _Following(host.member.epoch, told))
-            # A heartbeat may arrive before the events that it counts, so compare with the heartbeat of the last reading.
+            # A heartbeat may arrive before the events that it counts, so compare with the last heartbeat.
             blocks = self._index.host(name)
             following.doubtful |= following.told > (0 if blocks is None else blocks.next_event)
             following.told = told

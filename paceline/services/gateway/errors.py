@@ -169,4 +169,5 @@ def _validation_error(request: Request, error: Exception) -> JSONResponse:
         message = "the body must be a JSON object, sent with the header Content-Type: application/json"
         return ApiError(400, message).response()
     # vLLM's clients look for the rule's name in the message, other clients look in the code.
-    return ApiError(400, f"{found.place}: {found.message} ({found.rule})", param=found.place, code=found.rule).response()
+    message = f"{found.place}: {found.message} ({found.rule})"
+    return ApiError(400, message, param=found.place, code=found.rule).response()
