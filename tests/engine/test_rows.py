@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from paceline.core.kv_layout import GroupShape, make_layout
-from paceline.core.types import SamplingParams
+from paceline.core.types import Key, SamplingParams
 from paceline.engine.rows import Rows
-from paceline.engine.step import RowAssigned, RowExtended
+from paceline.engine.step import Chunk, RowAssigned, RowExtended
 
 
 def test_tables_and_slots_are_those_of_the_newest_updates() -> None:
@@ -35,3 +35,28 @@ def test_tables_and_slots_are_those_of_the_newest_updates() -> None:
     check(7, 20)
     rows.update([RowAssigned(1, [8] * 64, 64, 0, SamplingParams(), 64, tables(50), 64)])
     check(8, 50)
+
+
+def one_row(length: int, limit: int, capacity: int) -> Rows:
+    """Return a row with this many tokens and room for eight drafts."""
+    layout = make_layout((GroupShape("all", (0,), 1, 16),), 1, "test")
+    rows = Rows(1, 64, 8, layout, torch.device("cpu"))
+    table = [list(range(layout.groups[0].blocks_for(64)))]
+    rows.update([RowAssigned(0, [7] * length, length, 0, SamplingParams(), limit, table, capacity)])
+    return rows
+
+
+def test_drafts_need_room_in_the_blocks_and_below_the_limit() -> None:
+    assert one_row(10, limit=64, capacity=16).room_for_drafts(0) == 6
+    assert one_row(10, limit=13, capacity=64).room_for_drafts(0) == 2  # a sampled token follows them
+    assert one_row(10, limit=10, capacity=64).room_for_drafts(0) == 0
+
+
+def test_a_row_that_has_ended_has_no_tokens_in_later_steps() -> None:
+    rows = one_row(10, limit=64, capacity=64)
+    following = [Chunk(Key("a", 0, 0), 0, 0, 1, follows=True, samples=True, prefills=False)]
+    rows.append(0, [8], ended=False)
+    assert rows.form(following).positions.tolist() == [10]
+    rows.append(0, [9], ended=True)
+    assert rows.has_ended(0)
+    assert rows.form(following).positions.tolist() == []

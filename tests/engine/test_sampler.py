@@ -116,6 +116,18 @@ def test_penalties_match_the_formulas() -> None:
     assert draw(forbid_more, context, prompt_len=prompt_len) == 1
 
 
+def test_a_repetition_penalty_makes_negative_logits_less_likely() -> None:
+    logits = torch.tensor([-1.0, -1.5, -3.0])
+    assert draw(SamplingParams(repetition_penalty=2.0), [0], logits) == 1
+    assert draw(SamplingParams(repetition_penalty=1.25), [0], logits) == 0
+
+
+def test_presence_and_frequency_penalties_do_not_count_the_prompt() -> None:
+    penalties = SamplingParams(presence_penalty=1.0, frequency_penalty=1.0, max_tokens=9)
+    assert draw(penalties, [0, 0, 0], prompt_len=3) == 0
+    assert draw(penalties, [0, 0, 0], prompt_len=2) == 1  # 2.0 - 1.0 - 1.0 is less than 1.0
+
+
 def test_bias_allowed_tokens_and_min_tokens_shape_the_choice() -> None:
     assert draw(SamplingParams(logit_bias={4: 100.0})) == 4
     assert draw(SamplingParams(allowed_token_ids=(3, 4))) == 3

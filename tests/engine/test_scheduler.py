@@ -109,6 +109,17 @@ def test_drafts_neither_keep_others_from_decoding_nor_prompts_from_going_on() ->
     assert scheduler.stats.draft_tokens > 0
 
 
+def test_no_more_tokens_are_verified_than_the_request_may_still_get() -> None:
+    scheduler = Scheduler(Limits(64, 4096, 16, max_drafts=4), Speculation(4, adaptive=False))
+    scheduler.add(make_request("a", [1, 2, 3, 4], 8, computed_len=3))
+    device, lengths = ToyDevice(accept=lambda most: min(most, 2)), []
+    while step := scheduler.plan():
+        lengths += [chunk.length for chunk in step.chunks]
+        scheduler.apply(step, device.execute(step))
+    assert max(lengths) == 5  # a token and four drafts
+    assert lengths[-1] <= 2  # at most two of eight tokens are missing then
+
+
 def test_what_was_not_drafted_is_not_counted_as_computed() -> None:
     scheduler = Scheduler(Limits(64, 4096, 4, 4), Speculation(4, adaptive=False))
     device = ToyDevice(accept=lambda most: min(most, 1))
