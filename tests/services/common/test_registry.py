@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+
 import pytest
+from redis.asyncio import Redis
 
 from paceline.core.metrics import Family, Histogram, Sample
 from paceline.proto import fleet_pb2 as pb
-from paceline.services.common.registry import Member, metrics_to_pb
+from paceline.services.common import registry
+from paceline.services.common.registry import Member, Registrar, State, connect, metrics_to_pb, read_members
 
 STEPS = Sample("steps", 3, Family("steps", "Steps that were computed"), {"kind": "model"})
 MEMBER = Member(
@@ -65,3 +72,38 @@ def test_a_histogram_counts_up_to_each_bound_and_in_all() -> None:
         ("_count", None, 3),
         ("_sum", None, 0.3225),
     ]
+
+
+async def listed_as(state: State, client: Redis, cluster: str) -> None:
+    """Wait until Redis lists exactly one member, which is in this state."""
+    async with asyncio.timeout(10):
+        while [member.state for member in await read_members(client, cluster)] != [state]:
+            await asyncio.sleep(0.01)
+
+
+async def test_redis_forgets_who_renews_no_more(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "TTL_SECONDS", 100.0)
+    cluster = uuid.uuid4().hex
+    registrar = Registrar(redis_server, cluster, lambda: MEMBER)
+    await registrar.start()
+    async with contextlib.aclosing(connect(redis_server)) as client:
+        await listed_as("draining", client, cluster)
+        assert 0 < await client.ttl(f"paceline:{cluster}:member:d") <= 100
+        await registrar.stop()
+        assert await read_members(client, cluster) == []
+
+
+async def test_an_announcement_does_not_wait_for_the_heartbeat(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "HEARTBEAT_SECONDS", 1000.0)
+    cluster = uuid.uuid4().hex
+    member = dataclasses.replace(MEMBER, state="ready")
+    registrar = Registrar(redis_server, cluster, lambda: member)
+    await registrar.start()
+    async with contextlib.aclosing(connect(redis_server)) as client:
+        await listed_as("ready", client, cluster)
+        member = MEMBER
+        registrar.announce()
+        await listed_as("draining", client, cluster)
+        await registrar.stop()

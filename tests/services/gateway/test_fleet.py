@@ -76,6 +76,25 @@ async def test_a_restart_under_the_same_name_is_somebody_new(cluster: Cluster) -
     assert before.gone
 
 
+async def test_a_late_heartbeat_of_a_process_that_has_ended_changes_nothing(cluster: Cluster) -> None:
+    ended = await cluster.add()
+    await ended.crash()
+    await cluster.add()
+    current = cluster.fleet.worker("d")
+    await cluster.redis.set(f"paceline:{cluster.name}:member:d", ended._member().to_bytes())
+    await cluster.add("later")  # who is seen when the late heartbeat has been read, too
+    assert cluster.fleet.worker("d") is current
+    assert not current.gone
+
+
+async def test_workers_of_another_model_are_shown_and_get_no_requests(cluster: Cluster) -> None:
+    await cluster.add("other", model="another model")
+    assert cluster.fleet.max_model_len() == 0
+    await cluster.add()
+    assert cluster.names() == ["d", "other"]
+    assert cluster.usable() == ["d"]
+
+
 async def test_a_channel_stays_open_for_calls_that_still_run(cluster: Cluster) -> None:
     worker = await cluster.add()
     member = cluster.fleet.worker("d")

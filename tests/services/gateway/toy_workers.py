@@ -94,13 +94,14 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         max_seqs: int = 8,
         secret: Secret = _NO_SECRET,
         state: State = "ready",
+        model: str = "",
     ) -> None:
         self.role: Role = role
         self.worker_id = worker_id
         self.script = text.encode()
         self.host_id = host_id
         self.state: State = state
-        self.model = ""
+        self.model = model
         self.layout = "fingerprint"
         self.max_model_len = 512
         self.max_seqs = max_seqs

@@ -86,17 +86,35 @@ async def test_what_was_evicted_before_its_turn_is_not_written(arena: Arena, tmp
     await tier.close()
 
 
+def damage(tier: DiskTier, arena: Arena, digest: bytes) -> None:
+    """Overwrite a block in the file with zeros, by way of the arena's slot 1."""
+    place = tier.find(0, digest)
+    assert place is not None
+    arena.memory.slot(1)[:] = bytes(SLOT)
+    os.pwrite(tier._file, arena.memory.slot(1), place * SLOT)
+
+
 async def test_a_damaged_block_is_a_miss(arena: Arena, tmp_path: Path) -> None:
     tier = DiskTier(DiskOptions(tmp_path, 4 * SLOT), 1, arena.memory, arena.find)
     tier.offer([arena.put(0, name(3))])
     await eventually(lambda: tier.blocks == 1)
-    place = tier.find(0, name(3))
-    assert place is not None
-    arena.memory.slot(1)[:] = bytes(SLOT)
-    os.pwrite(tier._file, arena.memory.slot(1), place * SLOT)
+    damage(tier, arena, name(3))
     assert await tier.read([(0, name(3), 5)]) == [False]
     assert tier.damaged_blocks == 1
     assert tier.find(0, name(3)) is None
+    await tier.close()
+
+
+async def test_the_place_of_a_damaged_block_is_used_again(arena: Arena, tmp_path: Path) -> None:
+    tier = DiskTier(DiskOptions(tmp_path, SLOT), 1, arena.memory, arena.find)
+    tier.offer([arena.put(0, name(3))])
+    await eventually(lambda: tier.written_blocks == 1)
+    damage(tier, arena, name(3))
+    assert await tier.read([(0, name(3), 5)]) == [False]
+    tier.offer([arena.put(0, name(4))])
+    await eventually(lambda: tier.written_blocks == 2)
+    assert tier.find(0, name(4)) is not None
+    assert await tier.read([(0, name(4), 5)]) == [True]
     await tier.close()
 
 

@@ -84,7 +84,7 @@ LIES = {
     "an end without an end": [OFFER, exported((0, 0))],
     "a block of no group": [OFFER, exported((1, 0))],
     "a block behind the table": [OFFER, exported((0, 99))],
-    "a block twice": [OFFER, exported((0, 0)), exported((0, 0))],
+    "a block twice": [OFFER, exported((0, 0)), exported(*((0, index) for index in range(7)), filled=TOKENS)],
     "a block is missing": [OFFER, exported(*((0, index) for index in range(6)), filled=TOKENS)],
     "more than was reserved": [OFFER, exported(*((0, index) for index in range(9)), filled=16 * 9 + 1)],
     "a name that is none": [OFFER, exported((0, 0), name=b"short")],
