@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.mutations.catalog import ROOT, Mutation, load_mutations
 
-TEST_SECONDS = 900.0
+TEST_SECONDS = 300.0
 """Tests that take longer have noticed the mutation, because something hangs."""
 WIDE = ("tests", "-m", "not stack and not compose", "-n", "2", "--dist", "worksteal")
 
