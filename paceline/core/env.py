@@ -19,6 +19,11 @@ def api_keys() -> tuple[str, ...]:
     return tuple(key.strip() for key in os.environ.get("PACELINE_API_KEY", "").split(",") if key.strip())
 
 
+def instruction_set() -> str:
+    """Return $PACELINE_ISA, the instruction set that the native kernels shall use; "auto" if it is not set."""
+    return os.environ.get("PACELINE_ISA") or "auto"
+
+
 def exports_traces() -> bool:
     """Return whether the standard OpenTelemetry variables name a collector."""
     return bool(os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from paceline.core.env import instruction_set
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
@@ -20,7 +21,7 @@ def _native(device: torch.device) -> Kernels:
     if device.type != "cpu":
         raise ConfigError(f"the native kernels run on cpu, not on {device}; choose --kernels auto")
     # The same number of threads as torch uses.
-    return NativeKernels(torch.get_num_threads())
+    return NativeKernels(torch.get_num_threads(), instruction_set())
 
 
 def _triton(device: torch.device, batch_invariant: bool) -> Kernels:

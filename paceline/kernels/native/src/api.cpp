@@ -39,6 +39,12 @@ bool has_amx() {
 #endif
 }
 
+bool has_avx2() {
+    unsigned a, b, c = 0, d;
+    const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & 1u << 29);
+    return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
 bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -58,7 +64,7 @@ const InstructionSet kInstructionSets[] = {
 #ifdef PACELINE_X86
     {"amx", [] { return has_avx512() && has_amx(); }, &amx_kernels, release_tiles},
     {"avx512", has_avx512, &avx512_kernels, do_nothing},
-    {"avx2", [] { return bool(__builtin_cpu_supports("avx2")); }, &avx2_kernels, do_nothing},
+    {"avx2", has_avx2, &avx2_kernels, do_nothing},
 #endif
     {"portable", [] { return true; }, &portable_kernels, do_nothing},
 };

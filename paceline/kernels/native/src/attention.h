@@ -52,14 +52,16 @@ struct Attention {
 
     // One thread's memory for a piece. `weights` and `scores` are those of one block of rows.
     struct Space {
-        T *queries, *keys, *values, *weights;
+        Left<T>* queries;
+        T *keys, *values;
+        Left<T>* weights;
         float* scores;
         Partial piece, total;
     };
     Space space(Worker& worker) const {
-        const int64_t item = sizeof(T);
-        const int64_t sizes[] = {max_rows * depth * item,    kPiece * depth * item,
-                                 kPiece * width * item,      kRowBlock * kPiece * item,
+        const int64_t item = sizeof(T), left = sizeof(Left<T>);
+        const int64_t sizes[] = {max_rows * depth * left,    kPiece * depth * item,
+                                 kPiece * width * item,      kRowBlock * kPiece * left,
                                  kRowBlock * kPiece * 4,     partial_bytes(),
                                  partial_bytes()};
         int64_t bytes = 0;
@@ -67,8 +69,8 @@ struct Attention {
         char* at = static_cast<char*>(worker.scratch.take(bytes));
         void* parts[7];
         for (int i = 0; i < 7; ++i) parts[i] = at, at += round_up(sizes[i], 64);
-        return {static_cast<T*>(parts[0]), static_cast<T*>(parts[1]), static_cast<T*>(parts[2]),
-                static_cast<T*>(parts[3]), static_cast<float*>(parts[4]), partial_at(parts[5]), partial_at(parts[6])};
+        return {static_cast<Left<T>*>(parts[0]), static_cast<T*>(parts[1]), static_cast<T*>(parts[2]),
+                static_cast<Left<T>*>(parts[3]), static_cast<float*>(parts[4]), partial_at(parts[5]), partial_at(parts[6])};
     }
 
     // Columns [from, to) of a piece, multiples of kDepth, so that sums begin and end at the same places for every row.
@@ -100,18 +102,21 @@ struct Attention {
             return static_cast<const T*>(op.a) + (token * heads + head) * dim;
         };
         const int64_t row_count = count(rows);
+#ifdef PACELINE_AMX
         if (keys_stay(rows)) {
             for (int64_t first = 0; first < row_count; first += kLanes)
                 paged.pack_rows([&](int64_t i) { return first + i < row_count ? find(first + i) : nullptr; },
                                 space.queries + first * depth, [] {});
             return;
         }
+#endif
         for (int64_t row = 0; row < row_count; ++row) {
-            memcpy(space.queries + row * depth, find(row), dim * sizeof(T));
-            memset(space.queries + row * depth + dim, 0, (depth - dim) * sizeof(T));
+            copy_values(find(row), dim, space.queries + row * depth);
+            memset(space.queries + row * depth + dim, 0, (depth - dim) * sizeof(Left<T>));
         }
     }
 
+#ifdef PACELINE_AMX
     // Computes scores of keys in the columns of `span` for packed queries. Scores that no row sees may be anything.
     void score_in_place(
         const Rows& rows, int64_t base, Span span, Prefetch& prefetch, const Space& space, Worker& worker) const {
@@ -138,14 +143,18 @@ struct Attention {
                     square[key] = read<u32x16>(products + (i + key) * stride + first);
                 transpose(square);
                 for (int64_t row = first; row < least(row_count, first + kLanes); ++row)
-                    memcpy(space.scores + row * kPiece + i, &square[row - first], 64);
+                    write(space.scores + row * kPiece + i, square[row - first]);
             }
     }
 
+#else
+    void score_in_place(const Rows&, int64_t, Span, Prefetch&, const Space&, Worker&) const {}  // only tiles can
+#endif
+
     // Computes softmax weights of one row of Vectors * kLanes columns, which sees `count` columns from `first` on.
     template <int Vectors>
-    void weigh(const float* scores, T* weights, int64_t first, int64_t count, float* max_, float* sum_) const {
-        const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    void weigh(const float* scores, Left<T>* weights, int64_t first, int64_t count, float* max_, float* sum_) const {
+        const i32x16 lane = lane_numbers<i32x16>();
         const float cap = op.f1 * kLog2E;
         f32x16 score[Vectors], largest = splat(kNothing), sum = {};
 #pragma GCC unroll 8
@@ -158,7 +167,7 @@ struct Attention {
 #pragma GCC unroll 8
             for (int i = 0; i < Vectors; ++i) {
                 const i32x16 column = lane + static_cast<int32_t>(i * kLanes - first);
-                score[i] = bits<u32x16>(column) < static_cast<uint32_t>(count) ? score[i] : splat(-__builtin_inff());
+                score[i] = select(bits<u32x16>(column) < static_cast<uint32_t>(count), score[i], splat(-__builtin_inff()));
             }
 #pragma GCC unroll 8
         for (int i = 0; i < Vectors; ++i) largest = max(largest, score[i]);
@@ -182,7 +191,7 @@ struct Attention {
             const int64_t first = group.window ? most(0, position - group.window + 1 - begin) : 0;
             const int64_t count = most(0, least(position + 1 - begin, width) - first);
             const float* scores = space.scores + i * kPiece + span.from;
-            T* weights = space.weights + i * kPiece + span.from;
+            Left<T>* weights = space.weights + i * kPiece + span.from;
             float *max_ = space.piece.max + row + i, *sum = space.piece.sum + row + i;
             switch (width / kDepth) {
                 case 1: weigh<2>(scores, weights, first, count, max_, sum); break;

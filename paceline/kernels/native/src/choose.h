@@ -12,15 +12,15 @@ static inline double uniform(const Draw& draw) {
 }
 
 // e^x for x of at most 0, within 2 ulp; 0 below -708.
-static inline f64x8 exp(f64x8 x) {
+PACELINE_INLINE f64x8 exp(f64x8 x) {
     const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, in the low bits
     const f64x8 shifted = x * 1.4426950408889634 + magic, power = shifted - magic;
     const f64x8 rest = (x - power * 0.693147180369123816490) - power * 1.90821492927058770002e-10;
-    f64x8 sum = 1.0 + f64x8{};  // Taylor series, which is exact enough for |rest| <= ln(2) / 2
+    f64x8 sum = splat<f64x8>(1.0);  // Taylor series, which is exact enough for |rest| <= ln(2) / 2
 #pragma GCC unroll 13
-    for (int i = 13; i > 0; --i) sum = fma(rest * (1.0 / i), sum, 1.0 + f64x8{});
+    for (int i = 13; i > 0; --i) sum = fma(rest * (1.0 / i), sum, splat<f64x8>(1.0));
     const f64x8 scaled = bits<f64x8>(bits<u64x8>(sum) + (bits<u64x8>(shifted) << 52));
-    return x < -708.0 ? f64x8{} : scaled;
+    return select(x < -708.0, f64x8{}, scaled);
 }
 
 struct Candidate {
@@ -94,19 +94,19 @@ class Drawing {
         const int64_t count = least(kWide, size_ - first);
         for (int64_t i = count; i < kWide; ++i) own[i] = -__builtin_inff();
         memcpy(own, logits_ + first, count * sizeof(float));
-        return __builtin_convertvector(read<f32x8>(own), f64x8) * scale_ - largest_;
+        return convert<f64x8>(read<f32x8>(own)) * scale_ - largest_;
     }
 
     static bool any(i64x8 hits) { return max_lane(bits<i32x16>(-hits)) > 0; }
 
     f64x8 weigh(f64x8 powers) const {
         const f64x8 weights = exp(powers);
-        return weights < draw_.min_p ? f64x8{} : weights;
+        return select(weights < draw_.min_p, f64x8{}, weights);
     }
 
     static i64x8 bins_of(f64x8 powers) {
-        const f64x8 bins = powers * -kBinsOfOne, most = kBins - 1 + f64x8{};
-        return __builtin_convertvector(bins < most ? bins : most, i64x8);
+        const f64x8 bins = powers * -kBinsOfOne, most = splat<f64x8>(kBins - 1);
+        return convert<i64x8>(select(bins < most, bins, most));
     }
 
     // Draws with the cumulative sum in order of tokens.

@@ -26,6 +26,6 @@ static inline void by_form(const Op& op, const Run& run) {
 PACELINE_BY_FORM(linear, linear_layers)
 PACELINE_BY_FORM(embed, embed_tokens)
 PACELINE_BY_FORM(logits, logits_layer)
-PACELINE_BY_FORM(linear_silu_and_mul, gated_layers, silu_and_mul_lanes<T>)
-PACELINE_BY_FORM(linear_gelu_tanh_and_mul, gated_layers, gelu_tanh_and_mul_lanes<T>)
+PACELINE_BY_FORM(linear_silu_and_mul, gated_layers, SiluAndMul<T>{})
+PACELINE_BY_FORM(linear_gelu_tanh_and_mul, gated_layers, GeluTanhAndMul<T>{})
 #undef PACELINE_BY_FORM

@@ -8,6 +8,7 @@ namespace PACELINE_ISA {
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+#include "vectors.h"
 #include "simd.h"
 #include "multiply.h"
 #include "rows.h"

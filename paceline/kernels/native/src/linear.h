@@ -1,7 +1,7 @@
 // Linear layers and the embedding, over packed weights.
 
 constexpr int64_t kChunkBytes = 1 << 20;  // bytes of x that stay in a core's L2 cache while all weights pass
-constexpr int64_t kPartDepth = 320;       // values along `in` for which a block of weights stays in the L1 cache
+constexpr int64_t kPanelBytes = 20 << 10;  // a part of a block of weights, which stays in the L1 cache
 constexpr int64_t kTaskOut = 64;          // outputs of one task if there are many
 
 template <class T>
@@ -30,36 +30,37 @@ struct Columns {
     int64_t block, most;
 };
 
-// Rows of padded length, cut into chunks for tasks.
+// Rows of padded length for products with weights of type T, cut into chunks for tasks.
 template <class T>
 struct Input {
-    const T* x;
-    const T* columns;  // the same rows in the layout of `Columns`; null if the weights do not need it
+    const Left<T>* x;
+    const Left<T>* columns;  // the same rows in the layout of `Columns`; null if the weights do not need it
     int64_t stride, in, rows;
     int64_t chunk = rows_of_chunk(), chunks = (rows + chunk - 1) / chunk;
 
     int64_t rows_of_chunk() const {
-        const int64_t most_rows = most(kRowBlock, kChunkBytes / int64_t(in * sizeof(T)) / kRowBlock * kRowBlock);
+        const int64_t most_rows = most(kRowBlock, kChunkBytes / int64_t(in * sizeof(Left<T>)) / kRowBlock * kRowBlock);
         const int64_t count = (rows + most_rows - 1) / most_rows;
         return round_up((rows + count - 1) / count, kRowBlock);
     }
 
     // Calls finish(row, sums) for the rows of a chunk; sums: fp32 [count][kOutBlock], products of row and panels.
-    template <class Finish>
-    void multiply_chunk(Worker& worker, int64_t index, Panel<T>* panels, int64_t count, const Finish& finish) const {
+    template <class W, class Finish>
+    void multiply_chunk(Worker& worker, int64_t index, Panel<W>* panels, int64_t count, const Finish& finish) const {
         alignas(64) float sums[kRowBlock * kTaskOut];
         const int64_t begin = index * chunk, end = least(rows, begin + chunk);
         const int64_t row_blocks = (end - begin + kRowBlock - 1) / kRowBlock;
         // One row block reads its weights once, in the order of memory, as fast as memory delivers them. Several row
         // blocks take a part of the depth at a time, for all panels, and have time to prefetch the next weights.
-        const int64_t parts = row_blocks > 1 ? (in + kPartDepth - 1) / kPartDepth : 1;
+        constexpr int64_t most_depth = kPanelBytes / (kOutBlock * int64_t(sizeof(W)));
+        const int64_t parts = row_blocks > 1 ? (in + most_depth - 1) / most_depth : 1;
         const int64_t part = round_up((in + parts - 1) / parts, kDepth);
-        const int64_t lines = (kOutBlock * kDepth * int64_t(sizeof(T)) / 64 + row_blocks - 1) / row_blocks;
+        const int64_t lines = (kOutBlock * kDepth * int64_t(sizeof(W)) / 64 + row_blocks - 1) / row_blocks;
         for (int64_t row = begin; row < end; row += kRowBlock) {
             const int64_t height = least(kRowBlock, end - row);
             for (int64_t k = 0; k < in; k += part)
                 for (int64_t i = 0; i < count; ++i) {
-                    Panel<T>& panel = panels[i];
+                    Panel<W>& panel = panels[i];
                     const int64_t depth = least(part, in - k);
                     const Extra extra{k > 0, row_blocks > 1 && panel.next ? lines : 0, panel.next, row_blocks == 1};
                     multiply(worker, x + row * stride + k, stride, panel.weights + k * kLanes, in * kLanes, depth,
@@ -79,32 +80,40 @@ static void pack_columns(const T* x, int64_t stride, int64_t in, int64_t rows, T
         u32x16 square[kLanes] = {};
         for (int64_t row = 0; row < rows; ++row) square[row] = read<u32x16>(x + row * stride + k);
         transpose(square);
-        for (int64_t i = 0; i < kLanes; ++i, to += 2 * rows) memcpy(to, &square[i], 64);
+        for (int64_t i = 0; i < kLanes; ++i, to += 2 * rows) write(to, square[i]);
     }
 }
 
-// Returns the rows of op.a with length `in`. If op.n0 is less, they are copies padded with zeros.
+// Copies the first `count` values of a row, converted if the types differ.
+static inline void copy_values(const bf16* from, int64_t count, bf16* to) { memcpy(to, from, count * sizeof(bf16)); }
+template <class T>
+static inline void copy_values(const T* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i += kLanes) store_some(to + i, load_some(from + i, count - i), count - i);
+}
+
+// Returns the rows of op.a with length `in`. They are copies, padded with zeros, if op.n0 is less or their type differs.
 template <class T>
 static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in, const Columns& columns) {
-    const int64_t rows = op.rows * step.tokens, bytes = rows * in * sizeof(T);
-    const bool pads = in != op.n0, packs = rows > 1 && rows <= columns.most;
-    T* copies = pads || packs ? static_cast<T*>(team.shared(2 * bytes + 64)) : nullptr;
-    Input<T> input{static_cast<const T*>(op.a), nullptr, op.n2, in, rows};
-    if (pads) {
-        const T* x = input.x;
-        team.for_each(rows, [&](int64_t row, Worker&) {
-            memcpy(copies + row * in, x + row * op.n2, op.n0 * sizeof(T));
-            memset(copies + row * in + op.n0, 0, (in - op.n0) * sizeof(T));
+    using X = Left<T>;
+    const int64_t rows = op.rows * step.tokens, count = op.n0, stride = op.n2;
+    const bool copies = in != count || sizeof(X) != sizeof(T), packs = rows > 1 && rows <= columns.most;
+    X* memory = copies || packs ? static_cast<X*>(team.shared(2 * rows * in * sizeof(X) + 64)) : nullptr;
+    Input<T> input{reinterpret_cast<const X*>(op.a), nullptr, stride, in, rows};
+    if (copies) {
+        const T* x = static_cast<const T*>(op.a);
+        for_each_row(team, rows, in, [&](int64_t row) {
+            copy_values(x + row * stride, count, memory + row * in);
+            memset(memory + row * in + count, 0, (in - count) * sizeof(X));
         });
-        input.x = copies;
+        input.x = memory;
         input.stride = in;
     }
     if (columns.most && rows == 1) input.columns = input.x;
     if (packs) {
         for (int64_t row = 0; row < rows; row += columns.block)
             pack_columns(input.x + row * input.stride, input.stride, in, least(columns.block, rows - row),
-                         copies + (rows + row) * in);
-        input.columns = copies + rows * in;
+                         memory + (rows + row) * in);
+        input.columns = memory + rows * in;
     }
     return input;
 }
@@ -192,7 +201,7 @@ static void linear_layers(const Op& op, const Step& step, Team& team) {
 
 // out = activation(gate, up) of two linear layers, each rounded as it would be by itself.
 template <class T, class Matrix, class Activation>
-static void gated_layers(const Op& op, const Step& step, Team& team, const Activation& activation) {
+static void gated_layers(const Op& op, const Step& step, Team& team, const Activation&) {
     if (op.rows * step.tokens == 0) return;
     const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), Matrix::columns(op));
     const Matrix gates = Matrix::of(op.b, op), ups = Matrix::of(op.c, op);
@@ -205,19 +214,19 @@ static void gated_layers(const Op& op, const Step& step, Team& team, const Activ
             T* out = outs + row * outputs + first;
             for (int64_t i = 0; i < count; i += kLanes) {
                 const f32x16 gate = round_to(out, load(sums + i)), up = round_to(out, load(sums + kOutBlock + i));
-                store_some(out + i, activation(gate, up), count - i);
+                store_some(out + i, Activation::of(gate, up), count - i);
             }
         });
     });
 }
 
 // to[size] = row `lane` of sixteen packed rows, times the factor.
-template <class T>
-static void copy_row(const T* packed, int64_t lane, int64_t size, float factor, T* to) {
-    constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
-    const T* row = packed + lane * pair;
+template <class W, class T>
+static void copy_row(const W* packed, int64_t lane, int64_t size, float factor, T* to) {
+    constexpr int64_t pair = sizeof(W) == sizeof(bf16) ? 2 : 1;
+    const W* row = packed + lane * pair;
     for (int64_t i = 0; i < size; i += kLanes) {
-        T lanes[kLanes] = {};
+        W lanes[kLanes] = {};
         const int64_t count = least(kLanes, size - i);
         for (int64_t k = 0; k < count; ++k) lanes[k] = row[(i + k) / pair * pair * kLanes + (i + k) % pair];
         store_some(to + i, load(lanes) * factor, count);
@@ -234,7 +243,7 @@ static void embed_tokens(const Op& op, const Step& step, Team& team) {
         const int64_t id = ids[token];
         if (id < 0 || id >= op.n1) return team.fail(kNoSuchToken);
         const int64_t lane = id % kLanes;
-        const T* packed = matrix.sixteen(id - lane, Matrix::depth(op.n0), worker);
+        const auto* packed = matrix.sixteen(id - lane, Matrix::depth(op.n0), worker);
         copy_row(packed, lane, op.n0, op.f0, outs + token * op.n0);
     });
 }

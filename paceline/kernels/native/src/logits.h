@@ -7,7 +7,7 @@ static inline uint64_t rank_of(int32_t order, int64_t place) {
 static inline int64_t place_of(uint64_t rank) { return static_cast<uint32_t>(~rank); }
 
 // `order_of` of up to sixteen numbers. Lanes after the last number have the order of -inf.
-static inline i32x16 orders_at(const float* values, int64_t count) {
+PACELINE_INLINE i32x16 orders_at(const float* values, int64_t count) {
     if (count >= kLanes) return order_of(load(values));
     float lanes[kLanes];
     store(lanes, splat(-__builtin_inff()));
@@ -17,7 +17,7 @@ static inline i32x16 orders_at(const float* values, int64_t count) {
 
 // Raises a row's highest rank if one of the numbers at places [first, first + count) has a higher rank.
 static inline void raise_rank(uint64_t* rank, const float* values, int64_t first, int64_t count) {
-    i32x16 largest = INT32_MIN + i32x16{};
+    i32x16 largest = splat<i32x16>(INT32_MIN);
     for (int64_t i = 0; i < count; i += kLanes) largest = max(orders_at(values + i, count - i), largest);
     const int32_t top = max_lane(largest);
     uint64_t known = __atomic_load_n(rank, __ATOMIC_RELAXED);

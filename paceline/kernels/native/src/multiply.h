@@ -9,16 +9,60 @@ constexpr int64_t padded(int64_t in) {
     return padded_in(sizeof(T) == sizeof(bf16) ? kBf16 : kFp32, in);
 }
 
+// The type of x in products with weights of type T. Machines without products of bf16 multiply in fp32, which holds every
+// number of bf16. They widen x once, and weights in registers.
 #ifdef PACELINE_AVX512
-constexpr int kRegisterRows = 8;
+template <class T>
+using Left = T;
 #else
-constexpr int kRegisterRows = 2;
+template <class T>
+using Left = float;
 #endif
 
-static inline f32x16 multiply_add(const float* x, const float* w, f32x16 sum) { return fma(splat(*x), load(w), sum); }
-static inline f32x16 multiply_add(const bf16* x, const bf16* w, f32x16 sum) {
-    return dot_pairs(read<u32x16>(w), read<uint32_t>(x) + u32x16{}, sum);
-}
+// Rows whose sums are in registers at once: the most for one group of sixteen outputs, and for two.
+#if defined(PACELINE_AVX512)
+constexpr int64_t kMostRows = 8, kMostRowsOfTwo = 8;
+#elif defined(PACELINE_AVX2)
+constexpr int64_t kMostRows = 6, kMostRowsOfTwo = 3;
+#else
+constexpr int64_t kMostRows = 2, kMostRowsOfTwo = 1;
+#endif
+
+// Sums are in registers, so the products below work on vectors of a register's length.
+constexpr int kRegisterLanes = kRegisterBytes / 4, kParts = kLanes / kRegisterLanes;
+using Floats = Vector<float, kRegisterLanes>;
+using Words = Vector<uint32_t, kRegisterLanes>;
+
+// A vector of weights has kValues values along `in` for each output. They are multiplied in kTurns, one after the other.
+template <class T>
+struct Products;
+template <>
+struct Products<float> {
+    static constexpr int kValues = 1, kTurns = 1;
+    static Floats weights(const float* w, int) { return read<Floats>(w); }
+    static Floats add(const float* x, const Floats& weights, const Floats& sum) {
+        return fma(splat<Floats>(*x), weights, sum);
+    }
+};
+template <>
+struct Products<bf16> {
+#ifdef PACELINE_AVX512
+    static constexpr int kValues = 2, kTurns = 1;
+    static Words weights(const bf16* w, int) { return read<Words>(w); }
+    static Floats add(const bf16* x, const Words& weights, const Floats& sum) {
+        return dot_pairs(weights, splat<Words>(read<uint32_t>(x)), sum);
+    }
+#else
+    static constexpr int kValues = 2, kTurns = 2;
+    static Floats weights(const bf16* w, int turn) {
+        const Words pairs = read<Words>(w);
+        return bits<Floats>(turn == 0 ? pairs << 16 : pairs & 0xffff0000u);
+    }
+    static Floats add(const float* x, const Floats& weights, const Floats& sum) {
+        return fma(splat<Floats>(*x), weights, sum);
+    }
+#endif
+};
 
 // Options of a product. add: continue from the sums in `out`. lines, ahead: if tiles compute, prefetch this many cache
 // lines from `ahead` on for each kDepth of `in`. comes_from_memory: one row block reads its weights from memory, so
@@ -34,54 +78,61 @@ struct Extra {
 // group's end lie after the second group.
 constexpr int64_t kAheadOfVectors = 4096, kAheadOfTiles = 2048;
 
-template <int Rows, int Groups, class T>
+template <int Rows, int Groups, bool Prefetches, class T>
 static inline void multiply_few(
-    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride, bool add,
-    bool prefetches) {
-    constexpr int64_t step = sizeof(T) == sizeof(bf16) ? 2 : 1;
-    constexpr int64_t distance = kAheadOfVectors / int64_t(sizeof(T));
+    const Left<T>* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride, bool add) {
+    using Own = Products<T>;
+    constexpr int64_t distance = kAheadOfVectors / int64_t(sizeof(T)), part_size = Own::kValues * kRegisterLanes;
     const T* ahead = w + distance;
-    const int64_t turn = most(0, in - distance / kLanes);
-    f32x16 sums[Rows][Groups] = {};
-    if (add)
-        for (int row = 0; row < Rows; ++row)
-            for (int group = 0; group < Groups; ++group)
-                sums[row][group] = load(out + row * out_stride + group * kLanes);
-    for (int64_t k = 0; k < in; k += step) {
-        if (prefetches) {
-            if (k == turn) ahead += (Groups - 1) * w_stride;
+    const int64_t turn_at = most(0, in - distance / kLanes);
+    constexpr int parts = Groups * kParts;
+    Floats sums[Rows * parts];
+    const auto place = [=](int i) { return out + i / parts * out_stride + i % parts * kRegisterLanes; };
+    unrolled<Rows * parts>([&](int i) __attribute__((always_inline)) { sums[i] = add ? read<Floats>(place(i)) : Floats{}; });
+    for (int64_t k = 0; k < in; k += Own::kValues) {
+        if (Prefetches) {
+            if (k == turn_at) ahead += (Groups - 1) * w_stride;
             for (int group = 0; group < Groups; ++group)
                 __builtin_prefetch(ahead + group * w_stride + k * kLanes);
         }
-#pragma GCC unroll 8
-        for (int row = 0; row < Rows; ++row)
-#pragma GCC unroll 2
-            for (int group = 0; group < Groups; ++group)
-                sums[row][group] =
-                    multiply_add(x + row * x_stride + k, w + group * w_stride + k * kLanes, sums[row][group]);
+        unrolled<Own::kTurns>([&](int turn) __attribute__((always_inline)) {
+            decltype(Own::weights(w, 0)) weights[parts];
+            unrolled<parts>([&](int part) __attribute__((always_inline)) {
+                const T* from = w + part / kParts * w_stride + k * kLanes + part % kParts * part_size;
+                weights[part] = Own::weights(from, turn);
+            });
+            unrolled<Rows * parts>([&](int i) __attribute__((always_inline)) {
+                sums[i] = Own::add(x + i / parts * x_stride + k + turn, weights[i % parts], sums[i]);
+#ifdef PACELINE_AVX2
+                asm volatile("" : "+x"(sums[i]));  // or the compiler reads all rows of x first, and has no registers left
+#endif
+            });
+        });
     }
-    for (int row = 0; row < Rows; ++row)
-        for (int group = 0; group < Groups; ++group) store(out + row * out_stride + group * kLanes, sums[row][group]);
+    unrolled<Rows * parts>([&](int i) __attribute__((always_inline)) { write(place(i), sums[i]); });
 }
 
 template <int Groups, class T>
 static inline void multiply_lanes(
-    const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, float* out,
+    const Left<T>* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, float* out,
     int64_t out_stride, const Extra& extra) {
-    int64_t row = 0;
-    for (; row + kRegisterRows <= rows; row += kRegisterRows)
-        multiply_few<kRegisterRows, Groups>(
-            x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, extra.add,
-            extra.comes_from_memory && row == 0);
-    x += row * x_stride, out += row * out_stride;
-    const bool prefetches = extra.comes_from_memory && row == 0;
-    switch (rows - row) {
-#define PACELINE_ROWS(N) \
-    case N: return multiply_few<N, Groups>(x, x_stride, w, w_stride, in, out, out_stride, extra.add, prefetches);
-        PACELINE_ROWS(1)
-#ifdef PACELINE_AVX512
-        PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4) PACELINE_ROWS(5) PACELINE_ROWS(6) PACELINE_ROWS(7)
-#endif
+    constexpr int64_t full = Groups == 1 ? kMostRows : kMostRowsOfTwo;
+    bool prefetches = extra.comes_from_memory;
+    for (int64_t row = 0, height; row < rows; row += height, prefetches = false) {
+        const int64_t left = rows - row;
+        height = least(left, full);
+        if (full > 4 && full < 8 && left > full && left <= 8) height = 4;  // two halves have more sums at once
+#define PACELINE_ROWS(N)                                                                                           \
+    case N:                                                                                                        \
+        if constexpr (N <= full) {                                                                                 \
+            const auto multiply = prefetches ? multiply_few<N, Groups, true, T> : multiply_few<N, Groups, false, T>; \
+            multiply(x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, extra.add); \
+        }                                                                                                          \
+        break;
+        switch (height) {
+            PACELINE_ROWS(1) PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4)
+            PACELINE_ROWS(5) PACELINE_ROWS(6) PACELINE_ROWS(7) PACELINE_ROWS(8)
+        }
 #undef PACELINE_ROWS
     }
 }
@@ -90,10 +141,12 @@ static inline void multiply_lanes(
 //   rows: up to kRowBlock; groups: 1 or 2, with weights w_stride apart; in: for bf16 a multiple of kDepth.
 template <class T>
 static inline void multiply(
-    Worker&, const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, int64_t groups,
-    float* out, int64_t out_stride, const Extra& extra = {}) {
-    if (groups == 1) return multiply_lanes<1>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra);
-    multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra);
+    Worker&, const Left<T>* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows,
+    int64_t groups, float* out, int64_t out_stride, const Extra& extra = {}) {
+    if (groups == 2 && (rows <= kMostRowsOfTwo || kMostRows == kMostRowsOfTwo))
+        return multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra);
+    for (int64_t group = 0; group < groups; ++group)
+        multiply_lanes<1>(x, x_stride, w + group * w_stride, w_stride, in, rows, out + group * kLanes, out_stride, extra);
 }
 
 // Whether tiles multiply sixteen rows of x at the cost of a few rows.

@@ -119,15 +119,15 @@ struct Paged {
             }
             transpose(square);
             const int64_t lines = least(kLanes, (depth - d) * int64_t(sizeof(T)) / 4);
-            for (int64_t i = 0; i < lines; ++i) memcpy(to + d * kLanes + i * per_line, &square[i], 64);
+            for (int64_t i = 0; i < lines; ++i) write(to + d * kLanes + i * per_line, square[i]);
         }
     }
 
     static u32x16 read_line(const T* from, int64_t count) {
         if (count >= int64_t(64 / sizeof(T))) return read<u32x16>(from);
-        u32x16 line = {};
-        memcpy(&line, from, count * sizeof(T));
-        return line;
+        T line[64 / sizeof(T)] = {};
+        memcpy(line, from, count * sizeof(T));
+        return read<u32x16>(line);
     }
 
     // Packs kDepth values as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
@@ -148,10 +148,9 @@ struct Paged {
     static void pack_lanes(const bf16* a, const bf16* b, int64_t count, bf16* to) {
         const u16x32 low = a ? bits<u16x32>(read_line(a, count)) : u16x32{};
         const u16x32 high = b ? bits<u16x32>(read_line(b, count)) : u16x32{};
-        constexpr u16x32 sides = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
-                                  8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-        const u16x32 first = __builtin_shuffle(low, high, sides), second = __builtin_shuffle(low, high, sides + 16);
-        memcpy(to, &first, sizeof(first));
-        if (count > kLanes) memcpy(to + kPiece * kLanes, &second, sizeof(second));
+        u16x32 first, second;
+        interleave(low, high, first, second);
+        write(to, first);
+        if (count > kLanes) write(to + kPiece * kLanes, second);
     }
 };

@@ -1,5 +1,7 @@
 // Kernels for any CPU.
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "team.h"
 

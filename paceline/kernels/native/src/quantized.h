@@ -1,8 +1,8 @@
 // Linear layers and the embedding over weights that stay in blocks of 4 or 8 bits; see `Format` of program.h.
 //
 // A weight is bf16(value * scale + offset), with one rounding to fp32 before. Tiles are unpacked to the layout of
-// packed bf16 or fp32 weights just before the product of such weights. So results equal those of packed weights bit for
-// bit, in every instruction set, for one row and for many.
+// packed weights of the type of x just before the product of such weights. So results equal those of packed weights bit
+// for bit, in every instruction set, for one row and for many.
 
 constexpr int64_t kPrefetchBytes = 8192;  // distance of the prefetch from the tile that is unpacked
 constexpr int64_t kStrip = 4 * kDepth;    // values along `in` whose unpacked tiles stay in a core's L1 cache
@@ -25,52 +25,47 @@ struct TileLayout {
 };
 
 // Converts fp16 numbers, none of them infinite.
-static inline f32x16 widen_fp16(u16x16 half) {
+PACELINE_INLINE f32x16 widen_fp16(u16x16 half) {
 #ifdef PACELINE_AVX512
     return bits<f32x16>(_mm512_cvtph_ps(bits<__m256i>(half)));
+#elif defined(PACELINE_AVX2)
+    return {bits<f32x8>(_mm256_cvtph_ps(bits<__m128i>(low_half(half)))),
+            bits<f32x8>(_mm256_cvtph_ps(bits<__m128i>(high_half(half))))};
 #else
-    const u32x16 word = __builtin_convertvector(half, u32x16);
+    const u32x16 word = convert<u32x16>(half);
     // The exponent's bias differs. An exact multiplication corrects it, also for subnormal numbers.
     const f32x16 magnitude = bits<f32x16>((word & 0x7fff) << 13) * 0x1p112f;
     return bits<f32x16>(bits<u32x16>(magnitude) | (word & 0x8000) << 16);
 #endif
 }
 
-static inline f32x16 load_scales(const uint8_t* from, int64_t scale_bytes) {
+PACELINE_INLINE f32x16 load_scales(const uint8_t* from, int64_t scale_bytes) {
     return scale_bytes == 2 ? widen_fp16(read<u16x16>(from)) : read<f32x16>(from);
 }
 
-// Rounds values at two places along `in` to bf16 pairs. `first` and `second` have eight outputs each.
-static inline u32x16 round_pairs(f32x16 first, f32x16 second) {
 #ifdef PACELINE_AVX512
+// Rounds values at two places along `in` to bf16 pairs. `first` and `second` have eight outputs each.
+PACELINE_INLINE u32x16 round_pairs(f32x16 first, f32x16 second) {
     return bits<u32x16>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
-#else
-    const u16x16 halves[2] = {narrow(first), narrow(second)};
-    return read<u32x16>(halves);
-#endif
 }
 
 // Stores pairs in a tile of packed weights: bf16 as one row of pairs, fp32 as two rows.
-static inline void store_pairs(bf16* tile, int64_t row, u32x16 pairs) { memcpy(tile + row * 32, &pairs, 64); }
-static inline void store_pairs(float* tile, int64_t row, u32x16 pairs) {
+PACELINE_INLINE void store_pairs(bf16* tile, int64_t row, u32x16 pairs) { write(tile + row * 32, pairs); }
+PACELINE_INLINE void store_pairs(float* tile, int64_t row, u32x16 pairs) {
     store(tile + row * 32, bits<f32x16>(pairs << 16));
     store(tile + row * 32 + 16, bits<f32x16>(pairs & 0xffff0000u));
 }
 
 // Returns the table's entry for the low four bits of each lane.
-static inline f32x16 look_up(u32x16 codes, f32x16 table) {
-#ifdef PACELINE_AVX512
+PACELINE_INLINE f32x16 look_up(u32x16 codes, f32x16 table) {
     return bits<f32x16>(_mm512_permutexvar_ps(bits<__m512i>(codes), bits<__m512>(table)));
-#else
-    return __builtin_convertvector(bits<i32x16>(codes & 15), f32x16) + table[0];
-#endif
 }
 
 // The values of one tile's codes: of the eight outputs of `half`, at 2 * row and 2 * row + 1 along `in`.
 struct Nibbles {
     f32x16 table;
     explicit Nibbles(bool unsigned_)
-        : table(f32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - (unsigned_ ? 0.0f : 8.0f)) {}
+        : table(lane_numbers<f32x16>() - (unsigned_ ? 0.0f : 8.0f)) {}
     f32x16 operator()(const uint8_t* codes, int64_t row, int64_t half) const {
         return look_up(read<u32x16>(codes + row / 4 * 64) >> static_cast<uint32_t>(row % 4 * 8 + half * 4), table);
     }
@@ -78,19 +73,13 @@ struct Nibbles {
 struct Bytes {
     explicit Bytes(bool) {}
     f32x16 operator()(const uint8_t* codes, int64_t row, int64_t half) const {
-        typedef int8_t i8x16 __attribute__((vector_size(16)));
-        const i8x16 own = read<i8x16>(codes + row * 32 + half * 16);
-#ifdef PACELINE_AVX512
+        const auto own = read<Vector<int8_t, 16>>(codes + row * 32 + half * 16);
         return bits<f32x16>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits<__m128i>(own))));
-#else
-        return __builtin_convertvector(own, f32x16);
-#endif
     }
 };
 
 template <class Codes, class T>
 static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, T* to) {
-    constexpr u32x16 low = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
     const Codes codes(layout.offsets);
     const uint8_t* scales = tile + layout.code_bytes();
     f32x16 scale[2] = {}, offset[2] = {};
@@ -98,10 +87,10 @@ static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, T*
         if (part < layout.scales_per_block) {
             const int64_t place = part * kLanes * layout.scale_bytes;
             const f32x16 own = load_scales(scales + place, layout.scale_bytes);
-            for (int half = 0; half < 2; ++half) scale[half] = __builtin_shuffle(own, low + 8 * half);
+            interleave(own, own, scale[0], scale[1]);
             if (layout.offsets) {
                 const f32x16 added = load_scales(scales + layout.scales_bytes() + place, layout.scale_bytes);
-                for (int half = 0; half < 2; ++half) offset[half] = __builtin_shuffle(added, low + 8 * half);
+                interleave(added, added, offset[0], offset[1]);
             }
         }
 #pragma GCC unroll 8
@@ -112,6 +101,61 @@ static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, T*
         }
     }
 }
+#else
+// Rounds finite numbers to what bf16 can hold.
+template <class V>
+PACELINE_INLINE V round_finite(const V& value) {
+    using U = Vector<uint32_t, Shape<V>::kCount>;
+    const U word = bits<U>(value);
+    return bits<V>((word + ((word >> 16 & 1) + 0x7fff)) & 0xffff0000u);
+}
+
+// The codes of one tile for eight values along `in`, in registers. at(i): those of sixteen outputs for one value.
+struct Nibbles {
+    Vector<uint32_t, 8> words[2];  // of even and odd values
+    float zero;
+
+    Nibbles(const uint8_t* codes, int64_t eight, bool unsigned_) : zero(unsigned_ ? 0.0f : 8.0f) {
+        const u32x16 all = read<u32x16>(codes + eight * 64);
+        separate(all, words[0], words[1]);
+    }
+    PACELINE_INLINE f32x16 widen(const Vector<uint32_t, 8>& low, const Vector<uint32_t, 8>& high) {
+        return join_halves<f32x16>(convert<f32x8>(bits<Vector<int32_t, 8>>(low & 15)),
+                                   convert<f32x8>(bits<Vector<int32_t, 8>>(high & 15)));
+    }
+    f32x16 at(int i) const {
+        const auto own = words[i % 2] >> (i / 2 * 8);
+        return widen(own, own >> 4) - zero;
+    }
+};
+struct Bytes {
+    u32x16 pairs[4];
+
+    Bytes(const uint8_t* codes, int64_t eight, bool) {
+        for (int i = 0; i < 4; ++i) pairs[i] = convert<u32x16>(read<u16x16>(codes + (4 * eight + i) * 32));
+    }
+    f32x16 at(int i) const {
+        return convert<f32x16>(bits<i32x16>(pairs[i / 2] << (i % 2 ? 16 : 24)) >> 24);
+    }
+};
+
+template <class Codes>
+static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, float* to) {
+    const uint8_t* scales = tile + layout.code_bytes();
+    f32x16 scale = {}, offset = {};
+    for (int64_t eight = 0; eight < 4; ++eight) {
+        if (const int64_t part = eight / 2; eight % 2 == 0 && part < layout.scales_per_block) {
+            const int64_t place = part * kLanes * layout.scale_bytes;
+            scale = load_scales(scales + place, layout.scale_bytes);
+            if (layout.offsets) offset = load_scales(scales + layout.scales_bytes() + place, layout.scale_bytes);
+        }
+        const Codes codes(tile, eight, layout.offsets);
+        unrolled<8>([&](int i) __attribute__((always_inline)) {
+            store(to + (eight * 8 + i) * kLanes, round_finite(fma(codes.at(i), scale, offset)));
+        });
+    }
+}
+#endif
 
 static inline void prefetch_tile(const uint8_t* tile, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(tile + kPrefetchBytes + line);
@@ -153,7 +197,7 @@ static inline bool unpack_nibble_rows(const uint8_t* tile, const TileLayout& lay
     u32x16 square[kLanes];
     for (int64_t i = 0; i < kLanes; ++i) square[i] = read<u32x16>(rows + i * kDepth);
     transpose(square);
-    for (int64_t i = 0; i < kLanes; ++i) memcpy(to + i * kDepth, &square[i], 64);
+    for (int64_t i = 0; i < kLanes; ++i) write(to + i * kDepth, square[i]);
     return true;
 }
 
@@ -199,7 +243,7 @@ static inline void multiply_by_rows(Worker& worker, const uint8_t* tiles, const 
         u32x16 square[kLanes];
         for (int64_t i = 0; i < kLanes; ++i) square[i] = read<u32x16>(columns + (group * kLanes + i) * kLanes);
         transpose(square);
-        for (int64_t row = 0; row < rows; ++row) memcpy(sums + row * kTaskOut + group * kLanes, &square[row], 64);
+        for (int64_t row = 0; row < rows; ++row) write(sums + row * kTaskOut + group * kLanes, square[row]);
     }
 }
 #endif
@@ -227,6 +271,7 @@ static void unpack(const uint8_t* tiles, const TileLayout& layout, int64_t group
 // A matrix [outputs, in] whose weights stay in blocks.
 template <class T>
 struct Quantized {
+    using Weight = Left<T>;                         // type of unpacked weights
     static constexpr int64_t kMostOut = kOutBlock;  // outputs of one task
 
     const uint8_t* tiles;
@@ -244,15 +289,15 @@ struct Quantized {
     int64_t groups(int64_t first) const { return outputs - first > kLanes ? 2 : 1; }
 
     // Unpacks values [k, k + depth) along `in` of kOutBlock outputs; `to`: [groups][stride][16].
-    void unpack_outputs(int64_t in, int64_t first, int64_t k, int64_t depth, int64_t stride, T* to) const {
+    void unpack_outputs(int64_t in, int64_t first, int64_t k, int64_t depth, int64_t stride, Weight* to) const {
         const int64_t bytes = layout.tile_bytes(), count = groups(first);
         const uint8_t* from = tiles + (first / kLanes * (in / kDepth) + k / kDepth * count) * bytes;
         for (int64_t group = 0; group < count; ++group)
             unpack(from + group * bytes, layout, count, depth / kDepth, to + group * stride * kLanes);
     }
 
-    const T* sixteen(int64_t first, int64_t in, Worker& worker) const {
-        T* packed = static_cast<T*>(worker.scratch.take(kLanes * in * sizeof(T)));
+    const Weight* sixteen(int64_t first, int64_t in, Worker& worker) const {
+        Weight* packed = static_cast<Weight*>(worker.scratch.take(kLanes * in * sizeof(Weight)));
         const int64_t block = first / kOutBlock * kOutBlock, bytes = layout.tile_bytes();
         const uint8_t* from = tiles + (block / kLanes * (in / kDepth) + (first - block) / kLanes) * bytes;
         unpack(from, layout, groups(block), in / kDepth, packed);
@@ -266,15 +311,15 @@ struct Quantized {
                                 int64_t count, const Finish& finish) {
         const int64_t in = input.in, rows = input.rows;
         if (rows > kRowBlock) {
-            T* unpacked = static_cast<T*>(worker.scratch.take(count * kOutBlock * in * sizeof(T)));
-            Panel<T> panels[kTaskOut / kOutBlock];
+            Weight* unpacked = static_cast<Weight*>(worker.scratch.take(count * kOutBlock * in * sizeof(Weight)));
+            Panel<Weight> panels[kTaskOut / kOutBlock];
             for (int64_t i = 0; i < count; ++i, unpacked += kOutBlock * in) {
                 slices[i].matrix->unpack_outputs(in, slices[i].first, 0, in, in, unpacked);
                 panels[i] = {unpacked, nullptr, slices[i].matrix->groups(slices[i].first)};
             }
             return input.multiply_chunk(worker, chunk, panels, count, finish);
         }
-        alignas(64) T unpacked[kOutBlock * kStrip];
+        alignas(64) Weight unpacked[kOutBlock * kStrip];
         alignas(64) float sums[kRowBlock * kTaskOut];
         for (int64_t i = 0; i < count; ++i) {
             const Quantized& own = *slices[i].matrix;

@@ -87,25 +87,29 @@ static void elementwise(const Op& op, const Step& step, Team& team, const F& f) 
 }
 
 template <class T>
-static inline f32x16 silu_and_mul_lanes(f32x16 gate, f32x16 up) {
-    return round_to(static_cast<const T*>(nullptr), gate * reciprocal(1.0f + exp(-gate))) * up;
-}
+struct SiluAndMul {
+    PACELINE_INLINE f32x16 of(const f32x16& gate, const f32x16& up) {
+        return round_to(static_cast<const T*>(nullptr), gate * reciprocal(1.0f + exp(-gate))) * up;
+    }
+};
 
 template <class T>
-static inline f32x16 gelu_tanh_and_mul_lanes(f32x16 gate, f32x16 up) {
-    // 0.5 * (1 + tanh(u)) is the logistic function of 2u; 2 * sqrt(2 / pi) = 1.5957691.
-    const f32x16 u2 = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
-    return round_to(static_cast<const T*>(nullptr), gate * reciprocal(1.0f + exp(-u2))) * up;
-}
+struct GeluTanhAndMul {
+    PACELINE_INLINE f32x16 of(const f32x16& gate, const f32x16& up) {
+        // 0.5 * (1 + tanh(u)) is the logistic function of 2u; 2 * sqrt(2 / pi) = 1.5957691.
+        const f32x16 u2 = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
+        return round_to(static_cast<const T*>(nullptr), gate * reciprocal(1.0f + exp(-u2))) * up;
+    }
+};
 
 template <class T>
 static void silu_and_mul(const Op& op, const Step& step, Team& team) {
-    elementwise<T>(op, step, team, silu_and_mul_lanes<T>);
+    elementwise<T>(op, step, team, [](const f32x16& a, const f32x16& b) { return SiluAndMul<T>::of(a, b); });
 }
 
 template <class T>
 static void gelu_tanh_and_mul(const Op& op, const Step& step, Team& team) {
-    elementwise<T>(op, step, team, gelu_tanh_and_mul_lanes<T>);
+    elementwise<T>(op, step, team, [](const f32x16& a, const f32x16& b) { return GeluTanhAndMul<T>::of(a, b); });
 }
 
 template <class T>
