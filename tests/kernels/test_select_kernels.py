@@ -92,6 +92,16 @@ def test_native_refuses_other_devices_dtypes_and_instruction_sets() -> None:
         backends.NativeKernels(1, "sse9")
 
 
+def test_the_environment_can_narrow_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_ISA", "portable")
+    chosen = select_kernels(torch.device("cpu"), "native")
+    assert isinstance(chosen, backends.NativeKernels)
+    assert chosen.instruction_set == "portable"
+    monkeypatch.setenv("PACELINE_ISA", "sse9")
+    with pytest.raises(ConfigError, match="'sse9' does not run here; choose one of: auto, "):
+        select_kernels(torch.device("cpu"), "native")
+
+
 def test_operands_that_do_not_fit_are_refused() -> None:
     native = select_kernels(torch.device("cpu"), "native")
     weight = native.pack(torch.zeros(3, 2))

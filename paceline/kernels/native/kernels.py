@@ -64,7 +64,8 @@ class NativeKernels(Composed):
         known = instruction_sets()
         self.instruction_set = known[0] if instruction_set == "auto" else instruction_set
         if self.instruction_set not in known:
-            raise ConfigError(f"{instruction_set!r} does not run here; choose one of: {', '.join(['auto', *known])}")
+            choices = ", ".join(["auto", *known])
+            raise ConfigError(f"the instruction set {instruction_set!r} does not run here; choose one of: {choices}")
         self._library = load_library()
         self._memory = WeightMemory(self._library)
         self.compresses = compress and self.instruction_set in COMPRESSING
