@@ -82,6 +82,7 @@ class Exports:
             InvalidRequestError: the lease cannot be exported, or is being exported already.
             StaleError: the lease has ended.
         """
+        self._check_aligned(cached_tokens)
         if key[:2] in self._readings:
             raise InvalidRequestError(f"lease {key} is being exported already")
         cursor = Cursor(self._layout.groups, cached_tokens)
@@ -124,6 +125,7 @@ class Exports:
             InvalidRequestError: the arguments are wrong, or a prefix is being exported for this request already.
             StaleError: a prefix has been exported under this key before.
         """
+        self._check_aligned(cached_tokens)
         lease = self._ledger.pin(TRANSFER, prefix_key(key), hashes, self._clock())
         try:
             await write(pb.ExportEvent(offer=self._offer))
@@ -136,6 +138,10 @@ class Exports:
         finally:
             with contextlib.suppress(PacelineError):
                 self._ledger.release(TRANSFER, lease.key, self._clock())
+
+    def _check_aligned(self, cached_tokens: int) -> None:
+        if cached_tokens % self._layout.alignment:
+            raise InvalidRequestError(f"cached_tokens must be a multiple of {self._layout.alignment}")
 
     def _take_over(self, reading: _Reading) -> Lease | None:
         """Adopt the lease if it is filled, or renew the adopted one. Return it, or None. Raises the errors of `run`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.errors import InvalidRequestError
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.kvtransfer import exports
@@ -29,7 +30,6 @@ def exports_of(desk: Desk) -> Exports:
     [
         (0, [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]),
         (32, [(0, 2), (0, 3), (1, 1)]),
-        (40, [(0, 2), (0, 3), (1, 1)]),  # of a block that the reader has in part, it gets the whole
         (64, []),
     ],
 )
@@ -48,6 +48,19 @@ async def test_an_export_begins_where_the_reader_s_blocks_end(
     with pytest.raises(ReaderLeftError):
         await exports_of(desk).run_prefix(Key("r", 1, 1), chain("abcd"), cached_tokens, write)
     assert named == places
+
+
+async def test_an_export_begins_inside_no_block() -> None:
+    async def write(event: pb.ExportEvent) -> None:
+        raise AssertionError(event)
+
+    desk = Desk(SLOTS, (16, 0), (32, 0))
+    desk.cache("before", "abcd")
+    exporting = exports_of(desk)
+    with pytest.raises(InvalidRequestError, match="must be a multiple of 32"):
+        await exporting.run_prefix(Key("r", 1, 1), chain("abcd"), 16, write)
+    with pytest.raises(InvalidRequestError, match="must be a multiple of 32"):
+        await exporting.run(desk.reserve("s", "abcd").key, 16, write)
 
 
 async def test_a_prefix_is_leased_for_as_long_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

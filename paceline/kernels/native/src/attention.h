@@ -70,7 +70,8 @@ struct Attention {
         void* parts[7];
         for (int i = 0; i < 7; ++i) parts[i] = at, at += round_up(sizes[i], 64);
         return {static_cast<Left<T>*>(parts[0]), static_cast<T*>(parts[1]), static_cast<T*>(parts[2]),
-                static_cast<Left<T>*>(parts[3]), static_cast<float*>(parts[4]), partial_at(parts[5]), partial_at(parts[6])};
+                static_cast<Left<T>*>(parts[3]), static_cast<float*>(parts[4]), partial_at(parts[5]),
+                partial_at(parts[6])};
     }
 
     // Columns [from, to) of a piece, multiples of kDepth, so that sums begin and end at the same places for every row.
@@ -146,7 +147,6 @@ struct Attention {
                     write(space.scores + row * kPiece + i, square[row - first]);
             }
     }
-
 #else
     void score_in_place(const Rows&, int64_t, Span, Prefetch&, const Space&, Worker&) const {}  // only tiles can
 #endif
@@ -167,7 +167,8 @@ struct Attention {
 #pragma GCC unroll 8
             for (int i = 0; i < Vectors; ++i) {
                 const i32x16 column = lane + static_cast<int32_t>(i * kLanes - first);
-                score[i] = select(bits<u32x16>(column) < static_cast<uint32_t>(count), score[i], splat(-__builtin_inff()));
+                const auto is_seen = bits<u32x16>(column) < static_cast<uint32_t>(count);
+                score[i] = select(is_seen, score[i], splat(-__builtin_inff()));
             }
 #pragma GCC unroll 8
         for (int i = 0; i < Vectors; ++i) largest = max(largest, score[i]);

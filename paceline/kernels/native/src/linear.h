@@ -1,8 +1,8 @@
 // Linear layers and the embedding, over packed weights.
 
-constexpr int64_t kChunkBytes = 1 << 20;  // bytes of x that stay in a core's L2 cache while all weights pass
-constexpr int64_t kPanelBytes = 20 << 10;  // a part of a block of weights, which stays in the L1 cache
-constexpr int64_t kTaskOut = 64;          // outputs of one task if there are many
+constexpr int64_t kChunkBytes = 1 << 20;   // bytes of x that stay in a core's L2 cache while all weights pass
+constexpr int64_t kPanelBytes = 20 << 10;  // part of a block of weights that stays in the L1 cache
+constexpr int64_t kTaskOut = 64;           // outputs of one task if there are many
 
 template <class T>
 static inline void finish(const float* sums, const T* bias, T* out, int64_t count) {
@@ -91,7 +91,8 @@ static inline void copy_values(const T* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i += kLanes) store_some(to + i, load_some(from + i, count - i), count - i);
 }
 
-// Returns the rows of op.a with length `in`. They are copies, padded with zeros, if op.n0 is less or their type differs.
+// Returns the rows of op.a with length `in`. If op.n0 is less, or if x has another type in products, they are copies,
+// padded with zeros.
 template <class T>
 static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in, const Columns& columns) {
     using X = Left<T>;
@@ -201,7 +202,7 @@ static void linear_layers(const Op& op, const Step& step, Team& team) {
 
 // out = activation(gate, up) of two linear layers, each rounded as it would be by itself.
 template <class T, class Matrix, class Activation>
-static void gated_layers(const Op& op, const Step& step, Team& team, const Activation&) {
+static void gated_layers(const Op& op, const Step& step, Team& team, const Activation& activation) {
     if (op.rows * step.tokens == 0) return;
     const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), Matrix::columns(op));
     const Matrix gates = Matrix::of(op.b, op), ups = Matrix::of(op.c, op);
@@ -214,7 +215,7 @@ static void gated_layers(const Op& op, const Step& step, Team& team, const Activ
             T* out = outs + row * outputs + first;
             for (int64_t i = 0; i < count; i += kLanes) {
                 const f32x16 gate = round_to(out, load(sums + i)), up = round_to(out, load(sums + kOutBlock + i));
-                store_some(out + i, Activation::of(gate, up), count - i);
+                store_some(out + i, activation(gate, up), count - i);
             }
         });
     });

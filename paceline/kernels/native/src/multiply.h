@@ -9,8 +9,8 @@ constexpr int64_t padded(int64_t in) {
     return padded_in(sizeof(T) == sizeof(bf16) ? kBf16 : kFp32, in);
 }
 
-// The type of x in products with weights of type T. Machines without products of bf16 multiply in fp32, which holds every
-// number of bf16. They widen x once, and weights in registers.
+// The type of x in products with weights of type T. Machines without products of bf16 multiply in fp32, which holds
+// every number of bf16. They widen x once, and weights in registers.
 #ifdef PACELINE_AVX512
 template <class T>
 using Left = T;
@@ -33,7 +33,7 @@ constexpr int kRegisterLanes = kRegisterBytes / 4, kParts = kLanes / kRegisterLa
 using Floats = Vector<float, kRegisterLanes>;
 using Words = Vector<uint32_t, kRegisterLanes>;
 
-// A vector of weights has kValues values along `in` for each output. They are multiplied in kTurns, one after the other.
+// A vector of weights has kValues values along `in` for each output. They are multiplied in kTurns turns, in order.
 template <class T>
 struct Products;
 template <>
@@ -44,25 +44,25 @@ struct Products<float> {
         return fma(splat<Floats>(*x), weights, sum);
     }
 };
+#ifdef PACELINE_AVX512
 template <>
 struct Products<bf16> {
-#ifdef PACELINE_AVX512
     static constexpr int kValues = 2, kTurns = 1;
     static Words weights(const bf16* w, int) { return read<Words>(w); }
     static Floats add(const bf16* x, const Words& weights, const Floats& sum) {
         return dot_pairs(weights, splat<Words>(read<uint32_t>(x)), sum);
     }
+};
 #else
+template <>
+struct Products<bf16> : Products<float> {
     static constexpr int kValues = 2, kTurns = 2;
     static Floats weights(const bf16* w, int turn) {
         const Words pairs = read<Words>(w);
         return bits<Floats>(turn == 0 ? pairs << 16 : pairs & 0xffff0000u);
     }
-    static Floats add(const float* x, const Floats& weights, const Floats& sum) {
-        return fma(splat<Floats>(*x), weights, sum);
-    }
-#endif
 };
+#endif
 
 // Options of a product. add: continue from the sums in `out`. lines, ahead: if tiles compute, prefetch this many cache
 // lines from `ahead` on for each kDepth of `in`. comes_from_memory: one row block reads its weights from memory, so
@@ -80,7 +80,8 @@ constexpr int64_t kAheadOfVectors = 4096, kAheadOfTiles = 2048;
 
 template <int Rows, int Groups, bool Prefetches, class T>
 static inline void multiply_few(
-    const Left<T>* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride, bool add) {
+    const Left<T>* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride,
+    bool add) {
     using Own = Products<T>;
     constexpr int64_t distance = kAheadOfVectors / int64_t(sizeof(T)), part_size = Own::kValues * kRegisterLanes;
     const T* ahead = w + distance;
@@ -88,28 +89,31 @@ static inline void multiply_few(
     constexpr int parts = Groups * kParts;
     Floats sums[Rows * parts];
     const auto place = [=](int i) { return out + i / parts * out_stride + i % parts * kRegisterLanes; };
-    unrolled<Rows * parts>([&](int i) __attribute__((always_inline)) { sums[i] = add ? read<Floats>(place(i)) : Floats{}; });
+    unrolled<Rows * parts>([&](int i) PACELINE_INLINED {
+        sums[i] = add ? read<Floats>(place(i)) : Floats{};
+    });
     for (int64_t k = 0; k < in; k += Own::kValues) {
         if (Prefetches) {
             if (k == turn_at) ahead += (Groups - 1) * w_stride;
             for (int group = 0; group < Groups; ++group)
                 __builtin_prefetch(ahead + group * w_stride + k * kLanes);
         }
-        unrolled<Own::kTurns>([&](int turn) __attribute__((always_inline)) {
+        unrolled<Own::kTurns>([&](int turn) PACELINE_INLINED {
             decltype(Own::weights(w, 0)) weights[parts];
-            unrolled<parts>([&](int part) __attribute__((always_inline)) {
+            unrolled<parts>([&](int part) PACELINE_INLINED {
                 const T* from = w + part / kParts * w_stride + k * kLanes + part % kParts * part_size;
                 weights[part] = Own::weights(from, turn);
             });
-            unrolled<Rows * parts>([&](int i) __attribute__((always_inline)) {
+            unrolled<Rows * parts>([&](int i) PACELINE_INLINED {
                 sums[i] = Own::add(x + i / parts * x_stride + k + turn, weights[i % parts], sums[i]);
 #ifdef PACELINE_AVX2
-                asm volatile("" : "+x"(sums[i]));  // or the compiler reads all rows of x first, and has no registers left
+                // Otherwise the compiler reads all rows of x first, and has no registers left.
+                asm volatile("" : "+x"(sums[i]));
 #endif
             });
         });
     }
-    unrolled<Rows * parts>([&](int i) __attribute__((always_inline)) { write(place(i), sums[i]); });
+    unrolled<Rows * parts>([&](int i) PACELINE_INLINED { write(place(i), sums[i]); });
 }
 
 template <int Groups, class T>
@@ -121,13 +125,13 @@ static inline void multiply_lanes(
     for (int64_t row = 0, height; row < rows; row += height, prefetches = false) {
         const int64_t left = rows - row;
         height = least(left, full);
-        if (full > 4 && full < 8 && left > full && left <= 8) height = 4;  // two halves have more sums at once
-#define PACELINE_ROWS(N)                                                                                           \
-    case N:                                                                                                        \
-        if constexpr (N <= full) {                                                                                 \
-            const auto multiply = prefetches ? multiply_few<N, Groups, true, T> : multiply_few<N, Groups, false, T>; \
-            multiply(x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, extra.add); \
-        }                                                                                                          \
+        if (full == 6 && left > 6 && left <= 8) height = 4;  // 4 and 4 keep more units busy than 6 and 2
+#define PACELINE_ROWS(N)                                                                                            \
+    case N:                                                                                                         \
+        if constexpr (N <= full) {                                                                                  \
+            const auto few = prefetches ? multiply_few<N, Groups, true, T> : multiply_few<N, Groups, false, T>;     \
+            few(x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, extra.add);      \
+        }                                                                                                           \
         break;
         switch (height) {
             PACELINE_ROWS(1) PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4)
@@ -146,7 +150,8 @@ static inline void multiply(
     if (groups == 2 && (rows <= kMostRowsOfTwo || kMostRows == kMostRowsOfTwo))
         return multiply_lanes<2>(x, x_stride, w, w_stride, in, rows, out, out_stride, extra);
     for (int64_t group = 0; group < groups; ++group)
-        multiply_lanes<1>(x, x_stride, w + group * w_stride, w_stride, in, rows, out + group * kLanes, out_stride, extra);
+        multiply_lanes<1>(x, x_stride, w + group * w_stride, w_stride, in, rows, out + group * kLanes, out_stride,
+                          extra);
 }
 
 // Whether tiles multiply sixteen rows of x at the cost of a few rows.

@@ -150,7 +150,7 @@ static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, fl
             if (layout.offsets) offset = load_scales(scales + layout.scales_bytes() + place, layout.scale_bytes);
         }
         const Codes codes(tile, eight, layout.offsets);
-        unrolled<8>([&](int i) __attribute__((always_inline)) {
+        unrolled<8>([&](int i) PACELINE_INLINED {
             store(to + (eight * 8 + i) * kLanes, round_finite(fma(codes.at(i), scale, offset)));
         });
     }

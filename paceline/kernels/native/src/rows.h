@@ -88,14 +88,14 @@ static void elementwise(const Op& op, const Step& step, Team& team, const F& f) 
 
 template <class T>
 struct SiluAndMul {
-    PACELINE_INLINE f32x16 of(const f32x16& gate, const f32x16& up) {
+    PACELINE_INLINED f32x16 operator()(const f32x16& gate, const f32x16& up) const {
         return round_to(static_cast<const T*>(nullptr), gate * reciprocal(1.0f + exp(-gate))) * up;
     }
 };
 
 template <class T>
 struct GeluTanhAndMul {
-    PACELINE_INLINE f32x16 of(const f32x16& gate, const f32x16& up) {
+    PACELINE_INLINED f32x16 operator()(const f32x16& gate, const f32x16& up) const {
         // 0.5 * (1 + tanh(u)) is the logistic function of 2u; 2 * sqrt(2 / pi) = 1.5957691.
         const f32x16 u2 = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
         return round_to(static_cast<const T*>(nullptr), gate * reciprocal(1.0f + exp(-u2))) * up;
@@ -104,12 +104,12 @@ struct GeluTanhAndMul {
 
 template <class T>
 static void silu_and_mul(const Op& op, const Step& step, Team& team) {
-    elementwise<T>(op, step, team, [](const f32x16& a, const f32x16& b) { return SiluAndMul<T>::of(a, b); });
+    elementwise<T>(op, step, team, SiluAndMul<T>{});
 }
 
 template <class T>
 static void gelu_tanh_and_mul(const Op& op, const Step& step, Team& team) {
-    elementwise<T>(op, step, team, [](const f32x16& a, const f32x16& b) { return GeluTanhAndMul<T>::of(a, b); });
+    elementwise<T>(op, step, team, GeluTanhAndMul<T>{});
 }
 
 template <class T>

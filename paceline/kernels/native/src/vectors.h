@@ -1,9 +1,10 @@
-// Vectors of any length for any machine. A vector that fits a register is the compiler's own; a longer one is a pair of
-// halves. (The compiler would keep its own longer vectors in memory.) Included once for each instruction set, inside its
-// namespace.
+// Vectors of any length for any machine. A vector that fits a register is the compiler's own. A longer one is a pair of
+// halves, because the compiler would keep its own longer vectors in memory. Included once for each instruction set,
+// inside its namespace.
 
 // Vectors must stay in registers, so functions on vectors are always inlined.
-#define PACELINE_INLINE static inline __attribute__((always_inline))
+#define PACELINE_INLINED __attribute__((always_inline))
+#define PACELINE_INLINE static inline PACELINE_INLINED
 
 #if defined(PACELINE_AVX512)
 constexpr int kRegisterBytes = 64;
@@ -64,10 +65,16 @@ struct Halves {
 
     E operator[](int64_t i) const { return i < N / 2 ? low[i] : high[i - N / 2]; }
 
-#define PACELINE_OPERATOR(RESULT, OP)                                                                           \
-    friend __attribute__((always_inline)) RESULT operator OP(const Halves& a, const Halves& b) { return {a.low OP b.low, a.high OP b.high}; }  \
-    friend __attribute__((always_inline)) RESULT operator OP(const Halves& a, E b) { return {a.low OP b, a.high OP b}; }                       \
-    friend __attribute__((always_inline)) RESULT operator OP(E a, const Halves& b) { return {a OP b.low, a OP b.high}; }
+#define PACELINE_OPERATOR(RESULT, OP)                                                  \
+    friend PACELINE_INLINED RESULT operator OP(const Halves& a, const Halves& b) {            \
+        return {a.low OP b.low, a.high OP b.high};                                     \
+    }                                                                                  \
+    friend PACELINE_INLINED RESULT operator OP(const Halves& a, E b) {                        \
+        return {a.low OP b, a.high OP b};                                              \
+    }                                                                                  \
+    friend PACELINE_INLINED RESULT operator OP(E a, const Halves& b) {                        \
+        return {a OP b.low, a OP b.high};                                              \
+    }
     PACELINE_OPERATOR(Halves, +)
     PACELINE_OPERATOR(Halves, -)
     PACELINE_OPERATOR(Halves, *)
@@ -82,7 +89,7 @@ struct Halves {
     PACELINE_OPERATOR(Mask, >=)
     PACELINE_OPERATOR(Mask, ==)
 #undef PACELINE_OPERATOR
-    friend __attribute__((always_inline)) Halves operator-(const Halves& a) { return {-a.low, -a.high}; }
+    friend PACELINE_INLINED Halves operator-(const Halves& a) { return {-a.low, -a.high}; }
     Halves& operator+=(const Halves& other) { return *this = *this + other; }
 };
 
