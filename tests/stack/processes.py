@@ -31,8 +31,13 @@ def arenas(processes: Iterable[psutil.Process]) -> set[Path]:
     return {path for path in paths if path.suffix == ".arena"}
 
 
-def is_settled(ledgers: Iterable[Any]) -> bool:
-    """Check that the ledgers balance, and return whether no block is leased or in flight on these hosts."""
+def is_settled(ledgers: Sequence[Any]) -> bool:
+    """Check that the ledgers balance, and return whether no block is leased or in flight on these hosts.
+
+    A host that does not answer, for example because its KV service has just started, is not settled.
+    """
+    if any("error" in ledger for ledger in ledgers):
+        return False
     assert all(ledger["balanced"] and ledger["adds_up"] for ledger in ledgers)
     return not any(ledger["held"] or ledger["in_flight"] or ledger["leases"] for ledger in ledgers)
 

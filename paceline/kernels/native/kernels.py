@@ -36,7 +36,7 @@ from paceline.kernels.native.replay import Operands, Recorder, Replay
 from paceline.kernels.native.tiles import pack_tiles, tile_format, tiles_bytes
 from paceline.kernels.quantized import QuantizedMatrix
 
-COMPRESSING = ("avx512",)
+COMPRESSING = ("avx512-bf16",)
 """Instruction sets whose kernels read bf16 in 12 bits. AMX kernels would first have to write it out in 16 bits."""
 _MOST_TAPS = 16
 """`kMostTaps` of src/recurrent.h."""

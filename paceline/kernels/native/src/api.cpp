@@ -47,9 +47,10 @@ bool has_avx2() {
 
 bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("fma");
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
 }
+
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 struct InstructionSet {
@@ -62,7 +63,8 @@ struct InstructionSet {
 // Best first.
 const InstructionSet kInstructionSets[] = {
 #ifdef PACELINE_X86
-    {"amx", [] { return has_avx512() && has_amx(); }, &amx_kernels, release_tiles},
+    {"amx", [] { return has_avx512_bf16() && has_amx(); }, &amx_kernels, release_tiles},
+    {"avx512-bf16", has_avx512_bf16, &avx512_bf16_kernels, do_nothing},
     {"avx512", has_avx512, &avx512_kernels, do_nothing},
     {"avx2", has_avx2, &avx2_kernels, do_nothing},
 #endif

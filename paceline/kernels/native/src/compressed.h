@@ -176,7 +176,7 @@ struct Compressed {
             Panel<bf16> panels[kTaskOut / kOutBlock];
             for (int64_t i = 0; i < count; ++i, unpacked += kOutBlock * in) {
                 slices[i].matrix->unpack(in, slices[i].first, unpacked);
-                panels[i] = {unpacked, nullptr, slices[i].matrix->groups(slices[i].first)};
+                panels[i] = {unpacked, nullptr, slices[i].matrix->groups(slices[i].first), false};
             }
             return input.multiply_chunk(worker, chunk, panels, count, finish);
         }

@@ -22,6 +22,7 @@ struct Panel {
     const T* weights;
     const char* next;  // null if there are none
     int64_t groups;    // groups of kLanes outputs
+    bool comes_from_memory;
 };
 
 // The column layout of x, which some weights need for up to `most` rows of bf16: `block` rows at a time, each block
@@ -62,7 +63,8 @@ struct Input {
                 for (int64_t i = 0; i < count; ++i) {
                     Panel<W>& panel = panels[i];
                     const int64_t depth = least(part, in - k);
-                    const Extra extra{k > 0, row_blocks > 1 && panel.next ? lines : 0, panel.next, row_blocks == 1};
+                    const Extra extra{k > 0, row_blocks > 1 && panel.next ? lines : 0, panel.next,
+                                      panel.comes_from_memory};
                     multiply(worker, x + row * stride + k, stride, panel.weights + k * kLanes, in * kLanes, depth,
                              height, panel.groups, sums + i * kOutBlock, kTaskOut, extra);
                     if (panel.next) panel.next += lines * 64 * (depth / kDepth);
@@ -153,7 +155,7 @@ struct Packed {
             const int64_t first = slices[i].first, width = slices[count - 1].first + kOutBlock - slices[0].first;
             const T* next = first + width < own.outputs ? own.weights + (first + width) * input.in : nullptr;
             panels[i] = {own.weights + first * input.in, reinterpret_cast<const char*>(next),
-                         own.outputs - first > kLanes ? 2 : 1};
+                         own.outputs - first > kLanes ? 2 : 1, true};
         }
         input.multiply_chunk(worker, chunk, panels, count, finish);
     }

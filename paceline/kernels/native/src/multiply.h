@@ -11,7 +11,7 @@ constexpr int64_t padded(int64_t in) {
 
 // The type of x in products with weights of type T. Machines without products of bf16 multiply in fp32, which holds
 // every number of bf16. They widen x once, and weights in registers.
-#ifdef PACELINE_AVX512
+#ifdef PACELINE_BF16_PRODUCTS
 template <class T>
 using Left = T;
 #else
@@ -20,8 +20,10 @@ using Left = float;
 #endif
 
 // Rows whose sums are in registers at once: the most for one group of sixteen outputs, and for two.
-#if defined(PACELINE_AVX512)
+#if defined(PACELINE_BF16_PRODUCTS)
 constexpr int64_t kMostRows = 8, kMostRowsOfTwo = 8;
+#elif defined(PACELINE_AVX512)
+constexpr int64_t kMostRows = 12, kMostRowsOfTwo = 12;
 #elif defined(PACELINE_AVX2)
 constexpr int64_t kMostRows = 6, kMostRowsOfTwo = 3;
 #else
@@ -33,25 +35,36 @@ constexpr int kRegisterLanes = kRegisterBytes / 4, kParts = kLanes / kRegisterLa
 using Floats = Vector<float, kRegisterLanes>;
 using Words = Vector<uint32_t, kRegisterLanes>;
 
-// A vector of weights has kValues values along `in` for each output. They are multiplied in kTurns turns, in order.
+// A vector of weights has kValues values along `in` for each output. They are multiplied in kTurns turns, in order, by
+// values of x that are repeated in a vector.
 template <class T>
 struct Products;
 template <>
 struct Products<float> {
     static constexpr int kValues = 1, kTurns = 1;
     static Floats weights(const float* w, int) { return read<Floats>(w); }
-    static Floats add(const float* x, const Floats& weights, const Floats& sum) {
-        return fma(splat<Floats>(*x), weights, sum);
+#if defined(PACELINE_AVX2)
+    // The compiler must keep this order. Otherwise it reads all rows of x first, and has no registers left for sums.
+    static Floats repeat(const float* x) {
+        Floats repeated;
+        asm volatile("vbroadcastss %1, %0" : "=x"(repeated) : "m"(*x));
+        return repeated;
     }
+    static void add(const Floats& x, const Floats& weights, Floats& sum) {
+        asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(weights));
+    }
+#else
+    static Floats repeat(const float* x) { return splat<Floats>(*x); }
+    static void add(const Floats& x, const Floats& weights, Floats& sum) { sum = fma(x, weights, sum); }
+#endif
 };
-#ifdef PACELINE_AVX512
+#ifdef PACELINE_BF16_PRODUCTS
 template <>
 struct Products<bf16> {
     static constexpr int kValues = 2, kTurns = 1;
     static Words weights(const bf16* w, int) { return read<Words>(w); }
-    static Floats add(const bf16* x, const Words& weights, const Floats& sum) {
-        return dot_pairs(weights, splat<Words>(read<uint32_t>(x)), sum);
-    }
+    static Words repeat(const bf16* x) { return splat<Words>(read<uint32_t>(x)); }
+    static void add(const Words& x, const Words& weights, Floats& sum) { sum = dot_pairs(weights, x, sum); }
 };
 #else
 template <>
@@ -59,14 +72,23 @@ struct Products<bf16> : Products<float> {
     static constexpr int kValues = 2, kTurns = 2;
     static Floats weights(const bf16* w, int turn) {
         const Words pairs = read<Words>(w);
-        return bits<Floats>(turn == 0 ? pairs << 16 : pairs & 0xffff0000u);
+        if (turn == 0) return bits<Floats>(pairs << 16);
+#if defined(PACELINE_AVX2)
+        // The mask must stay in memory, because the sums of six rows need its register.
+        alignas(kRegisterBytes) static constexpr Words upper = make<Words>([](int) { return 0xffff0000u; });
+        Words masked;
+        asm("vpand %2, %1, %0" : "=x"(masked) : "x"(pairs), "m"(upper));
+        return bits<Floats>(masked);
+#else
+        return bits<Floats>(pairs & 0xffff0000u);
+#endif
     }
 };
 #endif
 
 // Options of a product. add: continue from the sums in `out`. lines, ahead: if tiles compute, prefetch this many cache
-// lines from `ahead` on for each kDepth of `in`. comes_from_memory: one row block reads its weights from memory, so
-// prefetch the weights that come next.
+// lines from `ahead` on for each kDepth of `in`. comes_from_memory: the weights are read from memory, so prefetch those
+// that come next; tiles do so if `lines` is 0.
 struct Extra {
     bool add = false;
     int64_t lines = 0;
@@ -78,14 +100,32 @@ struct Extra {
 // group's end lie after the second group.
 constexpr int64_t kAheadOfVectors = 4096, kAheadOfTiles = 2048;
 
+// The weights that vectors prefetch while they multiply a part of the rows. There is one cache line for each turn of the
+// loop along `in`. If several parts of the rows pass over the same weights, each prefetches its share of the next ones,
+// so that memory never waits for computing.
+struct Ahead {
+    const char* at;
+    int64_t step;              // bytes for each turn of the loop
+    int64_t turn, jump;        // `at` moves by `jump` bytes before this turn
+    static constexpr int64_t kLine = 64;
+
+    template <int Groups, class T>
+    static Ahead of(const T* w, int64_t w_stride, int64_t in, int64_t part, int64_t parts) {
+        const auto* own = reinterpret_cast<const char*>(w);
+        const int64_t group = w_stride * sizeof(T), turns = in * kLanes * sizeof(T) / kLine;
+        if (parts == 1)
+            return {own + kAheadOfVectors, kLine, most(0, turns - kAheadOfVectors / kLine), (Groups - 1) * group};
+        return {own + Groups * group + part * turns * kLine / parts, kLine / parts, -1, 0};
+    }
+};
+
 template <int Rows, int Groups, bool Prefetches, class T>
 static inline void multiply_few(
     const Left<T>* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride,
-    bool add) {
+    bool add, Ahead ahead) {
     using Own = Products<T>;
-    constexpr int64_t distance = kAheadOfVectors / int64_t(sizeof(T)), part_size = Own::kValues * kRegisterLanes;
-    const T* ahead = w + distance;
-    const int64_t turn_at = most(0, in - distance / kLanes);
+    constexpr int64_t part_size = Own::kValues * kRegisterLanes;
+    static_assert(Own::kValues * kLanes * sizeof(T) == Ahead::kLine, "a turn takes one line");
     constexpr int parts = Groups * kParts;
     Floats sums[Rows * parts];
     const auto place = [=](int i) { return out + i / parts * out_stride + i % parts * kRegisterLanes; };
@@ -94,9 +134,10 @@ static inline void multiply_few(
     });
     for (int64_t k = 0; k < in; k += Own::kValues) {
         if (Prefetches) {
-            if (k == turn_at) ahead += (Groups - 1) * w_stride;
+            if (k == ahead.turn * Own::kValues) ahead.at += ahead.jump;
             for (int group = 0; group < Groups; ++group)
-                __builtin_prefetch(ahead + group * w_stride + k * kLanes);
+                __builtin_prefetch(ahead.at + group * w_stride * sizeof(T));
+            ahead.at += ahead.step;
         }
         unrolled<Own::kTurns>([&](int turn) PACELINE_INLINED {
             decltype(Own::weights(w, 0)) weights[parts];
@@ -104,12 +145,11 @@ static inline void multiply_few(
                 const T* from = w + part / kParts * w_stride + k * kLanes + part % kParts * part_size;
                 weights[part] = Own::weights(from, turn);
             });
-            unrolled<Rows * parts>([&](int i) PACELINE_INLINED {
-                sums[i] = Own::add(x + i / parts * x_stride + k + turn, weights[i % parts], sums[i]);
-#ifdef PACELINE_AVX2
-                // Otherwise the compiler reads all rows of x first, and has no registers left.
-                asm volatile("" : "+x"(sums[i]));
-#endif
+            unrolled<Rows>([&](int row) PACELINE_INLINED {
+                const auto repeated = Own::repeat(x + row * x_stride + k + turn);
+                unrolled<parts>([&](int part) PACELINE_INLINED {
+                    Own::add(repeated, weights[part], sums[row * parts + part]);
+                });
             });
         });
     }
@@ -121,21 +161,22 @@ static inline void multiply_lanes(
     const Left<T>* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, float* out,
     int64_t out_stride, const Extra& extra) {
     constexpr int64_t full = Groups == 1 ? kMostRows : kMostRowsOfTwo;
-    bool prefetches = extra.comes_from_memory;
-    for (int64_t row = 0, height; row < rows; row += height, prefetches = false) {
-        const int64_t left = rows - row;
-        height = least(left, full);
-        if (full == 6 && left > 6 && left <= 8) height = 4;  // 4 and 4 keep more units busy than 6 and 2
-#define PACELINE_ROWS(N)                                                                                            \
-    case N:                                                                                                         \
-        if constexpr (N <= full) {                                                                                  \
-            const auto few = prefetches ? multiply_few<N, Groups, true, T> : multiply_few<N, Groups, false, T>;     \
-            few(x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, extra.add);      \
-        }                                                                                                           \
+    // Parts of about equal height keep more units busy than full ones and a low last one.
+    const int64_t parts = (rows + full - 1) / full;
+    for (int64_t part = 0, row = 0, height; part < parts; ++part, row += height) {
+        height = (rows - row + parts - part - 1) / (parts - part);
+        const Ahead ahead = Ahead::of<Groups>(w, w_stride, in, part, parts);
+#define PACELINE_ROWS(N)                                                                                               \
+    case N:                                                                                                            \
+        if constexpr (N <= full) {                                                                                     \
+            const auto few = extra.comes_from_memory ? multiply_few<N, Groups, true, T>                                \
+                                                     : multiply_few<N, Groups, false, T>;                              \
+            few(x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, extra.add, ahead);  \
+        }                                                                                                              \
         break;
         switch (height) {
-            PACELINE_ROWS(1) PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4)
-            PACELINE_ROWS(5) PACELINE_ROWS(6) PACELINE_ROWS(7) PACELINE_ROWS(8)
+            PACELINE_ROWS(1) PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4) PACELINE_ROWS(5) PACELINE_ROWS(6)
+            PACELINE_ROWS(7) PACELINE_ROWS(8) PACELINE_ROWS(9) PACELINE_ROWS(10) PACELINE_ROWS(11) PACELINE_ROWS(12)
         }
 #undef PACELINE_ROWS
     }
@@ -233,7 +274,7 @@ static inline void multiply_tiles(
             if (TwoGroups) _tile_dpbf16ps(3, 5, 7);
         }
         for (int64_t i = 0; i < extra.lines; ++i, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-        if (!TwoRowBlocks && extra.comes_from_memory) {
+        if (!TwoRowBlocks && extra.comes_from_memory && !extra.lines) {
             prefetch_tile(w + k * kLanes);
             if (TwoGroups) prefetch_tile(w2 + k * kLanes);
         }

@@ -43,7 +43,7 @@ PACELINE_INLINE f32x16 load_scales(const uint8_t* from, int64_t scale_bytes) {
     return scale_bytes == 2 ? widen_fp16(read<u16x16>(from)) : read<f32x16>(from);
 }
 
-#ifdef PACELINE_AVX512
+#ifdef PACELINE_BF16_PRODUCTS
 // Rounds values at two places along `in` to bf16 pairs. `first` and `second` have eight outputs each.
 PACELINE_INLINE u32x16 round_pairs(f32x16 first, f32x16 second) {
     return bits<u32x16>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
@@ -315,7 +315,7 @@ struct Quantized {
             Panel<Weight> panels[kTaskOut / kOutBlock];
             for (int64_t i = 0; i < count; ++i, unpacked += kOutBlock * in) {
                 slices[i].matrix->unpack_outputs(in, slices[i].first, 0, in, in, unpacked);
-                panels[i] = {unpacked, nullptr, slices[i].matrix->groups(slices[i].first)};
+                panels[i] = {unpacked, nullptr, slices[i].matrix->groups(slices[i].first), false};
             }
             return input.multiply_chunk(worker, chunk, panels, count, finish);
         }

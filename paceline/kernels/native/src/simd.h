@@ -32,7 +32,7 @@ PACELINE_INLINE f32x16 widen(u16x16 half) {
 
 // Rounds to the nearest, ties to even.
 PACELINE_INLINE u16x16 narrow(f32x16 value) {
-#ifdef PACELINE_AVX512
+#ifdef PACELINE_BF16_PRODUCTS
     return bits<u16x16>(_mm512_cvtneps_pbh(bits<__m512>(value)));
 #else
     const u32x16 word = bits<u32x16>(value);
@@ -94,7 +94,7 @@ PACELINE_INLINE V fma(const V& a, const V& b, const V& c) {
     }
 }
 
-#ifdef PACELINE_AVX512
+#ifdef PACELINE_BF16_PRODUCTS
 // c + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] for the bf16 pairs of each lane.
 PACELINE_INLINE f32x16 dot_pairs(u32x16 a, u32x16 b, f32x16 c) {
     return bits<f32x16>(_mm512_dpbf16_ps(bits<__m512>(c), bits<__m512bh>(a), bits<__m512bh>(b)));
