@@ -146,8 +146,8 @@ class Services:
         port = f"--port={self._kv_ports[host]}"
         return self._start("kvtransfer", f"kvtransfer-{host}", host, port, f"--host-id=host-{host}")
 
-    def start_worker(self, role: str, number: int, host: int = 0, isa: str = "auto") -> str:
-        """Start a worker and return its name. `isa` is its PACELINE_ISA."""
+    def start_worker(self, role: str, number: int, host: int = 0, isa: str = "") -> str:
+        """Start a worker and return its name. `isa` is its PACELINE_ISA, if it shall not be this process's."""
         name, kvtransfer = f"{role}-{number}", f"{self.hosts[host].ip}:{self._kv_ports[host]}"
         options = (f"--kvtransfer-address={kvtransfer}", f"--worker-id={name}")
         return self._start(role, name, host, self._model, *options, isa=isa)

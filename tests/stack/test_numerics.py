@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from bench.equality import shorten
+from paceline.kernels import instruction_set_of, select_kernels
 from paceline.kernels.native.library import instruction_sets
 from tests.stack.cluster import Cluster
 
@@ -19,19 +21,21 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 TOKENS = 200
 """Enough that a worker is killed long before the end of its stream."""
 
-BEST, OTHER = f"{instruction_sets()[0]} bfloat16", f"{instruction_sets()[-1]} bfloat16"
+CPU = torch.device("cpu")
+USUAL, OTHER = instruction_set_of(select_kernels(CPU), CPU), instruction_sets()[-1]
+"""The instruction set that workers of this environment use, and another one."""
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, real_model: Callable[[str], Path]) -> Iterator[Cluster]:
-    """A cluster in which all workers but decode-1 have the best instruction set. Of equal workers the router chooses
+    """A cluster in which all workers but decode-1 have the usual instruction set. Of equal workers the router chooses
     the one with the lowest number."""
-    if BEST == OTHER:
-        pytest.skip("this machine has only one instruction set")
+    if USUAL == OTHER:
+        pytest.skip("there is no other instruction set")
     shorten(real_model("smollm2-135m-instruct"), 2, tmp_path / "model")
     with Cluster(tmp_path, tmp_path / "model") as running:
         names = [running.start_worker(role, 0) for role in ("prefill", "decode")]
-        names += [running.start_worker("decode", 1, isa=instruction_sets()[-1]), running.start_worker("decode", 2)]
+        names += [running.start_worker("decode", 1, isa=OTHER), running.start_worker("decode", 2)]
         running.start_gateway()
         running.wait_ready(*names)
         yield running
@@ -82,8 +86,9 @@ async def stream_over_a_death(cluster: Cluster, request_id: str) -> tuple[str, l
 async def test_a_stream_goes_on_with_the_same_numerics_or_else_says_so(cluster: Cluster) -> None:
     await cluster.wait_workers(4)
     workers = {worker["worker_id"]: worker["numerics"] for worker in (await cluster.fleet())["workers"]}
-    assert workers == {"prefill-0": BEST, "decode-0": BEST, "decode-1": OTHER, "decode-2": BEST, "host-0": None}
-    assert f", computes with {OTHER}\n" in cluster.processes["decode-1"].text
+    usual, other = f"{USUAL} bfloat16", f"{OTHER} bfloat16"
+    assert workers == {"prefill-0": usual, "decode-0": usual, "decode-1": other, "decode-2": usual, "host-0": None}
+    assert f", computes with {other}\n" in cluster.processes["decode-1"].text
 
     expected = await cluster.stream(max_tokens=TOKENS)
     text, lines = await stream_over_a_death(cluster, "same")
@@ -94,6 +99,6 @@ async def test_a_stream_goes_on_with_the_same_numerics_or_else_says_so(cluster: 
     # Only one worker of each instruction set is left.
     _, lines = await stream_over_a_death(cluster, "other")
     assert ["decode-1" in lines[0], "decode-2" in lines[1], len(lines)] == [True, True, 3]
-    assert lines[2].endswith(f"of decode: {OTHER} before, {BEST} now; tokens may differ")
+    assert lines[2].endswith(f"of decode: {other} before, {usual} now; tokens may differ")
     assert await changes(cluster) == 1
     await cluster.settled()
