@@ -146,10 +146,11 @@ class Services:
         port = f"--port={self._kv_ports[host]}"
         return self._start("kvtransfer", f"kvtransfer-{host}", host, port, f"--host-id=host-{host}")
 
-    def start_worker(self, role: str, number: int, host: int = 0) -> str:
+    def start_worker(self, role: str, number: int, host: int = 0, isa: str = "") -> str:
+        """Start a worker and return its name. `isa` is its PACELINE_ISA, if it shall not be this process's."""
         name, kvtransfer = f"{role}-{number}", f"{self.hosts[host].ip}:{self._kv_ports[host]}"
         options = (f"--kvtransfer-address={kvtransfer}", f"--worker-id={name}")
-        return self._start(role, name, host, self._model, *options)
+        return self._start(role, name, host, self._model, *options, isa=isa)
 
     def start_gateway(self, *options: str) -> str:
         """Start a gateway and return its name. The first one is at `url`, others are at `url_of(name)`."""
@@ -197,11 +198,12 @@ class Services:
             if role_of(name) == role and process.alive and (role == "redis" or " serves at " in process.text)
         )
 
-    def _start(self, role: str, name: str, host: int, *arguments: str) -> str:
+    def _start(self, role: str, name: str, host: int, *arguments: str, isa: str = "") -> str:
         where = self.hosts[host]
         own = [*self._options.get(role, ()), f"--host={where.ip}", f"--redis={self.redis_url}"]
         apart = _WITHOUT_SHARED_MEMORY if role == "gateway" and where.namespace else ()
-        self._commands[name] = [*where.command(), *apart, *PACELINE, role, *arguments, *own]
+        environment = ("env", f"PACELINE_ISA={isa}") if isa else ()
+        self._commands[name] = [*where.command(), *apart, *environment, *PACELINE, role, *arguments, *own]
         self.start_again(name)
         return name
 

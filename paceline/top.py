@@ -23,6 +23,7 @@ _COLUMNS = (
     ("OUTPUT", 7),
     ("ACCEPT", 7),
     ("LENGTH", 7),
+    ("NUMERICS", 20),
 )
 
 
@@ -50,7 +51,7 @@ def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) ->
         if worker["role"] != "kvtransfer":
             stats = worker["stats"]
             gained = {name: value - earlier.get(worker["worker_id"], {}).get(name, 0) for name, value in stats.items()}
-            lines.append(_row([*_state(worker), *_speed(gained, seconds), *_drafts(gained)]))
+            lines.append(_row([*_state(worker), *_speed(gained, seconds), *_drafts(gained), worker["numerics"] or "-"]))
     lines.append("")
     for host in now["hosts"]:
         lines.append(_ledger(host))

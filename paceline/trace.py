@@ -77,6 +77,8 @@ def _attempt(attempt: Json) -> Iterator[Line]:
             f"{admission['cached_tokens']} of {admission['context_tokens']} tokens cached: "
             f"{admission['cached_blocks']} of {admission['blocks']} blocks reused",
         )
+        for step, change in admission["numerics_changes"].items():
+            yield admission["at_ms"], "numerics", f"of {step}: {change}; tokens may differ"
     if prefill := attempt["prefill"]:
         yield from _prefill(prefill)
     if attempt["first_token_ms"] is not None:

@@ -10,6 +10,7 @@ from paceline.top import render, top
 
 def fleet(**stats: float) -> dict[str, Any]:
     worker = {"worker_id": "decode-0", "role": "decode", "state": "ready", "running": 3, "waiting": 0, "stats": stats}
+    worker |= {"numerics": None}
     host = {"host_id": "h", "total": 10, "held": 2, "in_flight": 1, "cached": 3, "free": 4, "hit_rate": 0.25}
     host |= {"balanced": True, "leases": []}
     return {"workers": [worker, {**worker, "role": "kvtransfer"}], "hosts": [host], "waiting": 7}
@@ -36,6 +37,7 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
         "10.0%",
         "75%",
         "4.00",
+        "-",
     ]
     assert len(title.split()) == len(worker.split())
     assert rest == [
@@ -48,7 +50,13 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
 def test_a_worker_that_has_just_come_and_drafts_nothing_is_shown() -> None:
     now = fleet(sampled_tokens=10, steps=10)
     worker = render({**now, "workers": []}, now, 1.0)[1]
-    assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "0.0%", "-", "-"]
+    assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "0.0%", "-", "-", "-"]
+
+
+def test_the_numerics_of_a_worker_are_shown() -> None:
+    now = fleet()
+    now["workers"][0]["numerics"] = "portable bfloat16"
+    assert render(now, now, 1.0)[1].endswith("  portable bfloat16   ")
 
 
 def test_the_oldest_lease_and_an_imbalance_are_seen() -> None:

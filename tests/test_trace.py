@@ -63,6 +63,17 @@ def test_a_handoff_that_is_not_known_to_be_over_and_a_failure() -> None:
     ]
 
 
+def test_an_attempt_that_goes_on_with_other_numerics() -> None:
+    place = {"worker": "d", "host": "h", "numerics": "portable bfloat16"}
+    admission = {"asked_ms": 3.0, "at_ms": 4.0, "decode": place, "prefill": None, "context_tokens": 7}
+    admission |= dict.fromkeys(("cached_tokens", "blocks", "cached_blocks"), 0)
+    change = "avx2 bfloat16 before, portable bfloat16 now"
+    admission |= {"numerics_changes": {"decode": change}}
+    queue = {"began_ms": 2.0, "ms": 1.0, "ahead": 0, "waited_for": {}}
+    lines = render(told(attempt(queue=queue, admission=admission)))
+    assert lines[-1] == f"       4.0  numerics    of decode: {change}; tokens may differ"
+
+
 def test_choices_that_are_not_shown_are_counted() -> None:
     lines = render(told(attempt(), sequences=5))
     assert any(line.startswith("choice 0: 7 prompt tokens") for line in lines)

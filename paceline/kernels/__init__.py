@@ -60,6 +60,15 @@ def select_kernels(device: torch.device, backend: str = "auto") -> Kernels:
     return _BACKENDS[backend](device)
 
 
+def instruction_set_of(kernels: Kernels, device: torch.device) -> str:
+    """Return the instruction set with which `kernels` compute on `device`, as in `Numerics.instruction_set`."""
+    if isinstance(kernels, NativeKernels):
+        return kernels.instruction_set
+    if device.type == "cuda":
+        return "{} sm_{}{}".format(kernels.name, *torch.cuda.get_device_capability(device))
+    return f"{kernels.name} {torch.backends.cpu.get_cpu_capability().lower()}"
+
+
 def _best(device: torch.device) -> Kernels:
     name = _PREFERRED.get(device.type, "reference")
     try:

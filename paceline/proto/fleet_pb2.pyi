@@ -56,6 +56,7 @@ class Member(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """gateway, prefill, decode or kvtransfer."""
@@ -89,6 +90,10 @@ class Member(_message.Message):
     def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricFamily]:
         """For people and dashboards. No decision of a service depends on them."""
 
+    @_builtins.property
+    def numerics(self) -> Global___Numerics:
+        """Only prefill and decode workers have it."""
+
     def __init__(
         self,
         *,
@@ -106,14 +111,47 @@ class Member(_message.Message):
         load: Global___LoadReport | None = ...,
         host: Global___HostReport | None = ...,
         metrics: _abc.Iterable[Global___MetricFamily] | None = ...,
+        numerics: Global___Numerics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class Numerics(_message.Message):
+    """The properties of a worker that decide the last bits of its results. Workers of one model with equal numerics give
+    the same tokens for a request.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTRUCTION_SET_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    instruction_set: _builtins.str
+    """Instruction set of the native kernels, such as avx2. For other kernels, their name and what they run on."""
+    dtype: _builtins.str
+    """Type of weights and activations, such as bfloat16."""
+    quantization: _builtins.str
+    """int8 if weights were rounded when they were loaded, else none."""
+    def __init__(
+        self,
+        *,
+        instruction_set: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        quantization: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "instruction_set", b"instruction_set", "quantization", b"quantization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Numerics: _TypeAlias = Numerics  # noqa: Y015
 
 @_typing.final
 class LoadReport(_message.Message):

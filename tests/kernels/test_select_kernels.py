@@ -11,9 +11,9 @@ import torch
 
 from paceline import kernels as backends
 from paceline.core.errors import ConfigError
-from paceline.kernels import select_kernels
+from paceline.kernels import instruction_set_of, select_kernels
 from paceline.kernels.interface import Kernels
-from paceline.kernels.native.library import FILE_NAME, load_library
+from paceline.kernels.native.library import FILE_NAME, instruction_sets, load_library
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +25,14 @@ def test_auto_finds_a_backend_for_the_cpu() -> None:
 
 def test_a_backend_is_chosen_by_name() -> None:
     assert select_kernels(torch.device("cpu"), "reference").name == "reference"
+
+
+def test_the_environment_narrows_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for name in instruction_sets():
+        monkeypatch.setenv("PACELINE_ISA", name)
+        assert instruction_set_of(select_kernels(cpu), cpu) == name
+    assert instruction_set_of(select_kernels(cpu, "reference"), cpu).startswith("reference ")
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from paceline.core.errors import ConfigError
 from paceline.core.metrics import Family, MetricKind, Sample
+from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
 from paceline.proto.fleet_pb2 import HostReport, LoadReport, MetricFamily
 from paceline.services.common.tasks import end_tasks
@@ -58,10 +59,13 @@ class Member:
     host: HostReport = dataclasses.field(default_factory=HostReport)
     """Set by kvtransfer services only."""
     metrics: Sequence[MetricFamily] = ()
+    numerics: Numerics | None = None
+    """None if unknown: the member is no worker, is starting, or is of an earlier release."""
 
     def to_bytes(self) -> bytes:
         """Return the value that Redis holds."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["numerics"] = self.numerics and pb.Numerics(**dataclasses.asdict(self.numerics))
         return pb.Member(**values).SerializeToString()
 
     @staticmethod
@@ -73,7 +77,13 @@ class Member:
             return None
         if not message.worker_id or message.role not in get_args(Role) or message.state not in get_args(State):
             return None
-        return Member(**{field.name: getattr(message, field.name) for field in dataclasses.fields(Member)})
+        values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Member)}
+        return Member(**{**values, "numerics": _numerics_from_pb(message.numerics)})
+
+
+def _numerics_from_pb(message: pb.Numerics) -> Numerics | None:
+    values = message.instruction_set, message.dtype, message.quantization
+    return Numerics(*values) if all(values) else None
 
 
 _KINDS: dict[MetricKind, pb.MetricKind.ValueType] = {

@@ -58,6 +58,8 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens").labels(model)
         self._generation_tokens = counter("generation_tokens", "Generated tokens").labels(model)
         self._attempts = counter("request_attempts", "Attempts that workers admitted").labels(model)
+        help = "Attempts that went on at workers with other numerics than before, so that tokens may differ"
+        self._numerics_changes = counter("request_numerics_changes", help).labels(model)
         self._success = Counter(
             "paceline:request_success", "Ended sequences", ["model_name", "finished_reason"], registry=self.registry
         )
@@ -90,6 +92,7 @@ class Metrics:
         now = time.monotonic()
         self._success.labels(self._model, outcome).inc()
         self._attempts.inc(record.attempts)
+        self._numerics_changes.inc(record.numerics_changes)
         self._e2e.observe(now - record.arrived)
         if record.admitted is None:
             return

@@ -101,6 +101,7 @@ def _describe(worker: RemoteWorker) -> dict[str, Any]:
         "model": member.model,
         "max_model_len": member.max_model_len,
         "max_seqs": member.max_seqs,
+        "numerics": member.numerics and str(member.numerics),
         "running": member.load.running,
         "waiting": member.load.waiting,
         "in_flight": worker.in_flight,

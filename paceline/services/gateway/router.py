@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from paceline.core.numerics import Numerics, may_differ
 from paceline.services.common.registry import Member
 
 T = TypeVar("T")
@@ -58,6 +59,11 @@ class Need:
     """Ids of workers that have just refused this request or failed. They are not asked again for now."""
     failed: frozenset[str] = frozenset()
     """Ids of workers on which an earlier attempt failed. They are used only if there is no other worker."""
+    computed_with: Numerics | None = None
+    """Numerics of the worker that computed the prompt for an earlier attempt. A worker with the same ones is preferred;
+    None has no preference."""
+    decoded_with: Numerics | None = None
+    """Numerics of the decode worker that generated the newest tokens; see `computed_with`."""
     cut: frozenset[Link] = frozenset()
     """Links on which transfers failed recently."""
     local_tokens: int = 0
@@ -170,8 +176,8 @@ def place_computing(need: Need, snapshot: Iterable[Candidate]) -> Placement | No
 
     def rank(candidate: Candidate) -> tuple[object, ...]:
         waiting = candidate.queued_tokens + LATELY * candidate.recent_tokens
-        failed = candidate.member.worker_id in need.failed
-        return failed, waiting / (candidate.tokens_per_second or usual), candidate.load, candidate.member.worker_id
+        seconds = waiting / (candidate.tokens_per_second or usual)
+        return *_trouble(need, candidate), seconds, candidate.load, candidate.member.worker_id
 
     return _computing_at(min(_computing(need, fleet), key=rank, default=None))
 
@@ -179,8 +185,9 @@ def place_computing(need: Need, snapshot: Iterable[Candidate]) -> Placement | No
 def place_computing_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Placement | None:
     """Return a worker for work that needs no decoding. Workers take turns."""
     workers = sorted(_computing(need, snapshot), key=lambda candidate: candidate.member.worker_id)
-    unfailed = [candidate for candidate in workers if candidate.member.worker_id not in need.failed]
-    return _computing_at(_in_turn(unfailed or workers, turn)) if workers else None
+    least = min((_trouble(need, candidate) for candidate in workers), default=None)
+    best = [candidate for candidate in workers if _trouble(need, candidate) == least]
+    return _computing_at(_in_turn(best, turn)) if best else None
 
 
 def _usual_rate(fleet: Iterable[Candidate]) -> float:
@@ -194,6 +201,11 @@ def _computing(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
     fitting = _fitting(need, snapshot)
     workers = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
     return [c for c in workers if c.member.worker_id not in need.refused and c.has_room]
+
+
+def _trouble(need: Need, candidate: Candidate) -> tuple[bool, bool]:
+    """Return the disadvantages of a worker that computes a context. They outweigh any cost, the first one more."""
+    return candidate.member.worker_id in need.failed, may_differ(need.computed_with, candidate.member.numerics)
 
 
 def _fitting(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
@@ -241,7 +253,9 @@ class _Way:
 
     def trouble(self, need: Need) -> tuple[bool, ...]:
         """Return the disadvantages that outweigh any cost, the worst one first."""
-        return self.alone, *(name in need.failed for name in self.names)
+        failed = (name in need.failed for name in self.names)
+        other_decode = may_differ(need.decoded_with, self.decode.member.numerics)
+        return self.alone, *failed, other_decode, may_differ(need.computed_with, self.computing.member.numerics)
 
     def seconds(self, need: Need, usual: float) -> float:
         """Return the cost in seconds.

@@ -117,7 +117,7 @@ class SequenceRunner:
         span.add_event("queue")
         record = sequence.trace
         again = record.attempts > 0
-        own = AttemptTrace(ahead=len(self.queue))
+        own = AttemptTrace(ahead=len(self.queue), computed_with=record.computed_with, decoded_with=record.decoded_with)
         record.tries.append(own)
         try:
             attempt: AnyAttempt = await self.queue.admit(
@@ -132,6 +132,10 @@ class SequenceRunner:
             raise sequence.unreachable() from error
         prefill, decode = own.worker_ids
         span.add_event("admitted", {"prefill": prefill, "decode": decode, "attempt": sequence.attempts})
+        if changes := own.numerics_changes:
+            span.add_event("numerics changed", changes)
+            told = "; ".join(f"{step}: {change}" for step, change in changes.items())
+            log.info("attempt %d goes on with other numerics: %s", sequence.attempts, told)
         sequence.unreachable_since = None
         own.admitted = time.monotonic()
         self._placements.put(sequence.request_id, *record.workers, record.attempts)
@@ -156,6 +160,8 @@ class SequenceRunner:
                 layouts=self._prefixes.layouts(),
                 refused=refused,
                 failed=sequence.failed,
+                computed_with=record.computed_with,
+                decoded_with=record.decoded_with,
                 cut=self._fleet.failed_links(),
                 local_tokens=0 if sequence.needs_scores else self._config.local_prefill_tokens,
             )

@@ -111,6 +111,7 @@ class SequenceRun:
                 trace.handed_over = time.monotonic()
                 self.span.add_event("handoff")
             case PromptScores():
+                trace.scores += len(event.tokens)
                 return self._new_scores(event)
         return event
 

@@ -154,6 +154,7 @@ def _admission(attempt: AttemptTrace, at: Clock) -> Json | None:
         "cached_tokens": attempt.cached_tokens,
         "blocks": attempt.blocks,
         "cached_blocks": attempt.cached_blocks,
+        "numerics_changes": attempt.numerics_changes,
     }
 
 
@@ -228,7 +229,9 @@ def _gaps(gaps: Gaps | None) -> Json | None:
 
 
 def _place(place: WorkerName | None) -> Json | None:
-    return None if place is None else {"worker": place.worker, "host": place.host}
+    if place is None:
+        return None
+    return {"worker": place.worker, "host": place.host, "numerics": place.numerics and str(place.numerics)}
 
 
 def _ms(seconds: float) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from paceline.core.numerics import Numerics, may_differ
 from paceline.proto import worker_pb2
 from paceline.services.common.registry import Member
 from paceline.services.gateway.plan import Plan
@@ -35,6 +36,12 @@ SEQUENCES_KEPT = 100
 class WorkerName(NamedTuple):
     worker: str
     host: str
+    numerics: Numerics | None
+    """None if unknown."""
+
+    @staticmethod
+    def of(member: Member) -> WorkerName:
+        return WorkerName(member.worker_id, member.host_id, member.numerics)
 
 
 class ChunkTrace(NamedTuple):
@@ -86,6 +93,10 @@ class AttemptTrace:
     queued: float = field(default_factory=time.monotonic)
     ahead: int = 0
     """Sequences that waited already when this one joined the queue."""
+    computed_with: Numerics | None = None
+    """`SequenceTrace.computed_with` when this attempt began."""
+    decoded_with: Numerics | None = None
+    """`SequenceTrace.decoded_with` when this attempt began."""
     waited_for: Counter[str] = field(default_factory=Counter)
     """For each reason why the attempt was not admitted, how often it was the reason."""
     number: int = 0
@@ -110,6 +121,8 @@ class AttemptTrace:
     token_times: list[float] = field(default_factory=list)
     """When each message with tokens came; after `close` only the first two and the last."""
     tokens: int = 0
+    scores: int = 0
+    """Prompt tokens whose logprobs came."""
     gaps: Gaps | None = None
     """The gaps between `decode_times`; set by `close`."""
     failed: float | None = None
@@ -129,6 +142,16 @@ class AttemptTrace:
         """Ids of the prefill and the decode worker; "" if there is none."""
         return self.prefill.worker if self.prefill else "", self.decode.worker if self.decode else ""
 
+    @property
+    def numerics_changes(self) -> dict[str, str]:
+        """The numerics before this attempt and now, for "prefill" and "decode" if they are not the same."""
+        computing = ("prefill", self.computed_with, self.prefill or self.decode)
+        return {
+            step: f"{before} before, {worker.numerics or 'unknown'} now"
+            for step, before, worker in (computing, ("decode", self.decoded_with, self.decode))
+            if worker is not None and may_differ(before, worker.numerics)
+        }
+
     def wait_for(self, reason: str) -> None:
         """Record why the attempt was not admitted just now."""
         reason = reason[:_REASON_CHARACTERS]
@@ -139,8 +162,8 @@ class AttemptTrace:
     def ask(self, decode: Member | None, prefill: Member | None, number: int, context_tokens: int) -> None:
         """Record that these workers are asked to admit the attempt."""
         self.asked = time.monotonic()
-        self.decode = None if decode is None else WorkerName(decode.worker_id, decode.host_id)
-        self.prefill = None if prefill is None else WorkerName(prefill.worker_id, prefill.host_id)
+        self.decode = None if decode is None else WorkerName.of(decode)
+        self.prefill = None if prefill is None else WorkerName.of(prefill)
         self.number, self.context_tokens = number, context_tokens
 
     def reserve(self, admitted: worker_pb2.Admitted) -> None:
@@ -198,6 +221,23 @@ class SequenceTrace:
     def attempts(self) -> int:
         """Number of attempts that workers admitted."""
         return sum(attempt.admitted is not None for attempt in self.tries)
+
+    @property
+    def numerics_changes(self) -> int:
+        """Number of attempts that workers admitted although their numerics differ from those before."""
+        return sum(attempt.admitted is not None and bool(attempt.numerics_changes) for attempt in self.tries)
+
+    @property
+    def computed_with(self) -> Numerics | None:
+        """Numerics of the worker that computed the prompt for the first results; None if none came, or if unknown."""
+        computing = (attempt.prefill or attempt.decode for attempt in self.tries if attempt.tokens or attempt.scores)
+        return next((worker.numerics for worker in computing if worker is not None), None)
+
+    @property
+    def decoded_with(self) -> Numerics | None:
+        """Numerics of the decode worker that sent the newest tokens; None if none did, or if unknown."""
+        decoding = (attempt.decode for attempt in reversed(self.tries) if attempt.decode_tokens)
+        return next((worker.numerics for worker in decoding if worker is not None), None)
 
     @property
     def cached_tokens(self) -> int:

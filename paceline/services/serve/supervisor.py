@@ -137,7 +137,8 @@ class Supervisor:
         _, address = await asyncio.gather(workers.ready(), gateway.ready())
         port = _port(address)
         await welcome.wait_until_serving(self._config.host, port)
-        say(welcome.first_request(self._config, model, port))
+        numerics = await welcome.numerics_in_use(redis, folder.name)
+        say(welcome.first_request(self._config, model, port, numerics))
 
     async def _prepare(self) -> Path:
         """Prepare the model and return its folder. A separate process does this, so that its memory is free again."""

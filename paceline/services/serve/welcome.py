@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+
+from redis.exceptions import RedisError
 
 from paceline.core import env
 from paceline.core.config import ServeConfig
 from paceline.core.errors import UnavailableError
+from paceline.services.common.registry import connect, read_members
 from paceline.services.serve.settings import served_name
 
 SERVING_SECONDS = 30.0
@@ -28,11 +32,24 @@ async def wait_until_serving(host: str, port: int) -> None:
         raise UnavailableError("the gateway finds no worker although all are ready; see the log above") from None
 
 
-def first_request(config: ServeConfig, model: Path, port: int) -> str:
+async def numerics_in_use(redis: str, cluster: str) -> list[str]:
+    """Return the numerics of the cluster's workers, each once; [] if Redis does not answer."""
+    client = connect(redis)
+    try:
+        members = await read_members(client, cluster)
+    except (RedisError, OSError):
+        return []
+    finally:
+        await client.aclose()
+    return sorted({str(member.numerics) for member in members if member.numerics is not None})
+
+
+def first_request(config: ServeConfig, model: Path, port: int, numerics: Sequence[str] = ()) -> str:
     """Return a curl command that gets an answer from the stack.
 
     Args:
         model: the model's folder; if it has a chat template, the request is a chat.
+        numerics: the numerics of the workers, for the user to read.
     """
     host = f"[{_local(config.host)}]" if ":" in config.host else _local(config.host)
     body: dict[str, object] = {"model": served_name(config), "max_tokens": 64}
@@ -45,7 +62,8 @@ def first_request(config: ServeConfig, model: Path, port: int) -> str:
     lines = [f"curl http://{host}:{port}/v1/{path} -H 'Content-Type: application/json'", *_key_lines(config)]
     lines.append(f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}")
     request = " \\\n    ".join(lines)
-    return f"\nReady. Try it:\n\n  {request}\n\nCtrl-C stops.\n"
+    computing = f" Workers compute with {' and '.join(numerics)}." if numerics else ""
+    return f"\nReady.{computing} Try it:\n\n  {request}\n\nCtrl-C stops.\n"
 
 
 def _key_lines(config: ServeConfig) -> list[str]:

@@ -10,7 +10,8 @@ import torch
 
 from paceline.core.config import WorkerConfig, has_pools
 from paceline.core.errors import ConfigError
-from paceline.kernels import select_kernels
+from paceline.core.numerics import Numerics
+from paceline.kernels import instruction_set_of, select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.models.config import read_config
 
@@ -26,6 +27,7 @@ class ComputeOptions:
     kernels: Kernels
     has_pool: bool
     """Whether the worker computes in a pool of its own, above the arena."""
+    numerics: Numerics
 
     @classmethod
     def resolve(cls, config: WorkerConfig) -> ComputeOptions:
@@ -35,7 +37,10 @@ class ComputeOptions:
             raise ConfigError(f"--device {config.device}: torch finds no GPU here; use cpu, or install torch with CUDA")
         if device.type == "cuda" and not has_pool:
             raise ConfigError(f"{device} cannot compute in the arena; leave out --kv-pool, or set it to device")
-        return cls(device, _dtype(config), select_kernels(device, config.kernels), has_pool)
+        dtype, kernels = _dtype(config), select_kernels(device, config.kernels)
+        quantization = "int8" if config.quantization == "int8" else "none"
+        numerics = Numerics(instruction_set_of(kernels, device), str(dtype).removeprefix("torch."), quantization)
+        return cls(device, dtype, kernels, has_pool, numerics)
 
 
 def _device(config: WorkerConfig) -> torch.device:

@@ -19,6 +19,7 @@ from paceline.core.config import WorkerConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_cores
 from paceline.core.model_folder import model_digest
+from paceline.core.numerics import Numerics
 from paceline.core.speculative import parse_speculative_config
 from paceline.core.turns import DecodeTurns, PrefillTurns, Turns
 from paceline.engine.engine import STEPS_IN_FLIGHT
@@ -54,7 +55,7 @@ async def run_worker(config: WorkerConfig, role: Role, add_service: AddService) 
     stop = stop_on_signals()
     process = await start_unless_stopped(WorkerProcess.start(config, role, add_service), stop)
     announce_ready(config, process.address)
-    log.info("%s %s serves at %s", role, process.worker_id, process.address)
+    log.info("%s %s serves at %s, computes with %s", role, process.worker_id, process.address, process.numerics)
     try:
         await process.wait(stop)
         await process.drain(config.drain_seconds)
@@ -70,6 +71,8 @@ class WorkerProcess:
         self.address = ""
         self.socket = ""
         """Path of the Unix socket for gateways on this host; empty if the service has none."""
+        self.numerics: Numerics | None = None
+        """None until the options are resolved."""
         self._config = config
         self._role = role
         self._secret = read_secret(config.auth_token_file)
@@ -110,6 +113,7 @@ class WorkerProcess:
         await self._registrar.start()
         torch.set_num_threads(config.threads or available_cores())
         compute = await asyncio.to_thread(ComputeOptions.resolve, config)
+        self.numerics = compute.numerics
         loaded = await asyncio.to_thread(_load, config, compute)
         arena = await self._kv.session.attach(loaded.layout, config.max_model_len or loaded.max_position)
         blocks = torch.frombuffer(arena.blocks, dtype=compute.dtype)
@@ -198,6 +202,7 @@ class WorkerProcess:
             state="starting",
             model=self._model_id,
             max_seqs=self._config.max_seqs,
+            numerics=self.numerics,
         )
         if (worker := self._worker) is None:
             return member

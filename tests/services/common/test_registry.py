@@ -9,13 +9,22 @@ import pytest
 from redis.asyncio import Redis
 
 from paceline.core.metrics import Family, Histogram, Sample
+from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
 from paceline.services.common import registry
 from paceline.services.common.registry import Member, Registrar, State, connect, metrics_to_pb, read_members
 
 STEPS = Sample("steps", 3, Family("steps", "Steps that were computed"), {"kind": "model"})
 MEMBER = Member(
-    "d", "decode", 7, "127.0.0.1:1", "host", "draining", load=pb.LoadReport(running=3), metrics=metrics_to_pb([STEPS])
+    "d",
+    "decode",
+    7,
+    "127.0.0.1:1",
+    "host",
+    "draining",
+    load=pb.LoadReport(running=3),
+    metrics=metrics_to_pb([STEPS]),
+    numerics=Numerics("avx2", "bfloat16", "int8"),
 )
 
 
@@ -42,6 +51,15 @@ def test_a_field_of_a_newer_release_is_ignored() -> None:
 )
 def test_a_value_that_is_no_member_is_left_out(value: bytes) -> None:
     assert Member.from_bytes(value) is None
+
+
+@pytest.mark.parametrize("numerics", [None, pb.Numerics(), pb.Numerics(instruction_set="avx2", dtype="bfloat16")])
+def test_numerics_that_a_member_does_not_say_in_full_are_unknown(numerics: pb.Numerics | None) -> None:
+    value = pb.Member(worker_id="d", role="decode", state="ready", numerics=numerics).SerializeToString()
+    member = Member.from_bytes(value)
+    assert member is not None
+    assert member.numerics is None
+    assert Member.from_bytes(member.to_bytes()) == member
 
 
 def test_samples_of_one_family_travel_together() -> None:

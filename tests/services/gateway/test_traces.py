@@ -67,8 +67,8 @@ async def test_a_request_from_its_arrival_to_its_end(stack: Stack, stream: bool)
     assert (part["end"]["generated_tokens"], part["end"]["attempts"]) == (20, 1)
     (attempt,) = part["attempts"]
     assert attempt["queue"]["waited_for"] == {}
-    assert attempt["admission"]["decode"] == {"worker": "decode-0", "host": "host"}
-    assert attempt["admission"]["prefill"] == {"worker": "prefill-0", "host": "host"}
+    assert attempt["admission"]["decode"] == {"worker": "decode-0", "host": "host", "numerics": None}
+    assert attempt["admission"]["prefill"] == {"worker": "prefill-0", "host": "host", "numerics": None}
     admission = attempt["admission"]
     assert [admission[name] for name in ("context_tokens", "cached_tokens", "blocks", "cached_blocks")] == [
         23,

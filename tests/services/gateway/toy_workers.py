@@ -19,6 +19,7 @@ import grpc.aio
 from paceline.core.block_pool import Counts
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError
 from paceline.core.metrics import Sample
+from paceline.core.numerics import Numerics
 from paceline.core.telemetry import carrier_of
 from paceline.engine.engine import STEP_SECONDS
 from paceline.engine.stats import SchedulerStats
@@ -95,6 +96,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         secret: Secret = _NO_SECRET,
         state: State = "ready",
         model: str = "",
+        numerics: Numerics | None = None,
     ) -> None:
         self.role: Role = role
         self.worker_id = worker_id
@@ -102,6 +104,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.host_id = host_id
         self.state: State = state
         self.model = model
+        self.numerics = numerics
         self.layout = "fingerprint"
         self.max_model_len = 512
         self.max_seqs = max_seqs
@@ -176,6 +179,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
             layout=self.layout,
             max_model_len=self.max_model_len,
             max_seqs=self.max_seqs,
+            numerics=self.numerics,
             load=LoadReport(running=self.active),
             host=self._host_report(),
             metrics=metrics_to_pb(self.samples),

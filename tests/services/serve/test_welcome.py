@@ -56,6 +56,12 @@ def test_a_key_of_the_environment_is_not_printed(model_folder: Path, monkeypatch
     assert "Authorization: Bearer ${PACELINE_API_KEY%%,*}" in text
 
 
+def test_the_numerics_of_the_workers_are_named(model_folder: Path) -> None:
+    assert "\nReady. Try it:\n" in first_request(ServeConfig(), model_folder, 1)
+    text = first_request(ServeConfig(), model_folder, 1, ["avx2 bfloat16", "portable bfloat16"])
+    assert "\nReady. Workers compute with avx2 bfloat16 and portable bfloat16. Try it:\n" in text
+
+
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:1234/"), ("::", "http://[::1]:1234/")])
 def test_an_address_for_all_interfaces_is_reached_locally(model_folder: Path, host: str, url: str) -> None:
     assert curl_of(ServeConfig(host=host), model_folder)[1].startswith(url)

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 
 import paceline
 from paceline.core.config import WorkerConfig
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.model_folder import model_digest
+from paceline.core.numerics import Numerics
 from paceline.engine.step import Step, StepResult
+from paceline.kernels import instruction_set_of, select_kernels
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Member, connect, read_members
 from paceline.services.common.rpc import RpcServer, is_serving, open_channel
@@ -115,6 +118,8 @@ async def test_a_worker_is_registered_before_it_can_serve(
     ready = await member(redis_server, "early", "ready")
     assert (ready.epoch, ready.address, ready.host_id) == (early.epoch, early.address, "host")
     assert ready.max_model_len > 0
+    cpu = torch.device("cpu")
+    assert ready.numerics == Numerics(instruction_set_of(select_kernels(cpu), cpu), "float32", "none")
     assert await is_serving(channel, "early")
     await channel.close()
     await process.close()

@@ -1,0 +1,33 @@
+"""The properties of a worker that decide the last bits of its results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """The arithmetic of a worker. Two workers of one model with equal numerics give the same tokens for a request.
+
+    The exceptions are kernels that round differently for different batches, and probabilistic drafts.
+    """
+
+    instruction_set: str
+    """Instruction set of the native kernels, such as "avx2". For other kernels, their name and what they run on, such
+    as "reference avx2" or "triton sm_90"."""
+    dtype: str
+    """Type of weights and activations, such as "bfloat16"."""
+    quantization: str
+    """"int8" if weights were rounded when they were loaded; else "none", because "gguf" rounds nothing."""
+
+    def __str__(self) -> str:
+        rounding = "" if self.quantization == "none" else f" {self.quantization}"
+        return f"{self.instruction_set} {self.dtype}{rounding}"
+
+
+def may_differ(before: Numerics | None, now: Numerics | None) -> bool:
+    """Return whether tokens may change if a request goes on with numerics `now` after `before`. None is unknown.
+
+    If the numerics before are unknown, nothing can be compared, and the answer is no.
+    """
+    return before is not None and now != before
