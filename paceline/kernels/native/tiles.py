@@ -12,7 +12,7 @@ LANES = 16
 """Outputs of one tile."""
 _ROWS = 1024 * LANES
 """Outputs that are packed at once. A vocabulary's matrix has too many for one piece."""
-EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS = 1, 2, 4, 8, 16, 32
+EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS, WIDE_WORDS = 1, 2, 4, 8, 16, 32, 128
 
 
 def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
@@ -22,6 +22,7 @@ def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
     return (
         BLOCKS
         + ROWS * (instruction_set == "amx" and matrix.dtype == torch.bfloat16 and matrix.bits == 4 and one_scale)
+        + WIDE_WORDS * (instruction_set in ("amx", "avx512-bf16") and matrix.bits == 4)
         + EIGHT_BITS * (matrix.bits == 8)
         + WIDE_SCALES * (matrix.scales.dtype == torch.float32)
         + OFFSETS * (matrix.offsets is not None)
@@ -51,7 +52,8 @@ def _pack_rows(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
     values = F.pad(matrix.values, padding)
     if matrix.bits == 4:
         nibbles = (values + (0 if matrix.offsets is not None else 8)).to(torch.uint8)
-        codes = _nibble_rows(nibbles) if tile_format & ROWS else _nibbles(nibbles)
+        pack = _nibble_rows if tile_format & ROWS else _wide_nibbles if tile_format & WIDE_WORDS else _nibbles
+        codes = pack(nibbles)
     else:
         codes = _bytes(values)
     parts = [codes, _by_tile(matrix.scales, codes.shape[1])]
@@ -65,6 +67,13 @@ def _pack_rows(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
 
 def _nibbles(codes: Tensor) -> Tensor:
     """Pack 4-bit codes, uint8 [out, in], into bytes [out / 16, in / 32, 256]."""
+    parts = codes.view(-1, LANES, codes.shape[1] // BLOCK, 4, 2, 2, 2)
+    both = parts[..., 0, :] | parts[..., 1, :] << 4  # [tiles, outputs, blocks, 4 words, 2 bytes of a word, 2 of a pair]
+    return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 2)
+
+
+def _wide_nibbles(codes: Tensor) -> Tensor:
+    """Pack as `_nibbles`, but in the order of the format `WIDE_WORDS`."""
     parts = codes.view(-1, 2, 8, codes.shape[1] // BLOCK, 4, 4, 2)
     both = parts[:, 0] | parts[:, 1] << 4  # [tiles, 8 outputs, blocks, 4 words, 4 pairs, 2 of a pair]
     return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 2)

@@ -12,5 +12,6 @@
 #define PACELINE_ISA avx2
 #define PACELINE_TABLE avx2_kernels
 #define PACELINE_AVX2
+#define PACELINE_INTEGER_PRODUCTS
 #include "kernels.h"
 #endif

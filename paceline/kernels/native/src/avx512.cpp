@@ -12,5 +12,6 @@
 #define PACELINE_ISA avx512
 #define PACELINE_TABLE avx512_kernels
 #define PACELINE_AVX512
+#define PACELINE_INTEGER_PRODUCTS
 #include "kernels.h"
 #endif

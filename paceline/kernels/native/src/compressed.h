@@ -61,6 +61,9 @@ struct Compressed {
     }
     static int64_t depth(int64_t in) { return round_up(in, kDepth); }
     static Columns columns(const Op&) { return kColumns; }
+    static Input<bf16> input(const Op& op, const Step& step, Team& team, const Columns& columns) {
+        return input_of<bf16>(op, step, team, depth(op.n0), columns);
+    }
 
     int64_t groups(int64_t first) const { return outputs - first > kLanes ? 2 : 1; }
 

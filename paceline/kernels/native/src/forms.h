@@ -12,6 +12,10 @@ static inline void by_form(const Op& op, const Run& run) {
     if constexpr (sizeof(T) == sizeof(bf16))
         if (op.format == kFormatCompressed) return run(Form<Compressed>{});
 #endif
+#ifdef PACELINE_INTEGER_PRODUCTS
+    if constexpr (sizeof(T) == sizeof(bf16))
+        if (op.format) return run(Form<QuantizedIntegers>{});
+#endif
     if (op.format) return run(Form<Quantized<T>>{});
     run(Form<Packed<T>>{});
 }

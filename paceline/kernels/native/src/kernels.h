@@ -14,6 +14,9 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "rows.h"
 #include "linear.h"
 #include "quantized.h"
+#ifdef PACELINE_INTEGER_PRODUCTS
+#include "integers.h"
+#endif
 #ifdef PACELINE_COMPRESSES
 #include "compressed.h"
 #endif

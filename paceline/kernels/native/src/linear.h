@@ -31,25 +31,32 @@ struct Columns {
     int64_t block, most;
 };
 
-// Rows of padded length for products with weights of type T, cut into chunks for tasks.
+// Rows of x, cut into chunks for tasks.
+struct Chunks {
+    int64_t rows, chunk, chunks;
+
+    Chunks(int64_t rows_, int64_t row_bytes) : rows(rows_) {
+        const int64_t most_rows = most(kRowBlock, kChunkBytes / row_bytes / kRowBlock * kRowBlock);
+        const int64_t count = (rows + most_rows - 1) / most_rows;
+        chunk = round_up((rows + count - 1) / count, kRowBlock);
+        chunks = (rows + chunk - 1) / chunk;
+    }
+    int64_t begin_of(int64_t index) const { return index * chunk; }
+    int64_t end_of(int64_t index) const { return least(rows, (index + 1) * chunk); }
+};
+
+// Rows of padded length for products with weights of type T.
 template <class T>
-struct Input {
+struct Input : Chunks {
     const Left<T>* x;
     const Left<T>* columns;  // the same rows in the layout of `Columns`; null if the weights do not need it
-    int64_t stride, in, rows;
-    int64_t chunk = rows_of_chunk(), chunks = (rows + chunk - 1) / chunk;
-
-    int64_t rows_of_chunk() const {
-        const int64_t most_rows = most(kRowBlock, kChunkBytes / int64_t(in * sizeof(Left<T>)) / kRowBlock * kRowBlock);
-        const int64_t count = (rows + most_rows - 1) / most_rows;
-        return round_up((rows + count - 1) / count, kRowBlock);
-    }
+    int64_t stride, in;
 
     // Calls finish(row, sums) for the rows of a chunk; sums: fp32 [count][kOutBlock], products of row and panels.
     template <class W, class Finish>
     void multiply_chunk(Worker& worker, int64_t index, Panel<W>* panels, int64_t count, const Finish& finish) const {
         alignas(64) float sums[kRowBlock * kTaskOut];
-        const int64_t begin = index * chunk, end = least(rows, begin + chunk);
+        const int64_t begin = begin_of(index), end = end_of(index);
         const int64_t row_blocks = (end - begin + kRowBlock - 1) / kRowBlock;
         // One row block reads its weights once, in the order of memory, as fast as memory delivers them. Several row
         // blocks take a part of the depth at a time, for all panels, and have time to prefetch the next weights.
@@ -101,7 +108,7 @@ static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in,
     const int64_t rows = op.rows * step.tokens, count = op.n0, stride = op.n2;
     const bool copies = in != count || sizeof(X) != sizeof(T), packs = rows > 1 && rows <= columns.most;
     X* memory = copies || packs ? static_cast<X*>(team.shared(2 * rows * in * sizeof(X) + 64)) : nullptr;
-    Input<T> input{reinterpret_cast<const X*>(op.a), nullptr, stride, in, rows};
+    Input<T> input{Chunks(rows, in * sizeof(X)), reinterpret_cast<const X*>(op.a), nullptr, stride, in};
     if (copies) {
         const T* x = static_cast<const T*>(op.a);
         for_each_row(team, rows, in, [&](int64_t row) {
@@ -141,6 +148,9 @@ struct Packed {
     static Packed of(const void* data, const Op& op) { return {static_cast<const T*>(data), op.n1}; }
     static int64_t depth(int64_t in) { return padded<T>(in); }
     static Columns columns(const Op&) { return {}; }
+    static Input<T> input(const Op& op, const Step& step, Team& team, const Columns& columns) {
+        return input_of<T>(op, step, team, depth(op.n0), columns);
+    }
 
     // Returns packed weights of the sixteen outputs from `first` on.
     const T* sixteen(int64_t first, int64_t in, Worker&) const { return weights + first * in; }
@@ -168,7 +178,7 @@ static void linear_layers(const Op& op, const Step& step, Team& team) {
     Columns columns{};
     for (int64_t i = 0; i <= op.joined; ++i)
         if (const Columns own = Matrix::columns((&op)[i]); own.most) columns = own;
-    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), columns);
+    const auto input = Matrix::input(op, step, team, columns);
     struct Layer {
         Matrix matrix;
         const T* bias;
@@ -206,7 +216,7 @@ static void linear_layers(const Op& op, const Step& step, Team& team) {
 template <class T, class Matrix, class Activation>
 static void gated_layers(const Op& op, const Step& step, Team& team, const Activation& activation) {
     if (op.rows * step.tokens == 0) return;
-    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), Matrix::columns(op));
+    const auto input = Matrix::input(op, step, team, Matrix::columns(op));
     const Matrix gates = Matrix::of(op.b, op), ups = Matrix::of(op.c, op);
     T* outs = static_cast<T*>(op.out);
     const int64_t outputs = op.n1, blocks = (outputs + kOutBlock - 1) / kOutBlock;

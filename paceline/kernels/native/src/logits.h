@@ -35,7 +35,7 @@ template <class T, class Matrix>
 static void logits_layer(const Op& op, const Step& step, Team& team) {
     const int64_t rows = op.rows * step.tokens;
     if (rows == 0) return;
-    const Input<T> input = input_of<T>(op, step, team, Matrix::depth(op.n0), Matrix::columns(op));
+    const auto input = Matrix::input(op, step, team, Matrix::columns(op));
     const Matrix matrix = Matrix::of(op.b, op);
     float* outs = static_cast<float*>(op.out);
     int64_t* places = static_cast<int64_t*>(const_cast<void*>(op.c));

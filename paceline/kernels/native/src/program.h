@@ -15,9 +15,9 @@ constexpr int64_t round_up(int64_t count, int64_t unit) { return (count + unit -
 
 // Quantized weights [out, in] are packed as tiles of sixteen outputs (a group) and one block of 32 values. Two groups
 // alternate: [pairs of groups][ceil(in / 32)][2] tiles; if one group remains, [ceil(in / 32)] tiles follow. A tile has
-// codes, then scales, then offsets if there are any. Byte codes are [in / 2][out][2]. Nibbles are 32-bit words
-// [in / 8][out % 8][in % 2] with eight nibbles each, lowest first: [in / 2 % 4][out / 8]. Each output has one scale and
-// offset, or two, for 16 values each.
+// codes, then scales, then offsets if there are any. Byte codes are [in / 2][out][2]. Nibbles are 16-bit words
+// [in / 8][out][in % 2] with four nibbles each, lowest first: [in / 2 % 4]. Each output has one scale and offset, or two,
+// for 16 values each.
 enum Format : int64_t {
     kFormatWhole = 0,  // not quantized
     kFormatEightBits = 1,   // signed bytes; else nibbles, 0 to 15 with offsets, -8 to 7 without
@@ -26,6 +26,7 @@ enum Format : int64_t {
     kFormatTwoScales = 8,
     kFormatBlocks = 16,  // set for all quantized matrices
     kFormatRows = 32,    // nibbles for table look-ups, one scale: 16-bit words [out / 4][in] of four outputs
+    kFormatWideWords = 128,  // nibbles for AVX512-BF16: 32-bit words [in / 8][out % 8][in % 2] of [in / 2 % 4][out / 8]
     kFormatCompressed = 64,  // not quantized: see below
 };
 

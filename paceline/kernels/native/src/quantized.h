@@ -112,20 +112,13 @@ PACELINE_INLINE V round_finite(const V& value) {
 
 // The codes of one tile for eight values along `in`, in registers. at(i): those of sixteen outputs for one value.
 struct Nibbles {
-    Vector<uint32_t, 8> words[2];  // of even and odd values
+    u32x16 words;
     float zero;
 
-    Nibbles(const uint8_t* codes, int64_t eight, bool unsigned_) : zero(unsigned_ ? 0.0f : 8.0f) {
-        const u32x16 all = read<u32x16>(codes + eight * 64);
-        separate(all, words[0], words[1]);
-    }
-    PACELINE_INLINE f32x16 widen(const Vector<uint32_t, 8>& low, const Vector<uint32_t, 8>& high) {
-        return join_halves<f32x16>(convert<f32x8>(bits<Vector<int32_t, 8>>(low & 15)),
-                                   convert<f32x8>(bits<Vector<int32_t, 8>>(high & 15)));
-    }
+    Nibbles(const uint8_t* codes, int64_t eight, bool unsigned_)
+        : words(read<u32x16>(codes + eight * 64)), zero(unsigned_ ? 0.0f : 8.0f) {}
     f32x16 at(int i) const {
-        const auto own = words[i % 2] >> (i / 2 * 8);
-        return widen(own, own >> 4) - zero;
+        return convert<f32x16>(bits<i32x16>(words >> (i % 2 * 16 + i / 2 * 4) & 15)) - zero;
     }
 };
 struct Bytes {
@@ -284,6 +277,9 @@ struct Quantized {
     static int64_t depth(int64_t in) { return round_up(in, kDepth); }
     static Columns columns(const Op& op) {
         return op.format & kFormatRows ? Columns{kLanes, kLanes} : Columns{};
+    }
+    static Input<T> input(const Op& op, const Step& step, Team& team, const Columns& columns) {
+        return input_of<T>(op, step, team, depth(op.n0), columns);
     }
 
     int64_t groups(int64_t first) const { return outputs - first > kLanes ? 2 : 1; }

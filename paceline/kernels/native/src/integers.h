@@ -1,0 +1,213 @@
+// Products of bf16 with quantized weights in integers, for instruction sets that have no products of bf16.
+//
+// Each block of 32 values of x is rounded to 16-bit integers that share a scale. Codes of weights are integers too, so a
+// block's sum is exact, and is the same for any order and any instruction. Weights are not rounded. Results differ from
+// those of unpacked weights in the last bits, because unpacking rounds weights to bf16. A value of x in bf16 keeps all
+// its bits if it is larger than 1/128 of its block's largest value.
+
+// The scale of a block of x, and the sums of its two halves.
+struct BlockOfX {
+    float scale, sums[2];
+};
+
+// Rows of x as integers. x: [rows][in]; blocks: [rows][in / kDepth].
+struct IntegerInput : Chunks {
+    const int16_t* x;
+    const BlockOfX* blocks;
+    int64_t in;
+};
+
+// Rounds kDepth values. An infinite value or NaN makes the scale NaN, and so all results.
+static inline BlockOfX round_block(const float* x, int16_t* to) {
+    const f32x16 values[2] = {load(x), load(x + kLanes)};
+    const auto magnitude = [](f32x16 v) { return bits<f32x16>(bits<u32x16>(v) & 0x7fffffffu); };
+    const float largest = max_lane(max(magnitude(values[0]), magnitude(values[1])));
+    const float nan_if_not_finite = sum_lanes((values[0] + values[1]) * 0.0f);
+    BlockOfX block{largest / 32767.0f + nan_if_not_finite, {}};
+    const float factor = largest > 0.0f ? 32767.0f / largest : 0.0f;
+    for (int half = 0; half < 2; ++half) {
+        // The sum with this number has no bits for fractions, so it is rounded to the nearest integer.
+        const f32x16 shifted = values[half] * factor + 0x1.8p23f;
+        const f32x16 rounded = shifted - 0x1.8p23f;
+        write(to + half * kLanes, convert<Vector<int16_t, kLanes>>(bits<i32x16>(shifted)));
+        block.sums[half] = block.scale * sum_lanes(rounded);
+    }
+    return block;
+}
+
+template <class T>
+static IntegerInput integers_of(const Op& op, const Step& step, Team& team) {
+    const int64_t rows = op.rows * step.tokens, count = op.n0, stride = op.n2;
+    const int64_t in = round_up(count, kDepth), depth = in / kDepth;
+    auto* memory = static_cast<int16_t*>(team.shared(rows * (in * sizeof(int16_t) + depth * sizeof(BlockOfX))));
+    auto* blocks = reinterpret_cast<BlockOfX*>(memory + rows * in);
+    const T* x = static_cast<const T*>(op.a);
+    for_each_row(team, rows, in, [&](int64_t row) {
+        for (int64_t k = 0; k < in; k += kDepth) {
+            alignas(64) float values[kDepth] = {};
+            copy_values(x + row * stride + k, least(kDepth, count - k), values);
+            blocks[row * depth + k / kDepth] = round_block(values, memory + row * in + k);
+        }
+    });
+    return {Chunks(rows, in * sizeof(int16_t)), memory, blocks, in};
+}
+
+using Shorts = Vector<int16_t, 2 * kRegisterLanes>;
+using Ints = Vector<int32_t, kRegisterLanes>;
+
+// Repeats a pair of values of x, and adds its products with the pair of each lane. As in `Products`, the compiler must keep
+// this order. Otherwise it computes all products before it adds them, and keeps them in memory.
+PACELINE_INLINE Shorts repeat_pair(const int16_t* x) {
+    Shorts repeated;
+    asm volatile("vpbroadcastd %1, %0" : "=v"(repeated) : "m"(*reinterpret_cast<const int16_t(*)[2]>(x)));
+    return repeated;
+}
+PACELINE_INLINE void add_pairs(const Shorts& x, const Shorts& weights, Ints& sum) {
+    Ints product;
+    asm volatile("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(product) : "v"(x), "v"(weights));
+}
+
+// The codes of one tile for a pair of values along `in`. at: those of the outputs of one register.
+struct ByteCodes {
+    const uint8_t* codes;
+    Shorts at(int64_t pair, int part) const {
+        constexpr int count = Shape<Shorts>::kCount;
+        return convert<Shorts>(read<Vector<int8_t, count>>(codes + pair * 32 + part * count));
+    }
+};
+struct NibbleCodes {
+    const uint8_t* codes;
+    Shorts at(int64_t pair, int part) const {
+        using Words16 = Vector<uint16_t, Shape<Shorts>::kCount>;
+        const auto words = read<Words16>(codes + pair / 4 * 64 + part * kRegisterBytes);
+        return bits<Shorts>(words >> static_cast<uint16_t>(pair % 4 * 4) & 15);
+    }
+};
+struct UnpackedCodes {
+    const int16_t* codes;
+    Shorts at(int64_t pair, int part) const { return read<Shorts>(codes + pair * 32 + part * Shape<Shorts>::kCount); }
+};
+
+// Rows whose sums are in registers at once.
+#if defined(PACELINE_AVX512)
+constexpr int kMostIntegerRows = 8;
+#else
+constexpr int kMostIntegerRows = 4;
+#endif
+
+// A matrix [outputs, in].
+struct QuantizedIntegers : Quantized<bf16> {
+    static QuantizedIntegers of(const void* data, const Op& op) { return {Quantized<bf16>::of(data, op)}; }
+    static IntegerInput input(const Op& op, const Step& step, Team& team, const Columns&) {
+        return integers_of<bf16>(op, step, team);
+    }
+
+    // Scales and offsets of a tile's outputs, one or two each.
+    struct Scales {
+        alignas(64) float scales[2][kLanes], offsets[2][kLanes];
+        bool has_offsets;
+
+        Scales(const uint8_t* from, const TileLayout& layout) : has_offsets(layout.offsets || layout.bits == 4) {
+            for (int64_t i = 0; i < layout.scales_per_block; ++i, from += kLanes * layout.scale_bytes) {
+                const f32x16 scale = load_scales(from, layout.scale_bytes);
+                store(scales[i], scale);
+                if (layout.offsets) store(offsets[i], load_scales(from + layout.scales_bytes(), layout.scale_bytes));
+                else store(offsets[i], scale * -8.0f);  // nibbles without offsets are stored with 8 added
+            }
+        }
+    };
+
+    // Adds the products of one tile to `sums`, [Rows][kTaskOut].
+    template <int Rows, class Codes>
+    void multiply_tile(const Codes& codes, const Scales& own, const IntegerInput& input, int64_t row, int64_t block,
+                       float* sums) const {
+        const int64_t depth = input.in / kDepth, count = layout.scales_per_block;
+        const int16_t* x = input.x + row * input.in + block * kDepth;
+        const BlockOfX* blocks = input.blocks + row * depth + block;
+        for (int64_t half = 0; half < count; ++half) {
+            Ints products[Rows * kParts] = {};
+            for (int64_t first = half * 8; first < half * 8 + 16 / count; first += 4)
+                unrolled<4>([&](int i) PACELINE_INLINED {
+                    Shorts weights[kParts];
+                    unrolled<kParts>([&](int part) PACELINE_INLINED { weights[part] = codes.at(first + i, part); });
+                    unrolled<Rows>([&](int r) PACELINE_INLINED {
+                        const Shorts pair = repeat_pair(x + r * input.in + (first + i) * 2);
+                        unrolled<kParts>([&](int part) PACELINE_INLINED {
+                            add_pairs(pair, weights[part], products[r * kParts + part]);
+                        });
+                    });
+                });
+            unrolled<Rows * kParts>([&](int i) PACELINE_INLINED {
+                const int64_t r = i / kParts, lane = i % kParts * kRegisterLanes;
+                const BlockOfX& of_x = blocks[r * depth];
+                float* to = sums + r * kTaskOut + lane;
+                const auto scale = read<Floats>(own.scales[half] + lane) * of_x.scale;
+                Floats sum = fma(convert<Floats>(products[i]), scale, read<Floats>(to));
+                if (own.has_offsets) {
+                    const float of_half = count == 1 ? of_x.sums[0] + of_x.sums[1] : of_x.sums[half];
+                    sum = fma(read<Floats>(own.offsets[half] + lane), splat<Floats>(of_half), sum);
+                }
+                write(to, sum);
+            });
+        }
+    }
+
+    template <class Codes>
+    void multiply_few(const Codes& codes, const Scales& own, const IntegerInput& input, int64_t row, int64_t rows,
+                      int64_t block, float* sums) const {
+        switch (rows) {
+#define PACELINE_ROWS(N)                                                                              \
+    case N:                                                                                           \
+        if constexpr (N <= kMostIntegerRows) multiply_tile<N>(codes, own, input, row, block, sums);   \
+        return;
+            PACELINE_ROWS(1) PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4)
+            PACELINE_ROWS(5) PACELINE_ROWS(6) PACELINE_ROWS(7) PACELINE_ROWS(8)
+#undef PACELINE_ROWS
+        }
+    }
+
+    // Computes the sums of kOutBlock outputs for up to kRowBlock rows; sums: [rows][kTaskOut].
+    template <class Codes>
+    void multiply_rows(const IntegerInput& input, int64_t first, int64_t row, int64_t rows, float* sums) const {
+        const int64_t bytes = layout.tile_bytes(), count = groups(first), depth = input.in / kDepth;
+        const uint8_t* tile = tiles + first / kLanes * depth * bytes;
+        for (int64_t i = 0; i < rows; ++i) memset(sums + i * kTaskOut, 0, kOutBlock * sizeof(float));
+        for (int64_t block = 0; block < depth; ++block)
+            for (int64_t group = 0; group < count; ++group, tile += bytes) {
+                prefetch_tile(tile, bytes);
+                const Codes codes{tile};
+                const Scales own(tile + layout.code_bytes(), layout);
+                float* to = sums + group * kLanes;
+                if (rows <= kMostIntegerRows) {
+                    multiply_few(codes, own, input, row, rows, block, to);
+                    continue;
+                }
+                alignas(64) int16_t unpacked[kLanes * kDepth];
+                unrolled<kDepth / 2 * kParts>([&](int i) PACELINE_INLINED {
+                    write(unpacked + i * Shape<Shorts>::kCount, codes.at(i / kParts, i % kParts));
+                });
+                for (int64_t i = 0; i < rows; i += kMostIntegerRows)
+                    multiply_few(UnpackedCodes{unpacked}, own, input, row + i, least(kMostIntegerRows, rows - i), block,
+                                 to + i * kTaskOut);
+            }
+    }
+
+    // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order.
+    template <class Finish>
+    static void multiply_slices(const IntegerInput& input, Worker& worker, int64_t chunk,
+                                const Slice<QuantizedIntegers>* slices, int64_t count, const Finish& finish) {
+        alignas(64) float sums[kRowBlock * kTaskOut];
+        const int64_t end = input.end_of(chunk);
+        for (int64_t row = input.begin_of(chunk); row < end; row += kRowBlock) {
+            const int64_t height = least(kRowBlock, end - row);
+            for (int64_t i = 0; i < count; ++i) {
+                const QuantizedIntegers& own = *slices[i].matrix;
+                float* to = sums + i * kOutBlock;
+                if (own.layout.bits == 4) own.multiply_rows<NibbleCodes>(input, slices[i].first, row, height, to);
+                else own.multiply_rows<ByteCodes>(input, slices[i].first, row, height, to);
+            }
+            if (!worker.may_write()) return;
+            for (int64_t i = 0; i < height; ++i) finish(row + i, sums + i * kTaskOut);
+        }
+    }
+};
