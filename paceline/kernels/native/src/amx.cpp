@@ -12,6 +12,7 @@
 #define PACELINE_ISA amx
 #define PACELINE_TABLE amx_kernels
 #define PACELINE_AVX512
+#define PACELINE_BF16_PRODUCTS
 #define PACELINE_AMX
 #include "kernels.h"
 #endif

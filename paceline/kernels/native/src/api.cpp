@@ -11,7 +11,11 @@
 #include <cpuid.h>
 #include <immintrin.h>
 #endif
+#if defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__)
+#define PACELINE_ARM
+#endif
 #ifdef __linux__
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -52,6 +56,16 @@ bool has_avx512() {
 }
 #endif
 
+#ifdef PACELINE_ARM
+bool has_neon_bf16() {
+#ifdef __linux__
+    return getauxval(AT_HWCAP2) & 1u << 14;  // HWCAP2_BF16, which older headers lack
+#else
+    return false;
+#endif
+}
+#endif
+
 struct InstructionSet {
     const char* name;
     bool (*runs_here)();
@@ -65,6 +79,10 @@ const InstructionSet kInstructionSets[] = {
     {"amx", [] { return has_avx512() && has_amx(); }, &amx_kernels, release_tiles},
     {"avx512", has_avx512, &avx512_kernels, do_nothing},
     {"avx2", has_avx2, &avx2_kernels, do_nothing},
+#endif
+#ifdef PACELINE_ARM
+    {"neon-bf16", has_neon_bf16, &neon_bf16_kernels, do_nothing},
+    {"neon", [] { return true; }, &neon_kernels, do_nothing},
 #endif
     {"portable", [] { return true; }, &portable_kernels, do_nothing},
 };

@@ -12,6 +12,7 @@
 #define PACELINE_ISA avx512
 #define PACELINE_TABLE avx512_kernels
 #define PACELINE_AVX512
+#define PACELINE_BF16_PRODUCTS
 #define PACELINE_COMPRESSES
 #include "kernels.h"
 #endif

@@ -11,7 +11,7 @@ constexpr int64_t padded(int64_t in) {
 
 // The type of x in products with weights of type T. Machines without products of bf16 multiply in fp32, which holds
 // every number of bf16. They widen x once, and weights in registers.
-#ifdef PACELINE_AVX512
+#ifdef PACELINE_BF16_PRODUCTS
 template <class T>
 using Left = T;
 #else
@@ -20,7 +20,9 @@ using Left = float;
 #endif
 
 // Rows whose sums are in registers at once: the most for one group of sixteen outputs, and for two.
-#if defined(PACELINE_AVX512)
+#if defined(PACELINE_NEON)
+constexpr int64_t kMostRows = 6, kMostRowsOfTwo = 2;
+#elif defined(PACELINE_AVX512)
 constexpr int64_t kMostRows = 8, kMostRowsOfTwo = 8;
 #elif defined(PACELINE_AVX2)
 constexpr int64_t kMostRows = 6, kMostRowsOfTwo = 3;
@@ -44,13 +46,13 @@ struct Products<float> {
         return fma(splat<Floats>(*x), weights, sum);
     }
 };
-#ifdef PACELINE_AVX512
+#ifdef PACELINE_BF16_PRODUCTS
 template <>
 struct Products<bf16> {
     static constexpr int kValues = 2, kTurns = 1;
     static Words weights(const bf16* w, int) { return read<Words>(w); }
     static Floats add(const bf16* x, const Words& weights, const Floats& sum) {
-        return dot_pairs(weights, splat<Words>(read<uint32_t>(x)), sum);
+        return dot_pairs(weights, read<uint32_t>(x), sum);
     }
 };
 #else
@@ -109,6 +111,9 @@ static inline void multiply_few(
 #ifdef PACELINE_AVX2
                 // Otherwise the compiler reads all rows of x first, and has no registers left.
                 asm volatile("" : "+x"(sums[i]));
+#elif defined(PACELINE_NEON)
+                // The same for the products of each row, which read the row's number as an element of a register.
+                if (i % parts == parts - 1) asm volatile("" : "+w"(sums[i]));
 #endif
             });
         });
