@@ -1,5 +1,6 @@
 // The functions that Python calls through ctypes.
 
+#include <atomic>
 #include <cstring>
 #include <new>
 
@@ -197,6 +198,10 @@ void paceline_team_take_turns(void* team, void* page, int slot) {
 int paceline_run(void* team, const paceline::Op* ops, int64_t count, const paceline::Step* step) {
     return static_cast<paceline::Team*>(team)->run(ops, count, *step);
 }
+
+// Orders memory: what this thread has read and written before the call comes before what it reads and writes after it,
+// for all other threads and processes.
+void paceline_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 // Copies blocks: target[target_slots[i]] = source[source_slots[i]]. Writes bypass the caches, because the computation
 // that runs meanwhile needs them. Addresses and sizes of blocks are multiples of 64 bytes.
