@@ -3,7 +3,7 @@
 # processor with BF16 and on one without. Emulation shows neither speed nor a weak order of memory.
 #
 # Needs Debian with g++-aarch64-linux-gnu and qemu-user, and .venv. Everything is in build/aarch64 (3 GB), and a second
-# run uses what is there. Arguments are those of pytest and replace the list of tests.
+# run uses what is there. Arguments go to pytest, for example -k llama.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -104,5 +104,5 @@ from paceline.kernels.native.library import instruction_sets
 print(*instruction_sets())' 2>/dev/null)"
     # Other backends are tested without emulation.
     timeout $most_seconds "$here/python" -m pytest -q -p no:cacheprovider -p no:xdist \
-        -k "not portable and not reference and not triton" "${@:-${tests[@]}}"
+        -k "not portable and not reference and not triton" "${tests[@]}" "$@"
 done
