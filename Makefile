@@ -33,7 +33,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 p
 
 help: ## show this list
 	@echo "make TARGET [ARGS='...']"; echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 serve: $(READY) ## start a stack on this machine, e.g. make serve ARGS='--port 9000'
 	@$(BIN)/paceline serve $(ARGS)
