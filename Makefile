@@ -29,11 +29,11 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 p
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit; fi; done; \
 	echo "Paceline needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1
 
-.PHONY: help serve test lint unit proof chaos proto lock test-compose bench dist test-dist docs clean
+.PHONY: help serve test lint unit proof chaos proto lock test-compose test-aarch64 bench dist test-dist docs clean
 
 help: ## show this list
 	@echo "make TARGET [ARGS='...']"; echo
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 serve: $(READY) ## start a stack on this machine, e.g. make serve ARGS='--port 9000'
 	@$(BIN)/paceline serve $(ARGS)
@@ -67,6 +67,9 @@ chaos: $(TEST_READY) ## kill processes and cut links of real stacks under load; 
 
 test-compose: $(READY) ## the compose stack on a real docker engine
 	bash compose/test.sh $(ARGS)
+
+test-aarch64: $(READY) ## build for aarch64 by a cross compiler and test under emulation; on Debian, takes 20 minutes
+	tests/emulation/aarch64.sh $(ARGS)
 
 bench: $(READY) ## load a running server, e.g. make bench ARGS='--help'
 	$(BIN)/python -m bench.load $(ARGS)

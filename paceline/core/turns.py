@@ -16,6 +16,8 @@ expires by itself, so a worker that is killed during its turn, or while it waits
     word 2 + slot     until then this decode worker computes
     word 64           until then a request may be handed over
 
+No word says anything about other memory, so their order does not matter, and no processor needs fences here.
+
 `src/turns.h` of the native kernels uses the same page, so that turns also change between two operations of a step. And
 prefill may compute between two programs of a decode step, when decode runs Python and leaves its cores idle.
 """

@@ -5,13 +5,16 @@ arena: the slot in the pool that has a copy, and the name of its content. A read
 the pool goes on writing: it reads the entry's stamp, copies the block, and reads the stamp again. If the stamp has
 changed, the block may have been overwritten meanwhile, and the reader drops its copy.
 
-Pure: the caller gives the memory.
+Processors other than x86 may reorder loads and stores, so there are fences between those of stamps and those of
+entries and blocks. A stamp is an aligned word, which is read and written as a whole.
+
+Pure: the caller gives the memory and the fence.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -63,9 +66,11 @@ class PoolDirectory:
     Args:
         memory: shared memory of `bytes_for(arena_slots)` bytes, aligned to 8 bytes, zeros at first.
         slots: number of slots of the pool.
+        fence: orders what this thread reads and writes before and after it, for all processes.
     """
 
-    def __init__(self, memory: memoryview, arena_slots: int, slots: int) -> None:
+    def __init__(self, memory: memoryview, arena_slots: int, slots: int, fence: Callable[[], None]) -> None:
+        self._fence = fence
         self._entries = np.frombuffer(memory, _ENTRY, arena_slots)
         self._stamps = self._entries["stamp"]
         self._slots = slots
@@ -81,20 +86,26 @@ class PoolDirectory:
     def publish(self, moves: Iterable[BlockCopy]) -> None:
         """Add blocks that are complete in the pool. They must not change until they are withdrawn."""
         for move in moves:
-            self.withdraw((move.pool_slot,))
-            entry = self._entries[move.arena_slot]
+            self._clear(move.pool_slot)
             # The stamp is cleared first and set last, so that no reader sees it with parts of another entry.
-            entry["stamp"] = 0
+            self._stamps[move.arena_slot] = 0
+            self._fence()
+            entry = self._entries[move.arena_slot]
             entry["slot"], entry["name"] = move.pool_slot, np.void(_name(move))
-            entry["stamp"] = next(self._next)
+            self._fence()
+            self._stamps[move.arena_slot] = next(self._next)
             self._places[move.pool_slot] = move.arena_slot
 
     def withdraw(self, pool_slots: Iterable[int]) -> None:
         """Remove blocks. Must be called before the launch of a step or copy that writes to these slots."""
         for slot in pool_slots:
-            place = self._places.pop(slot, None)
-            if place is not None and self._entries["slot"][place] == slot:
-                self._stamps[place] = 0
+            self._clear(slot)
+        self._fence()  # clears the stamps before the writes
+
+    def _clear(self, pool_slot: int) -> None:
+        place = self._places.pop(pool_slot, None)
+        if place is not None and self._entries["slot"][place] == pool_slot:
+            self._stamps[place] = 0
 
     # ---- readers
 
@@ -102,13 +113,15 @@ class PoolDirectory:
         """Find the blocks that can be read from the pool now."""
         places = np.fromiter((move.arena_slot for move in moves), np.int64, len(moves))
         stamps = self._stamps[places]
-        entries = self._entries[places]  # read after the stamps; see `publish`
+        self._fence()  # reads the stamps before the entries and blocks
+        entries = self._entries[places]
         wanted = np.frombuffer(b"".join(map(_name, moves)), _NAME)
         (indices,) = np.nonzero((stamps != 0) & (entries["name"] == wanted) & (entries["slot"] < self._slots))
         return Found(indices, entries["slot"][indices], places[indices], stamps[indices])
 
     def unchanged(self, found: Found) -> list[int]:
         """Return the indices of found blocks that have not changed since they were found."""
+        self._fence()  # reads the blocks before the stamps
         kept: list[int] = found.indices[self._stamps[found.arena_slots] == found.stamps].tolist()
         return kept
 

@@ -133,7 +133,7 @@ def test_who_comes_while_steps_are_in_flight_is_loaded_meanwhile() -> None:
 
 
 def test_others_see_full_blocks_until_their_slots_are_taken_and_no_block_that_is_written_to() -> None:
-    directory = PoolDirectory(memoryview(bytearray(PoolDirectory.bytes_for(64))), 64, 4)
+    directory = PoolDirectory(memoryview(bytearray(PoolDirectory.bytes_for(64))), 64, 4, lambda: None)
     pool = DevicePool(FULL, 4, directory)
     request = filled_request("first", 40)
     pool.admit(request, 0.0)

@@ -142,7 +142,7 @@ class Host:
     ) -> None:
         self.layout = layout
         directory_memory = memoryview(bytearray(PoolDirectory.bytes_for(arena_slots)))
-        self.directory = PoolDirectory(directory_memory, arena_slots, pool_slots)
+        self.directory = PoolDirectory(directory_memory, arena_slots, pool_slots, lambda: None)
         self.device_pool = DevicePool(layout, pool_slots, self.directory)
         self.published: dict[BlockCopy, dict[int, int]] = {}
         """Content of each block in the pool that others can read, by place."""

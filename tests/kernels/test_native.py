@@ -8,14 +8,16 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.core.errors import ConfigError
 from paceline.kernels.interface import AttentionBatch, Draw, GroupTables, LayerCache
 from paceline.kernels.native import NativeKernels
-from paceline.kernels.native.library import instruction_sets
+from paceline.kernels.native.library import instruction_sets, memory_fence
 
 pytestmark = pytest.mark.slow
 
@@ -197,3 +199,10 @@ def test_operands_of_another_type_or_shape_are_refused(call: Callable[[NativeKer
 def test_tokens_of_rows_that_are_not_there_are_refused(row: int) -> None:
     with pytest.raises(IndexError, match="there are 3 rows of logits"):
         NativeKernels(1).chooser.choose(torch.zeros(3, 32), [0, row], [BEST, BEST])
+
+
+def test_a_fence_needs_the_library_unless_the_processor_keeps_the_order(tmp_path: Path) -> None:
+    memory_fence()()
+    memory_fence(tmp_path, "x86_64")()
+    with pytest.raises(ConfigError, match="not compiled"):
+        memory_fence(tmp_path, "aarch64")

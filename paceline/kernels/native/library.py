@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -180,6 +181,27 @@ def copy_blocks(
     )
 
 
+def memory_fence(folder: Path = _FOLDER, machine: str = platform.machine()) -> Callable[[], None]:
+    """Return a function that orders memory between processes.
+
+    What this thread has read and written before the call comes before what it reads and writes after it, for all
+    readers and writers of shared memory. Only x86 keeps the order of loads and that of stores without a fence.
+
+    Raises:
+        ConfigError: the library is not there, and this `machine` needs it.
+    """
+    try:
+        library = load_library(folder)
+    except ConfigError:
+        if machine != "x86_64":
+            raise
+        return lambda: None
+    # PyDLL keeps the interpreter's lock. Giving it up would take longer than the fence.
+    fence = ctypes.PyDLL(library._name).paceline_fence
+    fence.argtypes, fence.restype = (), None
+    return fence
+
+
 @cache
 def library_digest(folder: Path = _FOLDER) -> str:
     """Return a digest of the library's file. Raises ConfigError if it is not compiled."""
@@ -222,6 +244,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.paceline_is_compressed.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
     library.paceline_use_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.paceline_use_large_pages.restype = None
+    library.paceline_fence.argtypes, library.paceline_fence.restype = (), None
     library.paceline_copy_blocks.argtypes = [
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)),

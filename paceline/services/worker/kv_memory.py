@@ -81,7 +81,7 @@ def device_memory(
     shared: SharedPool | None = None
     try:
         shared = SharedPool(path, len(blocks), layout, slots, arena.dtype, device)
-    except (OSError, RuntimeError) as error:
+    except (ConfigError, OSError, RuntimeError) as error:
         log.warning("other workers cannot read this worker's KV pool and get its blocks through the arena: %s", error)
     pool = shared.pool if shared else torch.zeros(slots * elements, dtype=arena.dtype, device=device)
     if device.type == "cuda":

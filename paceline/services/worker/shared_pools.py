@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 from paceline.core.kv_layout import KVLayout
 from paceline.engine.pool_directory import BlockCopy, PoolDirectory
 from paceline.kernels.block_copies import BlockCopies
+from paceline.kernels.native.library import memory_fence
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.shared_memory import map_shared, take_huge_pages
 from paceline.services.worker.cuda_memory import device_name, export, map_exported
@@ -63,6 +64,7 @@ class SharedPool:
         slots: number of slots of the pool.
 
     Raises:
+        ConfigError: the native library, which orders memory on this processor, is not there.
         OSError: the arena's folder has no room, or cannot have such a file.
         RuntimeError: the device has no room, or its memory cannot be shared.
     """
@@ -246,4 +248,4 @@ def _file_bytes(about: pb.SharedPool) -> int:
 
 
 def _directory(file: memoryview, about: pb.SharedPool) -> PoolDirectory:
-    return PoolDirectory(file[_directory_at(about) :], about.arena_slots, about.slots)
+    return PoolDirectory(file[_directory_at(about) :], about.arena_slots, about.slots, memory_fence())

@@ -1,5 +1,6 @@
 // The functions that Python calls through ctypes.
 
+#include <atomic>
 #include <cstring>
 #include <new>
 
@@ -11,7 +12,11 @@
 #include <cpuid.h>
 #include <immintrin.h>
 #endif
+#if defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__)
+#define PACELINE_ARM
+#endif
 #ifdef __linux__
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -53,6 +58,16 @@ bool has_avx512() {
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
+#ifdef PACELINE_ARM
+bool has_neon_bf16() {
+#ifdef __linux__
+    return getauxval(AT_HWCAP2) & 1u << 14;  // HWCAP2_BF16, which older headers lack
+#else
+    return false;
+#endif
+}
+#endif
+
 struct InstructionSet {
     const char* name;
     bool (*runs_here)();
@@ -67,6 +82,10 @@ const InstructionSet kInstructionSets[] = {
     {"avx512-bf16", has_avx512_bf16, &avx512_bf16_kernels, do_nothing},
     {"avx512", has_avx512, &avx512_kernels, do_nothing},
     {"avx2", has_avx2, &avx2_kernels, do_nothing},
+#endif
+#ifdef PACELINE_ARM
+    {"neon-bf16", has_neon_bf16, &neon_bf16_kernels, do_nothing},
+    {"neon", [] { return true; }, &neon_kernels, do_nothing},
 #endif
     {"portable", [] { return true; }, &portable_kernels, do_nothing},
 };
@@ -181,6 +200,10 @@ void paceline_team_take_turns(void* team, void* page, int slot) {
 int paceline_run(void* team, const paceline::Op* ops, int64_t count, const paceline::Step* step) {
     return static_cast<paceline::Team*>(team)->run(ops, count, *step);
 }
+
+// Orders memory: what this thread has read and written before the call comes before what it reads and writes after it,
+// for all other threads and processes.
+void paceline_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 // Copies blocks: target[target_slots[i]] = source[source_slots[i]]. Writes bypass the caches, because the computation
 // that runs meanwhile needs them. Addresses and sizes of blocks are multiples of 64 bytes.

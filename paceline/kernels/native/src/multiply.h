@@ -20,7 +20,9 @@ using Left = float;
 #endif
 
 // Rows whose sums are in registers at once: the most for one group of sixteen outputs, and for two.
-#if defined(PACELINE_BF16_PRODUCTS)
+#if defined(PACELINE_NEON)
+constexpr int64_t kMostRows = 6, kMostRowsOfTwo = 2;
+#elif defined(PACELINE_BF16_PRODUCTS)
 constexpr int64_t kMostRows = 8, kMostRowsOfTwo = 8;
 #elif defined(PACELINE_AVX512)
 constexpr int64_t kMostRows = 12, kMostRowsOfTwo = 12;
@@ -63,8 +65,14 @@ template <>
 struct Products<bf16> {
     static constexpr int kValues = 2, kTurns = 1;
     static Words weights(const bf16* w, int) { return read<Words>(w); }
+#ifdef PACELINE_NEON
+    static uint32_t repeat(const bf16* x) { return read<uint32_t>(x); }
+#else
     static Words repeat(const bf16* x) { return splat<Words>(read<uint32_t>(x)); }
-    static void add(const Words& x, const Words& weights, Floats& sum) { sum = dot_pairs(weights, x, sum); }
+#endif
+    static void add(const decltype(repeat(nullptr))& x, const Words& weights, Floats& sum) {
+        sum = dot_pairs(weights, x, sum);
+    }
 };
 #else
 template <>
@@ -150,6 +158,11 @@ static inline void multiply_few(
                 unrolled<parts>([&](int part) PACELINE_INLINED {
                     Own::add(repeated, weights[part], sums[row * parts + part]);
                 });
+#ifdef PACELINE_NEON
+                // Otherwise the compiler reads all rows of x first. Products read the row's number as an element of a
+                // register, so only the order of rows is fixed.
+                asm volatile("" : "+w"(sums[row * parts + parts - 1]));
+#endif
             });
         });
     }

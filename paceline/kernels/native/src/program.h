@@ -139,5 +139,6 @@ using Kernel = void (*)(const Op&, const Step&, Team&);
 // [type][kind], one table for each instruction set.
 using KernelTable = const Kernel* [kTypes];
 extern const KernelTable portable_kernels, avx2_kernels, avx512_kernels, avx512_bf16_kernels, amx_kernels;
+extern const KernelTable neon_kernels, neon_bf16_kernels;
 
 }  // namespace paceline

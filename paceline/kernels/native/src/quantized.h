@@ -31,6 +31,13 @@ PACELINE_INLINE f32x16 widen_fp16(u16x16 half) {
 #elif defined(PACELINE_AVX2)
     return {bits<f32x8>(_mm256_cvtph_ps(bits<__m128i>(low_half(half)))),
             bits<f32x8>(_mm256_cvtph_ps(bits<__m128i>(high_half(half))))};
+#elif defined(PACELINE_NEON)
+    const auto eight = [](const Vector<uint16_t, 8>& own) PACELINE_INLINED {
+        const float16x8_t values = bits<float16x8_t>(own);
+        return f32x8{bits<Vector<float, 4>>(vcvt_f32_f16(vget_low_f16(values))),
+                     bits<Vector<float, 4>>(vcvt_high_f32_f16(values))};
+    };
+    return {eight(half.low), eight(half.high)};
 #else
     const u32x16 word = convert<u32x16>(half);
     // The exponent's bias differs. An exact multiplication corrects it, also for subnormal numbers.
@@ -43,7 +50,7 @@ PACELINE_INLINE f32x16 load_scales(const uint8_t* from, int64_t scale_bytes) {
     return scale_bytes == 2 ? widen_fp16(read<u16x16>(from)) : read<f32x16>(from);
 }
 
-#ifdef PACELINE_BF16_PRODUCTS
+#if defined(PACELINE_AVX512) && defined(PACELINE_BF16_PRODUCTS)
 // Rounds values at two places along `in` to bf16 pairs. `first` and `second` have eight outputs each.
 PACELINE_INLINE u32x16 round_pairs(f32x16 first, f32x16 second) {
     return bits<u32x16>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
@@ -132,8 +139,20 @@ struct Bytes {
     }
 };
 
-template <class Codes>
-static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, float* to) {
+// Stores values at two places along `in` in a tile of packed weights, from the first place on.
+PACELINE_INLINE void store_places(float* to, const f32x16& first, const f32x16& second) {
+    store(to, round_finite(first));
+    store(to + kLanes, round_finite(second));
+}
+PACELINE_INLINE void store_places(bf16* to, const f32x16& first, const f32x16& second) {
+    u16x16 pairs[2];
+    interleave(narrow(first), narrow(second), pairs[0], pairs[1]);
+    write(to, pairs[0]);
+    write(to + kLanes, pairs[1]);
+}
+
+template <class Codes, class T>
+static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, T* to) {
     const uint8_t* scales = tile + layout.code_bytes();
     f32x16 scale = {}, offset = {};
     for (int64_t eight = 0; eight < 4; ++eight) {
@@ -143,8 +162,9 @@ static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, fl
             if (layout.offsets) offset = load_scales(scales + layout.scales_bytes() + place, layout.scale_bytes);
         }
         const Codes codes(tile, eight, layout.offsets);
-        unrolled<8>([&](int i) PACELINE_INLINED {
-            store(to + (eight * 8 + i) * kLanes, round_finite(fma(codes.at(i), scale, offset)));
+        unrolled<4>([&](int i) PACELINE_INLINED {
+            store_places(to + (eight * 8 + 2 * i) * kLanes, fma(codes.at(2 * i), scale, offset),
+                         fma(codes.at(2 * i + 1), scale, offset));
         });
     }
 }
@@ -308,7 +328,7 @@ struct Quantized {
         const int64_t in = input.in, rows = input.rows;
         if (rows > kRowBlock) {
             Weight* unpacked = static_cast<Weight*>(worker.scratch.take(count * kOutBlock * in * sizeof(Weight)));
-            Panel<Weight> panels[kTaskOut / kOutBlock];
+            Panel<Weight> panels[kTaskOut / kOutBlock] = {};
             for (int64_t i = 0; i < count; ++i, unpacked += kOutBlock * in) {
                 slices[i].matrix->unpack_outputs(in, slices[i].first, 0, in, in, unpacked);
                 panels[i] = {unpacked, nullptr, slices[i].matrix->groups(slices[i].first), false};

@@ -32,7 +32,13 @@ PACELINE_INLINE f32x16 widen(u16x16 half) {
 
 // Rounds to the nearest, ties to even.
 PACELINE_INLINE u16x16 narrow(f32x16 value) {
-#ifdef PACELINE_BF16_PRODUCTS
+#if defined(PACELINE_NEON) && defined(PACELINE_BF16_PRODUCTS)
+    const auto eight = [](const f32x8& half) PACELINE_INLINED {
+        const bfloat16x8_t low = vcvtq_low_bf16_f32(bits<float32x4_t>(half.low));
+        return bits<Vector<uint16_t, 8>>(vcvtq_high_bf16_f32(low, bits<float32x4_t>(half.high)));
+    };
+    return {eight(value.low), eight(value.high)};
+#elif defined(PACELINE_BF16_PRODUCTS)
     return bits<u16x16>(_mm512_cvtneps_pbh(bits<__m512>(value)));
 #else
     const u32x16 word = bits<u32x16>(value);
@@ -88,6 +94,11 @@ PACELINE_INLINE V fma(const V& a, const V& b, const V& c) {
             return bits<V>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
         else
             return bits<V>(_mm256_fmadd_pd(bits<__m256d>(a), bits<__m256d>(b), bits<__m256d>(c)));
+#elif defined(PACELINE_NEON)
+        if constexpr (std::is_same_v<typename Shape<V>::Element, float>)
+            return bits<V>(vfmaq_f32(bits<float32x4_t>(c), bits<float32x4_t>(a), bits<float32x4_t>(b)));
+        else
+            return bits<V>(vfmaq_f64(bits<float64x2_t>(c), bits<float64x2_t>(a), bits<float64x2_t>(b)));
 #else
         return a * b + c;
 #endif
@@ -95,10 +106,20 @@ PACELINE_INLINE V fma(const V& a, const V& b, const V& c) {
 }
 
 #ifdef PACELINE_BF16_PRODUCTS
-// c + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] for the bf16 pairs of each lane.
+// c + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] for the bf16 pairs of each lane of a register. One pair b is for all lanes.
+#ifdef PACELINE_NEON
+using Pairs = Vector<uint32_t, 4>;
+using Sums = Vector<float, 4>;
+PACELINE_INLINE Sums dot_pairs(Pairs a, uint32_t b, Sums c) {
+    const bfloat16x4_t pair = bits<bfloat16x4_t>(uint64_t{b});
+    return bits<Sums>(vbfdotq_lane_f32(bits<float32x4_t>(c), bits<bfloat16x8_t>(a), pair, 0));
+}
+#else
 PACELINE_INLINE f32x16 dot_pairs(u32x16 a, u32x16 b, f32x16 c) {
     return bits<f32x16>(_mm512_dpbf16_ps(bits<__m512>(c), bits<__m512bh>(a), bits<__m512bh>(b)));
 }
+PACELINE_INLINE f32x16 dot_pairs(u32x16 a, uint32_t b, f32x16 c) { return dot_pairs(a, splat<u32x16>(b), c); }
+#endif
 #endif
 
 // 1 / x within 2 ulp, for x >= 1. Four times as fast as a division.

@@ -1,0 +1,38 @@
+"""With every instruction set, the greedy tokens of a request in a mixed batch are those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.library import instruction_sets
+from paceline.models.loader import load_model
+
+PROMPT = [(7 * index * index + 3) % 97 for index in range(41)]
+NEIGHBOUR = [(5 * index + 11) % 97 for index in range(40)]
+TOKENS = 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instruction_set", instruction_sets())
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid"])
+def test_greedy_tokens_are_those_of_transformers(
+    family: str, instruction_set: str, tmp_path: Path, paged_contexts: Any, request: pytest.FixtureRequest
+) -> None:
+    reference = request.getfixturevalue(f"save_{family}")()
+    model = load_model(tmp_path, torch.float32, NativeKernels(2, instruction_set), torch.device("cpu"))
+    contexts = paged_contexts(model, 2, 128)
+    contexts.step({0: PROMPT[:20], 1: NEIGHBOUR[:12]})
+    tokens, new = [], PROMPT[20:]
+    for step in range(TOKENS):
+        logits = contexts.step({1: NEIGHBOUR[12 + step : 13 + step], 0: new})[0]
+        new = [int(logits[-1].argmax())]
+        tokens += new
+    with torch.inference_mode():
+        # One pass over the prompt and these tokens: each must be the best after those before it.
+        best = reference(torch.tensor([PROMPT + tokens[:-1]]), use_cache=False).logits[0].argmax(dim=-1)
+    assert tokens == best[len(PROMPT) - 1 :].tolist()
