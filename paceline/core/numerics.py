@@ -18,7 +18,8 @@ class Numerics:
     dtype: str
     """Type of weights and activations, such as "bfloat16"."""
     quantization: str
-    """"int8" if weights were rounded when they were loaded; else "none", because "gguf" rounds nothing."""
+    """"int8" if weights were rounded when they were loaded, "gguf" if blocks of a GGUF file are multiplied in integers,
+    else "none". Other products with such blocks have the bits of "none"."""
 
     def __str__(self) -> str:
         rounding = "" if self.quantization == "none" else f" {self.quantization}"

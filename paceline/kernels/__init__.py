@@ -12,6 +12,7 @@ from paceline.core.env import instruction_set
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.kernels import INTEGER_PRODUCTS
 from paceline.kernels.reference import ReferenceKernels
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,12 @@ def instruction_set_of(kernels: Kernels, device: torch.device) -> str:
     if device.type == "cuda":
         return "{} sm_{}{}".format(kernels.name, *torch.cuda.get_device_capability(device))
     return f"{kernels.name} {torch.backends.cpu.get_cpu_capability().lower()}"
+
+
+def rounds_blocks(kernels: Kernels, dtype: torch.dtype) -> bool:
+    """Return whether quantized weights are rounded to `dtype`, so that products have the bits of unpacked weights."""
+    in_integers = isinstance(kernels, NativeKernels) and kernels.instruction_set in INTEGER_PRODUCTS
+    return dtype != torch.bfloat16 or not in_integers
 
 
 def _best(device: torch.device) -> Kernels:

@@ -14,7 +14,8 @@ _SAMPLE_BYTES = 4096
 def model_identity(folder: Path, dtype: str, quantization: Quantization = "none") -> str:
     """Return a digest of a model folder's config and weights, and of the dtype and quantization that they run in.
 
-    "none" and "gguf" give the same digest: they compute the same bits, so their workers may exchange blocks.
+    "none" and "gguf" give the same digest: they have the same weights, so their workers may exchange blocks. Results
+    are the same bits, or differ as those of two instruction sets do, if products with GGUF's blocks are in integers.
 
     Weights are sampled at even distances, headers included, and not read whole. Start-up must not wait until gigabytes
     are read, and two models with equal shapes differ nearly everywhere.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.kernels import rounds_blocks
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
@@ -28,11 +29,6 @@ LAYOUTS = {
 @pytest.fixture(scope="module", params=instruction_sets())
 def native(request: pytest.FixtureRequest) -> NativeKernels:
     return NativeKernels(2, request.param)
-
-
-def has_exact_bits(native: NativeKernels, dtype: torch.dtype) -> bool:
-    """Return whether products have the bits of unpacked weights. Products in integers do not round the weights."""
-    return dtype == torch.float32 or native.instruction_set not in ("avx2", "avx512")
 
 
 def random_matrix(layout: str, size_out: int, size_in: int, dtype: torch.dtype) -> QuantizedMatrix:
@@ -60,7 +56,7 @@ def test_a_quantized_product_is_that_of_the_matrix(
     matrix = random_matrix(layout, size_out, size_in, dtype)
     quantized, whole = native.pack(matrix), native.pack(matrix.dequantize())
     x, bias = torch.randn(70, size_in).to(dtype), torch.randn(size_out).to(dtype)
-    other = whole if has_exact_bits(native, dtype) else quantized
+    other = whole if rounds_blocks(native, dtype) else quantized
     expected, unbiased = native.linear(x, other, bias), native.linear(x, other)
     for rows in (1, 3, 16, 17, 33, 70):
         assert torch.equal(native.linear(x[:rows], quantized, bias), expected[:rows])
@@ -89,7 +85,7 @@ def test_products_are_within_the_rounding_of_x_and_the_result(
     products = x.double().abs() @ weight.abs().t()
     largest = x.double().abs().unflatten(1, (-1, 32)).amax(2, keepdim=True).expand(-1, -1, 32).flatten(1)
     rounding_of_x = 2**-16 * (largest @ weight.abs().t())
-    rounding_of_weights = 2**-9 * products if has_exact_bits(native, torch.bfloat16) else 2**-20 * products
+    rounding_of_weights = 2**-9 * products if rounds_blocks(native, torch.bfloat16) else 2**-20 * products
     bound = 1.01 * (rounding_of_x + rounding_of_weights) + 2**-8 * exact.abs() + 1e-6
     got = native.linear(x, native.pack(matrix)).double()
     assert ((got - exact).abs() <= bound).all()

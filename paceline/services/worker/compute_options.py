@@ -11,7 +11,7 @@ import torch
 from paceline.core.config import WorkerConfig, has_pools
 from paceline.core.errors import ConfigError
 from paceline.core.numerics import Numerics
-from paceline.kernels import instruction_set_of, select_kernels
+from paceline.kernels import instruction_set_of, rounds_blocks, select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.models.config import read_config
 
@@ -38,7 +38,8 @@ class ComputeOptions:
         if device.type == "cuda" and not has_pool:
             raise ConfigError(f"{device} cannot compute in the arena; leave out --kv-pool, or set it to device")
         dtype, kernels = _dtype(config), select_kernels(device, config.kernels)
-        quantization = "int8" if config.quantization == "int8" else "none"
+        is_exact = config.quantization == "gguf" and rounds_blocks(kernels, dtype)
+        quantization = "none" if is_exact else config.quantization
         numerics = Numerics(instruction_set_of(kernels, device), str(dtype).removeprefix("torch."), quantization)
         return cls(device, dtype, kernels, has_pool, numerics)
 
