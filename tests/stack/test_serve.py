@@ -55,7 +55,7 @@ def test_the_printed_request_is_answered_and_ctrl_c_leaves_nothing(stack: subpro
     text = read_greeting(stack)
     children = [psutil.Process(int(pid)) for pid in re.findall(r"pid (\d+)", text)]
     assert "sesame" not in text
-    assert re.search(r"^Ready\. Workers compute with \w+ bfloat16\. Try it:$", text, re.MULTILINE)
+    assert re.search(r"^Ready\. Workers compute with [\w-]+ bfloat16\. Try it:$", text, re.MULTILINE)
     curl = text[text.index("curl") : text.index("Ctrl-C")].replace("YOUR_KEY", "sesame")
     with urllib.request.urlopen(request_of(curl), timeout=300) as reply:
         answer = json.load(reply)
