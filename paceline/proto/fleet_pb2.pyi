@@ -137,7 +137,9 @@ class Numerics(_message.Message):
     dtype: _builtins.str
     """Type of weights and activations, such as bfloat16."""
     quantization: _builtins.str
-    """int8 if weights were rounded when they were loaded, else none."""
+    """int8 if weights were rounded when they were loaded, gguf if blocks of a GGUF file are multiplied in integers, else
+    none.
+    """
     def __init__(
         self,
         *,

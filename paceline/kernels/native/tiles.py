@@ -18,11 +18,12 @@ EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS, WIDE_WORDS = 1, 2, 4
 def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
     """Return the `Format` of this matrix's tiles, for the kernels of an instruction set."""
     blocks = -(-matrix.shape[1] // BLOCK)
-    one_scale = matrix.scales.shape[1] == blocks
+    one_scale, is_narrow = matrix.scales.shape[1] == blocks, matrix.bits == 4
+    rows = instruction_set == "amx" and matrix.dtype == torch.bfloat16 and is_narrow and one_scale
     return (
         BLOCKS
-        + ROWS * (instruction_set == "amx" and matrix.dtype == torch.bfloat16 and matrix.bits == 4 and one_scale)
-        + WIDE_WORDS * (instruction_set in ("amx", "avx512-bf16") and matrix.bits == 4)
+        + ROWS * rows
+        + WIDE_WORDS * (instruction_set in ("amx", "avx512-bf16") and is_narrow and not rows)
         + EIGHT_BITS * (matrix.bits == 8)
         + WIDE_SCALES * (matrix.scales.dtype == torch.float32)
         + OFFSETS * (matrix.offsets is not None)

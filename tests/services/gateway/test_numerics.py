@@ -1,4 +1,4 @@
-"""A request that loses its worker goes on at one of the same numerics, and says so if there is none."""
+"""A request that loses its worker goes on at one of the same numerics, or says that there is none."""
 
 from __future__ import annotations
 
@@ -7,14 +7,66 @@ from typing import Any
 import pytest
 
 from paceline.core.numerics import Numerics
+from paceline.services.gateway.router import (
+    Candidate,
+    Need,
+    Placement,
+    place_computing,
+    place_computing_in_turn,
+    place_in_turn,
+)
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 from tests.services.gateway.test_kinds import SCORING
 from tests.services.gateway.test_operations import metrics
+from tests.services.gateway.test_router import NEED, member, placed
 from tests.services.gateway.test_traces import ended
 from tests.services.gateway.toy_workers import TEXT
 
 AVX2 = Numerics("avx2", "bfloat16", "none")
 PORTABLE = Numerics("portable", "bfloat16", "none")
+
+
+def test_who_computes_like_those_before_is_preferred_at_any_cost() -> None:
+    other, same = member("d1", numerics=PORTABLE), member("d2", numerics=AVX2, running=7)
+    far, near = member("p1", "prefill", numerics=AVX2, host_id="far", waiting=7), member("p2", "prefill")
+    assert placed(Need(100, decoded_with=AVX2), other, same) == ("d2", None)
+    assert placed(Need(100, computed_with=AVX2), other, far, near) == ("d1", "p1")
+    assert placed(Need(100, decoded_with=AVX2, computed_with=AVX2), other, same, far, near) == ("d2", "p1")
+    assert placed(NEED, other, same, far, near) == ("d1", "p2")
+
+
+def test_a_decode_worker_alone_counts_as_the_one_that_computes() -> None:
+    workers = member("d1", numerics=PORTABLE), member("d2", numerics=AVX2, running=7)
+    assert placed(Need(100, computed_with=AVX2), *workers) == ("d2", None)
+    assert placed(Need(100, computed_with=AVX2, decoded_with=PORTABLE), *workers) == ("d1", None)
+
+
+def test_other_and_unknown_numerics_are_taken_where_there_are_no_others() -> None:
+    need = Need(100, decoded_with=AVX2)
+    assert placed(need, member("d", numerics=PORTABLE)) == ("d", None)
+    assert placed(need, member("d1"), member("d2", numerics=AVX2, running=7)) == ("d2", None)
+    assert placed(need, member("d")) == ("d", None)
+
+
+def test_a_worker_of_other_numerics_is_better_than_one_that_failed_or_is_full() -> None:
+    workers = member("d1", numerics=AVX2), member("d2", numerics=PORTABLE)
+    assert placed(Need(100, decoded_with=AVX2, failed=frozenset({"d1"})), *workers) == ("d2", None)
+    assert placed(Need(100, decoded_with=AVX2, refused=frozenset({"d1"})), *workers) == ("d2", None)
+
+
+def test_the_same_numerics_are_preferred_in_turns_and_for_work_without_decoding() -> None:
+    need = Need(100, computed_with=AVX2, decoded_with=AVX2)
+    workers = [
+        Candidate(member(f"{role[0]}{number}", role, numerics=numerics))
+        for role in ("prefill", "decode")
+        for number, numerics in enumerate((PORTABLE, AVX2, AVX2))
+    ]
+    ways = [place_in_turn(need, workers, turn) for turn in range(9)]
+    assert {way.decode.worker_id for way in ways if way} == {"d1", "d2"}
+    assert {way.prefill.worker_id for way in ways if way} <= {"p1", "p2"}
+    assert place_computing(need, workers) == Placement(None, workers[1].member)
+    assert [place_computing_in_turn(need, workers, turn).prefill.worker_id for turn in range(3)] == ["p1", "p2", "p1"]
+    assert place_computing_in_turn(need, [], 0) is None
 
 
 async def start(start_stack: StartStack, **numerics: Numerics | None) -> Stack:

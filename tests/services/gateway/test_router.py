@@ -5,18 +5,9 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.numerics import Numerics
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member
-from paceline.services.gateway.router import (
-    Candidate,
-    Need,
-    Placement,
-    place,
-    place_computing,
-    place_computing_in_turn,
-    place_in_turn,
-)
+from paceline.services.gateway.router import Candidate, Need, Placement, place, place_in_turn
 
 NEED = Need(context_tokens=100)
 LOCAL_TOKENS = 64
@@ -116,55 +107,6 @@ def test_who_failed_is_taken_only_where_there_is_no_other() -> None:
     need = Need(100, failed=frozenset({"d1"}))
     assert placed(need, member("d1"), member("d2", running=9)) == ("d2", None)
     assert placed(need, member("d1")) == ("d1", None)
-
-
-# ---- numerics of earlier attempts
-
-AVX2 = Numerics("avx2", "bfloat16", "none")
-PORTABLE = Numerics("portable", "bfloat16", "none")
-
-
-def test_who_computes_like_those_before_is_preferred_at_any_cost() -> None:
-    other, same = member("d1", numerics=PORTABLE), member("d2", numerics=AVX2, running=7)
-    far, near = member("p1", "prefill", numerics=AVX2, host_id="far", waiting=7), member("p2", "prefill")
-    assert placed(Need(100, decoded_with=AVX2), other, same) == ("d2", None)
-    assert placed(Need(100, computed_with=AVX2), other, far, near) == ("d1", "p1")
-    assert placed(Need(100, decoded_with=AVX2, computed_with=AVX2), other, same, far, near) == ("d2", "p1")
-    assert placed(NEED, other, same, far, near) == ("d1", "p2")
-
-
-def test_a_decode_worker_alone_counts_as_the_one_that_computes() -> None:
-    workers = member("d1", numerics=PORTABLE), member("d2", numerics=AVX2, running=7)
-    assert placed(Need(100, computed_with=AVX2), *workers) == ("d2", None)
-    assert placed(Need(100, computed_with=AVX2, decoded_with=PORTABLE), *workers) == ("d1", None)
-
-
-def test_other_and_unknown_numerics_are_taken_where_there_are_no_others() -> None:
-    need = Need(100, decoded_with=AVX2)
-    assert placed(need, member("d", numerics=PORTABLE)) == ("d", None)
-    assert placed(need, member("d1"), member("d2", numerics=AVX2, running=7)) == ("d2", None)
-    assert placed(need, member("d")) == ("d", None)
-
-
-def test_a_worker_of_other_numerics_is_better_than_one_that_failed_or_is_full() -> None:
-    workers = member("d1", numerics=AVX2), member("d2", numerics=PORTABLE)
-    assert placed(Need(100, decoded_with=AVX2, failed=frozenset({"d1"})), *workers) == ("d2", None)
-    assert placed(Need(100, decoded_with=AVX2, refused=frozenset({"d1"})), *workers) == ("d2", None)
-
-
-def test_the_same_numerics_are_preferred_in_turns_and_for_work_without_decoding() -> None:
-    need = Need(100, computed_with=AVX2, decoded_with=AVX2)
-    workers = [
-        Candidate(member(f"{role[0]}{number}", role, numerics=numerics))
-        for role in ("prefill", "decode")
-        for number, numerics in enumerate((PORTABLE, AVX2, AVX2))
-    ]
-    ways = [place_in_turn(need, workers, turn) for turn in range(9)]
-    assert {way.decode.worker_id for way in ways if way} == {"d1", "d2"}
-    assert {way.prefill.worker_id for way in ways if way} <= {"p1", "p2"}
-    assert place_computing(need, workers) == Placement(None, workers[1].member)
-    assert [place_computing_in_turn(need, workers, turn).prefill.worker_id for turn in range(3)] == ["p1", "p2", "p1"]
-    assert place_computing_in_turn(need, [], 0) is None
 
 
 # ---- the costs of a placement

@@ -1,9 +1,9 @@
 // Products of bf16 with quantized weights in integers, for instruction sets that have no products of bf16.
 //
-// Each block of 32 values of x is rounded to 16-bit integers that share a scale. Codes of weights are integers too, so a
-// block's sum is exact, and is the same for any order and any instruction. Weights are not rounded. Results differ from
-// those of unpacked weights in the last bits, because unpacking rounds weights to bf16. A value of x in bf16 keeps all
-// its bits if it is larger than 1/128 of its block's largest value.
+// Each block of 32 values of x is rounded to 16-bit integers that share a scale, a power of two. So a number of bf16 is
+// not changed unless it is smaller than 1/128 of its block's largest one. Codes of weights are integers too, so a block's
+// sum is exact, and is the same for any order and any instruction. Weights are not rounded. Results differ from those of
+// unpacked weights in the last bits, because unpacking rounds weights to bf16.
 
 // The scale of a block of x, and the sums of its two halves.
 struct BlockOfX {
@@ -17,14 +17,21 @@ struct IntegerInput : Chunks {
     int64_t in;
 };
 
+// Blocks whose largest value is below this count as zeros, because the factor of smaller ones is no finite number.
+constexpr float kLeastOfBlock = 0x1p-100f;
+
 // Rounds kDepth values. An infinite value or NaN makes the scale NaN, and so all results.
 static inline BlockOfX round_block(const float* x, int16_t* to) {
     const f32x16 values[2] = {load(x), load(x + kLanes)};
     const auto magnitude = [](f32x16 v) { return bits<f32x16>(bits<u32x16>(v) & 0x7fffffffu); };
-    const float largest = max_lane(max(magnitude(values[0]), magnitude(values[1])));
-    const float nan_if_not_finite = sum_lanes((values[0] + values[1]) * 0.0f);
-    BlockOfX block{largest / 32767.0f + nan_if_not_finite, {}};
-    const float factor = largest > 0.0f ? 32767.0f / largest : 0.0f;
+    float largest = max_lane(max(magnitude(values[0]), magnitude(values[1])));
+    uint32_t word;
+    memcpy(&word, &largest, sizeof(word));
+    word &= 0x7f800000u;  // the power of two that is not above the largest value
+    memcpy(&largest, &word, sizeof(word));
+    const float nan_if_not_finite = sum_lanes(values[0] * 0.0f + values[1] * 0.0f);
+    BlockOfX block{largest * 0x1p-14f + nan_if_not_finite, {}};
+    const float factor = largest >= kLeastOfBlock ? 0x1p14f / largest : 0.0f;
     for (int half = 0; half < 2; ++half) {
         // The sum with this number has no bits for fractions, so it is rounded to the nearest integer.
         const f32x16 shifted = values[half] * factor + 0x1.8p23f;

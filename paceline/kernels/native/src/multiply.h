@@ -113,8 +113,8 @@ constexpr int64_t kAheadOfVectors = 4096, kAheadOfTiles = 2048;
 // so that memory never waits for computing.
 struct Ahead {
     const char* at;
-    int64_t step;              // bytes for each turn of the loop
-    int64_t turn, jump;        // `at` moves by `jump` bytes before this turn
+    int64_t step;        // bytes for each turn of the loop
+    int64_t turn, jump;  // `at` moves by `jump` bytes before this turn
     static constexpr int64_t kLine = 64;
 
     template <int Groups, class T>

@@ -106,7 +106,8 @@ PACELINE_INLINE V fma(const V& a, const V& b, const V& c) {
 }
 
 #ifdef PACELINE_BF16_PRODUCTS
-// c + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] for the bf16 pairs of each lane of a register. One pair b is for all lanes.
+// c + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] for the bf16 pairs of each lane of a register. On NEON, b is one pair for all
+// lanes.
 #ifdef PACELINE_NEON
 using Pairs = Vector<uint32_t, 4>;
 using Sums = Vector<float, 4>;
@@ -118,7 +119,6 @@ PACELINE_INLINE Sums dot_pairs(Pairs a, uint32_t b, Sums c) {
 PACELINE_INLINE f32x16 dot_pairs(u32x16 a, u32x16 b, f32x16 c) {
     return bits<f32x16>(_mm512_dpbf16_ps(bits<__m512>(c), bits<__m512bh>(a), bits<__m512bh>(b)));
 }
-PACELINE_INLINE f32x16 dot_pairs(u32x16 a, uint32_t b, f32x16 c) { return dot_pairs(a, splat<u32x16>(b), c); }
 #endif
 #endif
 

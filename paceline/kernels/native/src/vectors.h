@@ -65,15 +65,15 @@ struct Halves {
 
     E operator[](int64_t i) const { return i < N / 2 ? low[i] : high[i - N / 2]; }
 
-#define PACELINE_OPERATOR(RESULT, OP)                                                  \
-    friend PACELINE_INLINED RESULT operator OP(const Halves& a, const Halves& b) {            \
-        return {a.low OP b.low, a.high OP b.high};                                     \
-    }                                                                                  \
-    friend PACELINE_INLINED RESULT operator OP(const Halves& a, E b) {                        \
-        return {a.low OP b, a.high OP b};                                              \
-    }                                                                                  \
-    friend PACELINE_INLINED RESULT operator OP(E a, const Halves& b) {                        \
-        return {a OP b.low, a OP b.high};                                              \
+#define PACELINE_OPERATOR(RESULT, OP)                                               \
+    friend PACELINE_INLINED RESULT operator OP(const Halves& a, const Halves& b) {  \
+        return {a.low OP b.low, a.high OP b.high};                                  \
+    }                                                                               \
+    friend PACELINE_INLINED RESULT operator OP(const Halves& a, E b) {              \
+        return {a.low OP b, a.high OP b};                                           \
+    }                                                                               \
+    friend PACELINE_INLINED RESULT operator OP(E a, const Halves& b) {              \
+        return {a OP b.low, a OP b.high};                                           \
     }
     PACELINE_OPERATOR(Halves, +)
     PACELINE_OPERATOR(Halves, -)
