@@ -109,31 +109,32 @@ struct QuantizedIntegers : Quantized<bf16> {
         return integers_of<bf16>(op, step, team);
     }
 
-    // Scales and offsets of a tile's outputs, one or two each.
+    // `Count` scales of each output of a tile, and as many offsets; zeros if there are none.
+    template <int Count>
     struct Scales {
-        alignas(64) float scales[2][kLanes], offsets[2][kLanes];
-        bool has_offsets;
+        alignas(64) float scales[Count][kLanes], offsets[Count][kLanes];
 
-        Scales(const uint8_t* from, const TileLayout& layout) : has_offsets(layout.offsets || layout.bits == 4) {
-            for (int64_t i = 0; i < layout.scales_per_block; ++i, from += kLanes * layout.scale_bytes) {
+        Scales(const uint8_t* from, const TileLayout& layout) {
+            for (int i = 0; i < Count; ++i, from += kLanes * layout.scale_bytes) {
                 const f32x16 scale = load_scales(from, layout.scale_bytes);
                 store(scales[i], scale);
                 if (layout.offsets) store(offsets[i], load_scales(from + layout.scales_bytes(), layout.scale_bytes));
-                else store(offsets[i], scale * -8.0f);  // nibbles without offsets are stored with 8 added
+                else store(offsets[i], scale * (layout.bits == 4 ? -8.0f : 0.0f));  // see `kFormatEightBits`
             }
         }
     };
 
     // Adds the products of one tile to `sums`, [Rows][kTaskOut].
-    template <int Rows, class Codes>
-    void multiply_tile(const Codes& codes, const Scales& own, const IntegerInput& input, int64_t row, int64_t block,
-                       float* sums) const {
-        const int64_t depth = input.in / kDepth, count = layout.scales_per_block;
+    template <int Rows, int Count, class Codes>
+    static void multiply_tile(const Codes& codes, const Scales<Count>& own, const IntegerInput& input, int64_t row,
+                              int64_t block, float* sums) {
+        const int64_t depth = input.in / kDepth;
         const int16_t* x = input.x + row * input.in + block * kDepth;
         const BlockOfX* blocks = input.blocks + row * depth + block;
-        for (int64_t half = 0; half < count; ++half) {
+        constexpr int pairs = kDepth / 2 / Count;  // pairs of values with one scale
+        for (int part_of_block = 0; part_of_block < Count; ++part_of_block) {
             Ints products[Rows * kParts] = {};
-            for (int64_t first = half * 8; first < half * 8 + 16 / count; first += 4)
+            for (int first = part_of_block * pairs; first < (part_of_block + 1) * pairs; first += 4)
                 unrolled<4>([&](int i) PACELINE_INLINED {
                     Shorts weights[kParts];
                     unrolled<kParts>([&](int part) PACELINE_INLINED { weights[part] = codes.at(first + i, part); });
@@ -144,24 +145,23 @@ struct QuantizedIntegers : Quantized<bf16> {
                         });
                     });
                 });
-            unrolled<Rows * kParts>([&](int i) PACELINE_INLINED {
-                const int64_t r = i / kParts, lane = i % kParts * kRegisterLanes;
+            unrolled<Rows>([&](int r) PACELINE_INLINED {
                 const BlockOfX& of_x = blocks[r * depth];
-                float* to = sums + r * kTaskOut + lane;
-                const auto scale = read<Floats>(own.scales[half] + lane) * of_x.scale;
-                Floats sum = fma(convert<Floats>(products[i]), scale, read<Floats>(to));
-                if (own.has_offsets) {
-                    const float of_half = count == 1 ? of_x.sums[0] + of_x.sums[1] : of_x.sums[half];
-                    sum = fma(read<Floats>(own.offsets[half] + lane), splat<Floats>(of_half), sum);
-                }
-                write(to, sum);
+                const float sum_of_x = Count == 1 ? of_x.sums[0] + of_x.sums[1] : of_x.sums[part_of_block];
+                unrolled<kParts>([&](int part) PACELINE_INLINED {
+                    const int lane = part * kRegisterLanes;
+                    float* to = sums + r * kTaskOut + lane;
+                    const Floats scale = read<Floats>(own.scales[part_of_block] + lane) * of_x.scale;
+                    const Floats sum = fma(convert<Floats>(products[r * kParts + part]), scale, read<Floats>(to));
+                    write(to, fma(read<Floats>(own.offsets[part_of_block] + lane), splat<Floats>(sum_of_x), sum));
+                });
             });
         }
     }
 
-    template <class Codes>
-    void multiply_few(const Codes& codes, const Scales& own, const IntegerInput& input, int64_t row, int64_t rows,
-                      int64_t block, float* sums) const {
+    template <int Count, class Codes>
+    static void multiply_few(const Codes& codes, const Scales<Count>& own, const IntegerInput& input, int64_t row,
+                             int64_t rows, int64_t block, float* sums) {
         switch (rows) {
 #define PACELINE_ROWS(N)                                                                              \
     case N:                                                                                           \
@@ -174,7 +174,7 @@ struct QuantizedIntegers : Quantized<bf16> {
     }
 
     // Computes the sums of kOutBlock outputs for up to kRowBlock rows; sums: [rows][kTaskOut].
-    template <class Codes>
+    template <class Codes, int Count>
     void multiply_rows(const IntegerInput& input, int64_t first, int64_t row, int64_t rows, float* sums) const {
         const int64_t bytes = layout.tile_bytes(), count = groups(first), depth = input.in / kDepth;
         const uint8_t* tile = tiles + first / kLanes * depth * bytes;
@@ -183,7 +183,7 @@ struct QuantizedIntegers : Quantized<bf16> {
             for (int64_t group = 0; group < count; ++group, tile += bytes) {
                 prefetch_tile(tile, bytes);
                 const Codes codes{tile};
-                const Scales own(tile + layout.code_bytes(), layout);
+                const Scales<Count> own(tile + layout.code_bytes(), layout);
                 float* to = sums + group * kLanes;
                 if (rows <= kMostIntegerRows) {
                     multiply_few(codes, own, input, row, rows, block, to);
@@ -199,6 +199,15 @@ struct QuantizedIntegers : Quantized<bf16> {
             }
     }
 
+    // The same for the format of this matrix.
+    void multiply(const IntegerInput& input, int64_t first, int64_t row, int64_t rows, float* sums) const {
+        const bool two = layout.scales_per_block == 2;
+        if (layout.bits == 8 && two) multiply_rows<ByteCodes, 2>(input, first, row, rows, sums);
+        else if (layout.bits == 8) multiply_rows<ByteCodes, 1>(input, first, row, rows, sums);
+        else if (two) multiply_rows<NibbleCodes, 2>(input, first, row, rows, sums);
+        else multiply_rows<NibbleCodes, 1>(input, first, row, rows, sums);
+    }
+
     // Calls finish(row, sums) for the rows of a chunk and up to kTaskOut outputs, in order.
     template <class Finish>
     static void multiply_slices(const IntegerInput& input, Worker& worker, int64_t chunk,
@@ -207,12 +216,8 @@ struct QuantizedIntegers : Quantized<bf16> {
         const int64_t end = input.end_of(chunk);
         for (int64_t row = input.begin_of(chunk); row < end; row += kRowBlock) {
             const int64_t height = least(kRowBlock, end - row);
-            for (int64_t i = 0; i < count; ++i) {
-                const QuantizedIntegers& own = *slices[i].matrix;
-                float* to = sums + i * kOutBlock;
-                if (own.layout.bits == 4) own.multiply_rows<NibbleCodes>(input, slices[i].first, row, height, to);
-                else own.multiply_rows<ByteCodes>(input, slices[i].first, row, height, to);
-            }
+            for (int64_t i = 0; i < count; ++i)
+                slices[i].matrix->multiply(input, slices[i].first, row, height, sums + i * kOutBlock);
             if (!worker.may_write()) return;
             for (int64_t i = 0; i < height; ++i) finish(row + i, sums + i * kTaskOut);
         }
