@@ -2,13 +2,14 @@
 
     python -m bench.kernels [--threads 2] [--rounds 30] [--dtype bfloat16] [--quantization int8]
 
-The floor is the larger of two times: bytes to read divided by the read bandwidth, and operations divided by the best
-rate of a matrix product. Both rates are measured first. Native and torch take turns, and times are medians. With one
-thread they are CPU time, which other work on the machine hardly changes; with more threads they are wall time. There
-are as many copies of the weights as a model has, so that they are read from memory. Linear layers run as one pass over
-all copies, as in a step. --quantization rounds weights for the native kernels only: torch and the floor stay the same.
-The floor also stays the same if the native kernels compress weights. A figure above 100 % then means that they read
-fewer bytes than the weights have in bf16.
+The floor is the larger of two times: bytes to read divided by the rate of reading, and operations divided by the rate
+of computing. Plain loops of the same instruction set measure both rates first (see floors.py). The bytes of weights are
+those that the native kernels read, after quantization or compression. The operations are products of fp32, bf16 or
+16-bit integers, as the native kernels use. The floor of attention to long contexts is a loop that reads its blocks.
+Native and torch take turns, and times are medians. With one thread they are CPU time, which other work on the machine
+hardly changes; with more threads they are wall time. There are as many copies of the weights as a model has, so that
+they are read from memory. Linear layers run as one pass over all copies, as in a step. --quantization rounds weights
+for the native kernels only: torch stays the same.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.floors import Floors, Rates
 from paceline.core.types import SamplingParams
 from paceline.engine.sampler import SamplingRow, as_draw, sample
+from paceline.kernels import rounds_blocks
 from paceline.kernels.interface import (
     AnyCache,
     AttentionBatch,
@@ -39,6 +42,7 @@ from paceline.kernels.interface import (
     view_states,
 )
 from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.library import COMPRESSED
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.model_config import Mamba
@@ -46,6 +50,8 @@ from paceline.services.common.shared_memory import map_shared, take_huge_pages
 
 COPIES_BYTES = 200 << 20
 BLOCK_TOKENS = 16
+READ_ROUNDS = 5
+"""Measurements of reading blocks; the median counts."""
 SPINNING_SECONDS = 0.02
 """Pause before each run. After their work torch's threads spin for a while, on cores that the next run needs."""
 
@@ -83,6 +89,22 @@ class Case:
     operations: float = 0.0
     calls: int = 1
     """Calls in one run."""
+    weight: Callable[[Kernels], PackedWeight] | None = None
+    """Packs the weight of a linear layer, which may have fewer bytes than `read_bytes`."""
+    read: Callable[[Floors], float] | None = None
+    """If the order of reading matters: returns the seconds in which a plain loop reads what all calls read."""
+
+    def floor(self, native: NativeKernels, floors: Floors, rates: Rates, dtype: torch.dtype) -> float:
+        """Return the least seconds of a call."""
+        if self.read is not None:
+            return self.read(floors) / self.calls
+        read_bytes, rate = self.read_bytes, rates.bf16 if dtype == torch.bfloat16 and rates.bf16 else rates.fp32
+        if self.weight is not None:
+            weight = self.weight(native)
+            read_bytes = weight.data.nbytes
+            if weight.format not in (None, COMPRESSED) and not rounds_blocks(native, dtype):
+                rate = rates.pairs
+        return max(read_bytes / rates.read, self.operations / rate)
 
 
 def quantize_q4_1(weight: Tensor) -> QuantizedMatrix:
@@ -103,16 +125,20 @@ def linear_case(
     weight_bytes = size_in * size_out * dtype.itemsize
     copies = max(1, COPIES_BYTES // weight_bytes)
 
+    def pack(kernels: Kernels) -> PackedWeight:
+        weight = torch.randn(size_out, size_in).to(dtype)
+        quantizes = how in QUANTIZE and isinstance(kernels, NativeKernels)
+        return kernels.pack(QUANTIZE[how](weight) if quantizes else weight)
+
     def make(kernels: Kernels) -> Callable[[], object]:
-        quantize = QUANTIZE[how] if how in QUANTIZE and isinstance(kernels, NativeKernels) else None
-        weights = (torch.randn(size_out, size_in).to(dtype) for _ in range(copies))
-        packed = [kernels.pack(quantize(each) if quantize else each) for each in weights]
+        packed = [pack(kernels) for _ in range(copies)]
         if is_head:  # logits are not part of a compiled pass
             x = torch.randn(rows, size_in).to(dtype)
             return lambda: [kernels.logits(x, weight) for weight in packed]
         return layers_pass(kernels, packed, torch.randn(rows, size_in).to(dtype))
 
-    return Case(f"{name} {size_in}->{size_out}", str(rows), make, weight_bytes, 2.0 * rows * size_in * size_out, copies)
+    operations = 2.0 * rows * size_in * size_out
+    return Case(f"{name} {size_in}->{size_out}", str(rows), make, weight_bytes, operations, copies, pack)
 
 
 def layers_pass(kernels: Kernels, weights: list[PackedWeight], x: Tensor) -> Callable[[], object]:
@@ -185,9 +211,20 @@ def attention_case(shape: Shape, count: int, context: int, requests: int, dtype:
     def make(kernels: Kernels) -> Callable[[], object]:
         return lambda: kernels.attention(queries, next(caches), batch, group, 0.1, 0.0)
 
+    def read(floors: Floors) -> float:
+        slots = torch.arange(layers) * elements + tables.flatten().unsqueeze(1) * layers * elements  # [slots, layers]
+        addresses = pool.data_ptr() + slots.T.flatten() * dtype.itemsize
+        return floors.read_blocks(addresses, elements * dtype.itemsize, READ_ROUNDS) / layers
+
     pairs = requests * count * (context - (count - 1) / 2)
-    name = f"attention, context {context}"
-    return Case(name, f"{requests}x{count}", make, layer_bytes, 4.0 * pairs * shape.heads * shape.head_dim)
+    return Case(
+        f"attention, context {context}",
+        f"{requests}x{count}",
+        make,
+        layer_bytes,
+        4.0 * pairs * shape.heads * shape.head_dim,
+        read=read if count == 1 else None,
+    )
 
 
 def row_cases(shape: Shape, rows: int, dtype: torch.dtype) -> Iterator[Case]:
@@ -211,7 +248,7 @@ def row_cases(shape: Shape, rows: int, dtype: torch.dtype) -> Iterator[Case]:
 
 def cases(shape: Shape, dtype: torch.dtype, how: str) -> Iterator[Case]:
     width = shape.heads * shape.head_dim
-    for rows in (1, 8, 512):
+    for rows in (1, 8, 64, 512):
         yield linear_case("linear q", rows, shape.hidden, width, dtype, how)
         yield linear_case("linear up", rows, shape.hidden, shape.inner, dtype, how)
         yield linear_case("linear down", rows, shape.inner, shape.hidden, dtype, how)
@@ -277,21 +314,6 @@ def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
     return [statistics.median(own) for own in times]
 
 
-def measure_read_bandwidth(rounds: int) -> float:
-    """Return the read bandwidth in bytes per second."""
-    data = torch.ones(COPIES_BYTES // 4)
-    return data.nbytes / medians(rounds, data.sum)[0]
-
-
-def measure_peak(backends: list[Kernels], rounds: int, dtype: torch.dtype) -> float:
-    """Return the operations per second of a matrix product, by the faster backend."""
-    rows, size = 1024, 2048
-    x = torch.randn(rows, size).to(dtype)
-    packed = [kernels.pack(torch.randn(size, size).to(dtype)) for kernels in backends]
-    runs = [lambda k=kernels, w=weight: k.linear(x, w) for kernels, weight in zip(backends, packed)]
-    return 2.0 * rows * size * size / min(medians(rounds, *runs))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -306,16 +328,20 @@ def main() -> None:
     native = NativeKernels(options.threads, options.instruction_set)
     backends: list[Kernels] = [native, ReferenceKernels()]
     with torch.inference_mode():
-        bandwidth, peak = measure_read_bandwidth(options.rounds), measure_peak(backends, options.rounds, dtype)
+        floors = Floors(native.instruction_set, options.threads)
+        rates = floors.rates(options.rounds)
         print(f"{native.instruction_set}, {options.threads} threads, {options.dtype}")
-        print(f"reads {bandwidth / 1e9:.1f} GB/s, computes {peak / 1e9:.0f} GFLOP/s")
+        print(
+            f"reads {rates.read / 1e9:.1f} GB/s; computes {rates.fp32 / 1e9:.0f} GFLOP/s in fp32, "
+            f"{rates.bf16 / 1e9:.0f} in bf16, {rates.pairs / 1e9:.0f} in 16-bit integers (0: no such instructions)"
+        )
         print(f"{'model':<17}{'kernel':<28}{'rows':>7}{'native us':>11}{'torch us':>11}{'speedup':>9}{'of floor':>10}")
         for name, case in all_cases(dtype, options.quantization):
             if options.only not in case.name:
                 continue
             runs = [case.make(kernels) for kernels in backends]
             own, torch_time = (seconds / case.calls for seconds in medians(options.rounds, *runs))
-            floor = max(case.read_bytes / bandwidth, case.operations / peak)
+            floor = case.floor(native, floors, rates, dtype)
             print(
                 f"{name:<17}{case.name:<28}{case.rows:>7}{own * 1e6:>11.1f}{torch_time * 1e6:>11.1f}"
                 f"{torch_time / own:>9.2f}{floor / own:>10.0%}",

@@ -179,10 +179,11 @@ class WorkerConfig(ServiceConfig):
     )
     threads: int = option(0, "CPU threads; 0 takes all cores that the worker may use", "compute", at_least=0)
     itl_target_ms: float = option(
-        28.0,
+        0.0,
         "intended time between two tokens of a running request, in milliseconds. It matters only while prompts wait "
         "and prefill and decode workers share the cores of a host: prefill gets the part of this time that a decode "
-        "step leaves. A lower target makes running requests faster and first tokens later",
+        "step leaves. A lower target makes running requests faster and first tokens later. 0 follows the machine: 28 "
+        "ms, or two and a half decode steps if that is longer",
         "compute",
         at_least=0,
     )

@@ -3,7 +3,8 @@ turns, the operating system would.
 
 Decode has priority: while a decode worker computes, prefill waits before each of its operations. After a decode step,
 if prefill is waiting, prefill gets the cores for the rest of the target inter-token latency (ITL). So prompts make
-progress even if decode always has work, and prefill has the cores to itself while decode is idle.
+progress even if decode always has work, and prefill has the cores to itself while decode is idle. If nobody has given
+a target, it grows with the time of decode steps, so that prompts are not starved on a slow machine.
 
 A request is handed over some milliseconds after its prompt's last step. It should be part of decode's next step, and
 not of the one after it. So prefill announces the handoff, and decode plans its next step a little later.
@@ -24,6 +25,7 @@ prefill may compute between two programs of a decode step, when decode runs Pyth
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -48,8 +50,13 @@ _POLL_SECONDS = 0.0002
 _STEPS = 8
 """Number of recent steps whose longest is the estimate for the next step. A step often has to wait until an operation
 of prefill ends, so times vary."""
+_LEAST_TARGET = 28 * _MS
+"""The ITL target if none is given, on a machine that is fast enough for it."""
 _LEAST_SHARE = 0.5
-"""Least time that prefill gets for each second of decoding, in seconds, even if steps take longer than the target."""
+"""Least time that prefill gets for each second of decoding, in seconds, even if steps take longer than a given target.
+"""
+_AUTO_SHARE = 1.5
+"""The same if no target is given. So decode steps, on a slow machine, are 40 % of the time while prompts wait."""
 
 
 class Turns(Protocol):
@@ -89,20 +96,22 @@ class DecodeTurns:
     Args:
         page: PAGE_BYTES of memory that all workers of the host share; zeros at first.
         session: number of this worker, which gives it a slot.
-        itl_target: target for the seconds between two tokens of a request, while other requests wait for prefill.
+        itl_target: target for the seconds between two tokens of a request, while other requests wait for prefill;
+            None for the least that this machine can do without starving them.
     """
 
     def __init__(
         self,
         page: memoryview,
         session: int,
-        itl_target: float,
+        itl_target: float | None,
         clock: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.page, self.slot = page, session % SLOTS
         self._words = page.cast("q")
-        self._target = int(itl_target * 1e9)
+        self._target = _LEAST_TARGET if itl_target is None else int(itl_target * 1e9)
+        self._share = _AUTO_SHARE if itl_target is None else _LEAST_SHARE
         self._clock, self._sleep = clock, sleep
         self._began = 0
         self._steps: deque[int] = deque(maxlen=_STEPS)
@@ -115,10 +124,10 @@ class DecodeTurns:
     def end(self, hands_over: bool = False) -> bool:
         words, now = self._words, self._clock()
         words[_FIRST_SLOT + self.slot] = 0
-        took = now - self._began
-        self._steps.append(took)
+        self._steps.append(now - self._began)
         if words[_PREFILL_UNTIL] <= now < words[_WANTED_UNTIL]:
-            words[_PREFILL_UNTIL] = now + max(self._target - max(self._steps), int(took * _LEAST_SHARE))
+            least = int(statistics.median(self._steps) * self._share)
+            words[_PREFILL_UNTIL] = now + max(self._target - max(self._steps), least)
         return now < words[_PREFILL_UNTIL]
 
     def wait(self, early: float) -> float:

@@ -140,6 +140,32 @@ def test_long_steps_leave_prefill_its_share(clock: Clock, decode: DecodeTurns, p
     assert 99 <= clock.waited(decode.begin) <= 101
 
 
+def test_without_a_target_prefill_gets_more_than_half_of_a_slow_machine(
+    page: memoryview, clock: Clock, prefill: PrefillTurns
+) -> None:
+    decode = DecodeTurns(page, 7, None, clock, clock.sleep)
+    for step_ms, left_ms in ((8, 20), (40, 60)):
+        for _ in range(8):
+            leave_turn(clock, decode, prefill, step_ms)
+            for ms in range(0, 100, 10):  # prefill's next operations
+                clock.after(ms, lambda: prefill._may_compute(clock()))
+            waited = clock.waited(decode.begin)
+            clock.pass_ms(200)
+        assert waited == pytest.approx(left_ms, abs=1)
+
+
+def test_one_slow_step_does_not_change_the_share_of_prefill(
+    page: memoryview, clock: Clock, prefill: PrefillTurns
+) -> None:
+    decode = DecodeTurns(page, 7, None, clock, clock.sleep)
+    for step_ms in (20, 20, 20, 200):
+        leave_turn(clock, decode, prefill, step_ms)
+        for ms in range(0, 100, 10):
+            clock.after(ms, lambda: prefill._may_compute(clock()))
+        assert clock.waited(decode.begin) == pytest.approx(30, abs=1)
+        clock.pass_ms(200)
+
+
 def test_all_decode_workers_leave_the_same_time(
     page: memoryview, clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
 ) -> None:

@@ -38,7 +38,7 @@ from paceline.kernels.quantized import QuantizedMatrix
 
 COMPRESSING = ("avx512-bf16",)
 """Instruction sets whose kernels read bf16 in 12 bits. AMX kernels would first have to write it out in 16 bits."""
-INTEGER_PRODUCTS = ("avx512", "avx2")
+INTEGER_PRODUCTS = ("avx512-bf16", "avx512", "avx2")
 """Instruction sets that multiply bf16 with quantized weights in integers, without rounding the weights to bf16."""
 _MOST_TAPS = 16
 """`kMostTaps` of src/recurrent.h."""

@@ -23,7 +23,7 @@ def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
     return (
         BLOCKS
         + ROWS * rows
-        + WIDE_WORDS * (instruction_set in ("amx", "avx512-bf16") and is_narrow and not rows)
+        + WIDE_WORDS * (instruction_set == "amx" and is_narrow and not rows)
         + EIGHT_BITS * (matrix.bits == 8)
         + WIDE_SCALES * (matrix.scales.dtype == torch.float32)
         + OFFSETS * (matrix.offsets is not None)

@@ -228,7 +228,8 @@ def _turns(config: WorkerConfig, device: torch.device, role: Role, page: memoryv
     """Return the worker's time slices; None if it does not use all cores of the machine, or computes on a GPU."""
     if device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
         return None
-    return PrefillTurns(page) if role == "prefill" else DecodeTurns(page, session, config.itl_target_ms / 1000)
+    itl_target = config.itl_target_ms / 1000 if config.itl_target_ms else None
+    return PrefillTurns(page) if role == "prefill" else DecodeTurns(page, session, itl_target)
 
 
 def _kv_memory(

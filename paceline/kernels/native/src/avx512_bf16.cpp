@@ -13,6 +13,7 @@
 #define PACELINE_TABLE avx512_bf16_kernels
 #define PACELINE_AVX512
 #define PACELINE_BF16_PRODUCTS
+#define PACELINE_INTEGER_PRODUCTS
 #define PACELINE_COMPRESSES
 #include "kernels.h"
 #endif

@@ -50,7 +50,7 @@ PACELINE_INLINE f32x16 load_scales(const uint8_t* from, int64_t scale_bytes) {
     return scale_bytes == 2 ? widen_fp16(read<u16x16>(from)) : read<f32x16>(from);
 }
 
-#if defined(PACELINE_AVX512) && defined(PACELINE_BF16_PRODUCTS)
+#ifdef PACELINE_AMX
 // Rounds values at two places along `in` to bf16 pairs. `first` and `second` have eight outputs each.
 PACELINE_INLINE u32x16 round_pairs(f32x16 first, f32x16 second) {
     return bits<u32x16>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
