@@ -106,6 +106,7 @@ WORKLOADS: dict[str, Callable[[str, Prompt], Workload]] = {
     "eight": _uniform(count=16, concurrency=8, tokens_in=128, tokens_out=128),
     "sampled": _sampled,
     "prompt-heavy": _uniform(count=16, concurrency=16, tokens_in=512, tokens_out=64),
+    "long-prompt": _uniform(count=4, concurrency=1, tokens_in=1600, tokens_out=8),
     "interference": _interference,
     "short-prompts": _short_prompts(long=0),
     "short-and-long": _short_prompts(long=4),

@@ -53,25 +53,31 @@ struct Attention {
     // One thread's memory for a piece. `weights` and `scores` are those of one block of rows.
     struct Space {
         Left<T>* queries;
-        T *keys, *values;
+        T *keys, *values;  // packed; if values stay in their blocks, `values` is a row of zeros
+        const T** rows;    // the values of each key, if they stay in their blocks
         Left<T>* weights;
         float* scores;
         Partial piece, total;
     };
     Space space(Worker& worker) const {
         const int64_t item = sizeof(T), left = sizeof(Left<T>);
-        const int64_t sizes[] = {max_rows * depth * left,    kPiece * depth * item,
-                                 kPiece * width * item,      kRowBlock * kPiece * left,
-                                 kRowBlock * kPiece * 4,     partial_bytes(),
+        const int64_t sizes[] = {max_rows * depth * left,
+                                 kPiece * depth * item,
+                                 (kValuesStay ? 1 : kPiece) * width * item,
+                                 kValuesStay ? kPiece * int64_t{sizeof(T*)} : 0,
+                                 kRowBlock * kPiece * left,
+                                 kRowBlock * kPiece * 4,
+                                 partial_bytes(),
                                  partial_bytes()};
+        constexpr int count = sizeof(sizes) / sizeof(*sizes);
         int64_t bytes = 0;
         for (int64_t size : sizes) bytes += round_up(size, 64);
         char* at = static_cast<char*>(worker.scratch.take(bytes));
-        void* parts[7];
-        for (int i = 0; i < 7; ++i) parts[i] = at, at += round_up(sizes[i], 64);
-        return {static_cast<Left<T>*>(parts[0]), static_cast<T*>(parts[1]), static_cast<T*>(parts[2]),
-                static_cast<Left<T>*>(parts[3]), static_cast<float*>(parts[4]), partial_at(parts[5]),
-                partial_at(parts[6])};
+        void* parts[count];
+        for (int i = 0; i < count; ++i) parts[i] = at, at += round_up(sizes[i], 64);
+        return {static_cast<Left<T>*>(parts[0]), static_cast<T*>(parts[1]),       static_cast<T*>(parts[2]),
+                static_cast<const T**>(parts[3]), static_cast<Left<T>*>(parts[4]), static_cast<float*>(parts[5]),
+                partial_at(parts[6]),             partial_at(parts[7])};
     }
 
     // Columns [from, to) of a piece, multiples of kDepth, so that sums begin and end at the same places for every row.
@@ -94,6 +100,75 @@ struct Attention {
     using Prefetch = typename Paged<T>::Prefetch;
     Prefetch prefetch_of(const Rows& rows, int64_t piece) const {
         return {rows, piece * kPiece, least((piece + 1) * kPiece, end_key(rows))};
+    }
+
+    // Products in fp32 read each value by itself, so packing of values would not pay.
+    static constexpr bool kValuesStay = std::is_same_v<Left<T>, float>;
+
+    // Adds up columns [d, d + kLanes * Groups) of the values, times the weights of each row. Whole: all columns exist.
+    // Each sum is the same, in the same order, as that of `multiply` with packed values.
+    template <int Rows, int Groups, bool Whole>
+    __attribute__((noinline)) static void weigh_columns(
+        const float* weights, const T* const* rows, int64_t keys, int64_t d, int64_t dim, float* out, int64_t width) {
+        constexpr int parts = Groups * kParts;
+        Floats sums[Rows * parts];
+        unrolled<Rows * parts>([&](int i) PACELINE_INLINED { sums[i] = Floats{}; });
+        for (int64_t key = 0; key < keys; ++key) {
+            const auto value = [&](int part) PACELINE_INLINED {
+                const int64_t column = d + part * kRegisterLanes;
+                return Whole ? widened(rows[key] + column) : widened_some(rows[key] + column, dim - column);
+            };
+            const auto weight = [&](int r) PACELINE_INLINED { return splat<Floats>(weights[r * kPiece + key]); };
+            // What there is less of stays in registers.
+            const auto add = [&](int r, int part, const Floats& w, const Floats& v) PACELINE_INLINED {
+                sums[r * parts + part] = fma(w, v, sums[r * parts + part]);
+            };
+            if constexpr (Rows < parts) {
+                Floats all[Rows];
+                unrolled<Rows>([&](int r) PACELINE_INLINED { all[r] = weight(r); });
+                unrolled<parts>([&](int part) PACELINE_INLINED {
+                    const Floats own = value(part);
+                    unrolled<Rows>([&](int r) PACELINE_INLINED { add(r, part, all[r], own); });
+                });
+            } else {
+                Floats all[parts];
+                unrolled<parts>([&](int part) PACELINE_INLINED { all[part] = value(part); });
+                unrolled<Rows>([&](int r) PACELINE_INLINED {
+                    const Floats own = weight(r);
+                    unrolled<parts>([&](int part) PACELINE_INLINED { add(r, part, own, all[part]); });
+                });
+            }
+        }
+        unrolled<Rows * parts>([&](int i) PACELINE_INLINED {
+            write(out + i / parts * width + d + i % parts * kRegisterLanes, sums[i]);
+        });
+    }
+
+    // The same for all columns and `Rows` rows from `row` on.
+    template <int Rows>
+    void weigh_values(const Space& space, Span span, int64_t row, float* out, Prefetch& prefetch) const {
+        const auto columns = [&](auto groups, auto whole, int64_t d) {
+            prefetch.issue(paged, kPrefetchAtColumns * groups);
+            weigh_columns<Rows, groups, whole>(space.weights + row * kPiece + span.from, space.rows + span.from,
+                                               span.to - span.from, d, dim, out + row * width, width);
+        };
+        // Two, if their sums fit in registers.
+        constexpr int parts = 2 * kParts, groups = Rows * parts + (Rows < parts ? Rows : parts) < kRegisters ? 2 : 1;
+        int64_t d = 0;
+        for (; d + groups * kLanes <= dim; d += groups * kLanes)
+            columns(std::integral_constant<int, groups>{}, std::true_type{}, d);
+        for (; d + kLanes <= dim; d += kLanes) columns(std::integral_constant<int, 1>{}, std::true_type{}, d);
+        if (d < dim) columns(std::integral_constant<int, 1>{}, std::false_type{}, d);
+    }
+
+    static Floats widened(const float* from) { return read<Floats>(from); }
+    static Floats widened(const bf16* from) {
+        return bits<Floats>(convert<Words>(read<Vector<uint16_t, kRegisterLanes>>(from)) << 16);
+    }
+    static Floats widened_some(const T* from, int64_t count) {
+        T lanes[kRegisterLanes] = {};
+        memcpy(lanes, from, most(0, least(kRegisterLanes, count)) * sizeof(T));
+        return widened(lanes);
     }
 
     // Copies queries to space.queries, packed if keys stay in their blocks.
@@ -218,6 +293,13 @@ struct Attention {
             multiply(worker, space.queries + row * depth, depth, space.keys + i * depth, depth * kLanes, depth, height,
                      2, space.scores + i, kPiece);
         weigh_rows(rows, base, row, height, span, space);
+        if constexpr (kValuesStay) {
+            float* out = space.piece.values + row * width;
+            by_parts<kMostRows>(height, [&](auto count, int64_t first) {
+                weigh_values<decltype(count)::value>(space, span, first, out, prefetch);
+            });
+            return;
+        }
         // Keep tiles that are configured for sixteen keys: a new configuration takes longer than some idle rows.
         const int64_t tile_height = scored ? most(height, kLanes) : height;
         for (int64_t d = 0; d < width; d += kOutBlock) {
@@ -233,12 +315,19 @@ struct Attention {
         const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
         const Span span = seen(base, rows.first_position, end - 1);
         const bool scored = keys_stay(rows);
+        if (kValuesStay) memset(space.values, 0, width * sizeof(T));
         if (scored) score_in_place(rows, base, span, prefetch, space, worker);
         for (int64_t i = span.from; i < span.to; i += kDepth) {
             typename Paged<T>::Places places;
             paged.locate(rows, base + i, first_key(rows), end, places);
             if (!scored) paged.pack_keys(places, space.keys + i * depth, prefetch);
-            paged.pack_values(places, space.values + i * kLanes, prefetch);
+            if constexpr (kValuesStay)
+                for (int64_t key = 0; key < kDepth; ++key) {
+                    const T* row = paged.at(op.cache.values, places[key]);
+                    space.rows[i + key] = row ? row : space.values;
+                }
+            else
+                paged.pack_values(places, space.values + i * kLanes, prefetch);
         }
         for (int64_t row = 0; row < row_count; row += kRowBlock)
             attend_rows(rows, base, row, least(kRowBlock, row_count - row), prefetch, space, worker);

@@ -169,30 +169,39 @@ static inline void multiply_few(
     unrolled<Rows * parts>([&](int i) PACELINE_INLINED { write(place(i), sums[i]); });
 }
 
+// Cuts rows into parts of at most `Most`, and calls run(count, first) for each, with the number of its rows as a constant.
+// Parts of about equal height keep more units busy than full ones and a low last one.
+template <int64_t Most, class Run>
+PACELINE_INLINE void by_parts(int64_t rows, const Run& run) {
+    const int64_t parts = (rows + Most - 1) / Most;
+    for (int64_t part = 0, first = 0, height; part < parts; ++part, first += height) {
+        height = (rows - first + parts - part - 1) / (parts - part);
+        switch (height) {
+#define PACELINE_ROWS(N)                                                        \
+    case N:                                                                     \
+        if constexpr (N <= Most) run(std::integral_constant<int, N>{}, first);  \
+        break;
+            PACELINE_ROWS(1) PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4) PACELINE_ROWS(5) PACELINE_ROWS(6)
+            PACELINE_ROWS(7) PACELINE_ROWS(8) PACELINE_ROWS(9) PACELINE_ROWS(10) PACELINE_ROWS(11) PACELINE_ROWS(12)
+#undef PACELINE_ROWS
+        }
+    }
+}
+
 template <int Groups, class T>
 static inline void multiply_lanes(
     const Left<T>* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, int64_t rows, float* out,
     int64_t out_stride, const Extra& extra) {
     constexpr int64_t full = Groups == 1 ? kMostRows : kMostRowsOfTwo;
-    // Parts of about equal height keep more units busy than full ones and a low last one.
     const int64_t parts = (rows + full - 1) / full;
-    for (int64_t part = 0, row = 0, height; part < parts; ++part, row += height) {
-        height = (rows - row + parts - part - 1) / (parts - part);
-        const Ahead ahead = Ahead::of<Groups>(w, w_stride, in, part, parts);
-#define PACELINE_ROWS(N)                                                                                               \
-    case N:                                                                                                            \
-        if constexpr (N <= full) {                                                                                     \
-            const auto few = extra.comes_from_memory ? multiply_few<N, Groups, true, T>                                \
-                                                     : multiply_few<N, Groups, false, T>;                              \
-            few(x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, extra.add, ahead);  \
-        }                                                                                                              \
-        break;
-        switch (height) {
-            PACELINE_ROWS(1) PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4) PACELINE_ROWS(5) PACELINE_ROWS(6)
-            PACELINE_ROWS(7) PACELINE_ROWS(8) PACELINE_ROWS(9) PACELINE_ROWS(10) PACELINE_ROWS(11) PACELINE_ROWS(12)
-        }
-#undef PACELINE_ROWS
-    }
+    int64_t part = 0;
+    by_parts<full>(rows, [&](auto count, int64_t row) {
+        constexpr int height = decltype(count)::value;
+        const auto few = extra.comes_from_memory ? multiply_few<height, Groups, true, T>
+                                                 : multiply_few<height, Groups, false, T>;
+        few(x + row * x_stride, x_stride, w, w_stride, in, out + row * out_stride, out_stride, extra.add,
+            Ahead::of<Groups>(w, w_stride, in, part++, parts));
+    });
 }
 
 // out[rows, 16 * groups] = x[rows, in] * w, in fp32.

@@ -6,6 +6,7 @@ constexpr int64_t kPiece = 128;  // keys that one softmax takes at once; see att
 // key), a product, and a square of sixteen packed keys. Together they fetch a piece. Each is about what memory delivers
 // in the time that the work takes.
 constexpr int64_t kPrefetchAtTile = 24, kPrefetchAtPair = 4, kPrefetchAtProduct = 32, kPrefetchAtSquare = 20;
+constexpr int64_t kPrefetchAtColumns = 48;  // with each kLanes columns of values that stay in their blocks
 
 template <class T>
 static void store_kv(const Op& op, const Step& step, Team& team) {
@@ -109,25 +110,50 @@ struct Paged {
     // Calls begin_square() before each square of 16 x 16 words.
     template <class Find, class Begin>
     void pack_rows(const Find& find, T* to, const Begin& begin_square) const {
-        constexpr int64_t per_line = 64 / sizeof(T);
-        for (int64_t d = 0; d < depth; d += per_line) {
+        const T* rows[kLanes];
+        bool whole = dim % kPerLine == 0;
+        for (int64_t i = 0; i < kLanes; ++i) {
+            rows[i] = find(i);
+            whole = whole && rows[i];
+        }
+        for (int64_t d = 0; d < depth; d += kPerLine) {
             begin_square();
-            u32x16 square[kLanes];
-            for (int64_t i = 0; i < kLanes; ++i) {
-                const T* row = find(i);
-                square[i] = row ? read_line(row + d, dim - d) : u32x16{};
-            }
-            transpose(square);
-            const int64_t lines = least(kLanes, (depth - d) * int64_t(sizeof(T)) / 4);
-            for (int64_t i = 0; i < lines; ++i) write(to + d * kLanes + i * per_line, square[i]);
+            if (whole) pack_square<true>(rows, d, to);
+            else pack_square<false>(rows, d, to);
         }
     }
 
-    static u32x16 read_line(const T* from, int64_t count) {
-        if (count >= int64_t(64 / sizeof(T))) return read<u32x16>(from);
-        T line[64 / sizeof(T)] = {};
-        memcpy(line, from, count * sizeof(T));
-        return read<u32x16>(line);
+    // Transposes parts of the square that fit in registers. Whole: all elements exist.
+    template <bool Whole>
+    void pack_square(const T* const (&rows)[kLanes], int64_t d, T* to) const {
+        constexpr int64_t pair = 4 / sizeof(T), size = kRegisterLanes;
+        const int64_t words = Whole ? kLanes : least(kLanes, (depth - d) / pair);
+        for (int64_t word = 0; word < words; word += size)
+            for (int64_t first = 0; first < kLanes; first += size) {
+                const int64_t from = d + word * pair;
+                Words square[size];
+#pragma GCC unroll 16
+                for (int64_t i = 0; i < size; ++i) {
+                    const T* row = rows[first + i];
+                    if (Whole) square[i] = read<Words>(row + from);
+                    else square[i] = row ? read_some<Words>(row + from, dim - from) : Words{};
+                }
+                transpose(square);
+#pragma GCC unroll 16
+                for (int64_t i = 0; i < size; ++i)
+                    if (Whole || word + i < words) write(to + (from + i * pair) * kLanes + first * pair, square[i]);
+            }
+    }
+    static constexpr int64_t kPerLine = 64 / sizeof(T);
+
+    // Reads the first `count` elements of a vector, or all if there are more. The others are 0.
+    template <class V>
+    static V read_some(const T* from, int64_t count) {
+        constexpr int64_t all = sizeof(V) / sizeof(T);
+        if (count >= all) return read<V>(from);
+        T some[all] = {};
+        if (count > 0) memcpy(some, from, count * sizeof(T));
+        return read<V>(some);
     }
 
     // Packs kDepth values as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
@@ -146,8 +172,8 @@ struct Paged {
         if (count > kLanes) store(to + kPiece * kLanes, a ? load_some(a + kLanes, count - kLanes) : f32x16{});
     }
     static void pack_lanes(const bf16* a, const bf16* b, int64_t count, bf16* to) {
-        const u16x32 low = a ? bits<u16x32>(read_line(a, count)) : u16x32{};
-        const u16x32 high = b ? bits<u16x32>(read_line(b, count)) : u16x32{};
+        const u16x32 low = a ? read_some<u16x32>(a, count) : u16x32{};
+        const u16x32 high = b ? read_some<u16x32>(b, count) : u16x32{};
         u16x32 first, second;
         interleave(low, high, first, second);
         write(to, first);

@@ -21,13 +21,7 @@ PACELINE_INLINE V lane_numbers() {
 }
 
 PACELINE_INLINE f32x16 widen(u16x16 half) {
-#ifdef PACELINE_AVX512
-    // GCC 12 makes three instructions of the conversion below.
-    const u32x16 word = bits<u32x16>(_mm512_maskz_cvtepu16_epi32(0xffff, bits<__m256i>(half)));
-#else
-    const u32x16 word = convert<u32x16>(half);
-#endif
-    return bits<f32x16>(word << 16);
+    return bits<f32x16>(convert<u32x16>(half) << 16);
 }
 
 // Rounds to the nearest, ties to even.

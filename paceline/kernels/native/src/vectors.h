@@ -7,11 +7,13 @@
 #define PACELINE_INLINE static inline PACELINE_INLINED
 
 #if defined(PACELINE_AVX512)
-constexpr int kRegisterBytes = 64;
+constexpr int kRegisterBytes = 64, kRegisters = 32;
 #elif defined(PACELINE_AVX2)
-constexpr int kRegisterBytes = 32;
+constexpr int kRegisterBytes = 32, kRegisters = 16;
+#elif defined(PACELINE_NEON)
+constexpr int kRegisterBytes = 16, kRegisters = 32;
 #else
-constexpr int kRegisterBytes = 16;
+constexpr int kRegisterBytes = 16, kRegisters = 16;
 #endif
 
 // Calls body(0), body(1), ... with constants, so that elements of a local array can stay in registers.
@@ -149,10 +151,35 @@ PACELINE_INLINE V join_halves(const Half& low, const Half& high) {
     }
 }
 
+// Widening of each element to twice its size. GCC 12 makes three or five instructions of what is one.
+template <class From>
+constexpr bool kWidens = false;
+#if defined(PACELINE_AVX512)
+template <> constexpr bool kWidens<Vector<uint16_t, 16>> = true;
+template <> constexpr bool kWidens<Vector<int8_t, 32>> = true;
+PACELINE_INLINE __m512i widen_elements(const Vector<uint16_t, 16>& from) {
+    return _mm512_maskz_cvtepu16_epi32(0xffff, bits<__m256i>(from));
+}
+PACELINE_INLINE __m512i widen_elements(const Vector<int8_t, 32>& from) {
+    return _mm512_maskz_cvtepi8_epi16(0xffffffff, bits<__m256i>(from));
+}
+#elif defined(PACELINE_AVX2)
+template <> constexpr bool kWidens<Vector<uint16_t, 8>> = true;
+template <> constexpr bool kWidens<Vector<int8_t, 16>> = true;
+PACELINE_INLINE __m256i widen_elements(const Vector<uint16_t, 8>& from) {
+    return _mm256_cvtepu16_epi32(bits<__m128i>(from));
+}
+PACELINE_INLINE __m256i widen_elements(const Vector<int8_t, 16>& from) {
+    return _mm256_cvtepi8_epi16(bits<__m128i>(from));
+}
+#endif
+
 // Converts each element, as a cast does.
 template <class To, class From>
 PACELINE_INLINE To convert(const From& from) {
-    if constexpr (kIsHalves<To> || kIsHalves<From>) {
+    if constexpr (kWidens<From> && sizeof(To) == 2 * sizeof(From) && Shape<To>::kCount == Shape<From>::kCount) {
+        return bits<To>(widen_elements(from));
+    } else if constexpr (kIsHalves<To> || kIsHalves<From>) {
         using Half = typename Shape<To>::Half;
         return join_halves<To>(convert<Half>(low_half(from)), convert<Half>(high_half(from)));
     } else {
