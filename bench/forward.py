@@ -1,6 +1,6 @@
 """Time of a forward pass on CPU: replayed in one call, called operation by operation, and with plain torch.
 
-    python -m bench.forward ~/.cache/paceline/smollm2-135m-instruct [--threads 1] [--rounds 20] [--quantization gguf]
+    python -m bench.forward ~/.cache/paceline/smollm2-135m-instruct [--threads 1] [--quantization gguf]
 
 The ways take turns, and figures are medians in milliseconds. With one thread they are CPU time, which other work on the
 machine hardly changes; with more threads they are wall time. The floor is the time of `torch.sum` over as many bytes as
@@ -83,14 +83,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--quantization", choices=("int8", "gguf"), action="append", default=[])
+    parser.add_argument("--instruction-set", default="auto")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    replayed = NativeKernels(options.threads)
+    instruction_set = options.instruction_set
+    replayed = NativeKernels(options.threads, instruction_set)
     ways: dict[str, tuple[Kernels, Quantization]] = {
         "replayed": (replayed, "none"),
         **{name: (replayed, name) for name in options.quantization},
-        **({"whole": (NativeKernels(options.threads, compress=False), "none")} if replayed.compresses else {}),
-        "one by one": (CalledOneByOne(options.threads), "none"),
+        **({"whole": (NativeKernels(options.threads, instruction_set, compress=False), "none")} if replayed.compresses else {}),
+        "one by one": (CalledOneByOne(options.threads, instruction_set), "none"),
         "torch": (ReferenceKernels(), "none"),
     }
     models = {name: load_model(options.model, DTYPE, own, CPU, quantization=how) for name, (own, how) in ways.items()}
