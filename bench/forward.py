@@ -88,10 +88,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     instruction_set = options.instruction_set
     replayed = NativeKernels(options.threads, instruction_set)
+    whole = NativeKernels(options.threads, instruction_set, compress=False)
     ways: dict[str, tuple[Kernels, Quantization]] = {
         "replayed": (replayed, "none"),
         **{name: (replayed, name) for name in options.quantization},
-        **({"whole": (NativeKernels(options.threads, instruction_set, compress=False), "none")} if replayed.compresses else {}),
+        **({"whole": (whole, "none")} if replayed.compresses else {}),
         "one by one": (CalledOneByOne(options.threads, instruction_set), "none"),
         "torch": (ReferenceKernels(), "none"),
     }
