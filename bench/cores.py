@@ -102,12 +102,12 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 @contextmanager
-def busy(core: int) -> Iterator[None]:
-    """Keep a core busy with another process."""
+def busy(core: int) -> Iterator[int]:
+    """Keep a core busy with another process, whose id is yielded."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         os.sched_setaffinity(process.pid, [core])
-        yield
+        yield process.pid
     finally:
         process.kill()
         process.wait()

@@ -1,4 +1,4 @@
-// Plain loops of one instruction set: what reading and computing reach at most on one core. See floors.py.
+// Plain loops of one instruction set, as upper bounds for the rates of reading and computing on a core. See floors.py.
 
 #include <cstdint>
 #include <cstring>

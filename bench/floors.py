@@ -1,4 +1,4 @@
-"""Rates of plain loops of one instruction set: what reading and computing can reach at most.
+"""Plain loops of one instruction set, as upper bounds for the rates of reading and computing.
 
 The loops are in floors.cpp. g++ compiles them for the instruction set when they are needed.
 """
@@ -15,8 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
+
+from paceline.kernels.native.library import load_library
+from paceline.kernels.native.memory import WeightMemory
 
 SOURCE = Path(__file__).with_name("floors.cpp")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
@@ -63,7 +65,8 @@ class Floors:
 
     def rates(self, rounds: int) -> Rates:
         """Measure all rates: medians of `rounds`."""
-        data = torch.ones(READ_BYTES // 4, dtype=torch.int32)
+        # The same kind of memory as that of packed weights, because the size of pages matters.
+        data = WeightMemory(load_library()).take(READ_BYTES).fill_(1)
         part = data.nbytes // self._threads // 1024 * 1024
         read = self._seconds(
             rounds, lambda thread: self._library.read_all(data.data_ptr() + thread * part, ctypes.c_int64(part))

@@ -3,13 +3,13 @@
     python -m bench.kernels [--threads 2] [--rounds 30] [--dtype bfloat16] [--quantization int8]
 
 The floor is the larger of two times: bytes to read divided by the rate of reading, and operations divided by the rate
-of computing. Plain loops of the same instruction set measure both rates first (see floors.py). The bytes of weights are
-those that the native kernels read, after quantization or compression. The operations are products of fp32, bf16 or
-16-bit integers, as the native kernels use. The floor of attention to long contexts is a loop that reads its blocks.
-Native and torch take turns, and times are medians. With one thread they are CPU time, which other work on the machine
-hardly changes; with more threads they are wall time. There are as many copies of the weights as a model has, so that
-they are read from memory. Linear layers run as one pass over all copies, as in a step. --quantization rounds weights
-for the native kernels only: torch stays the same.
+of computing. Plain loops of the same instruction set measure both rates first (see floors.py). The bytes of weights
+are those that the native kernels read, after quantization or compression. The operations are products of fp32, bf16 or
+16-bit integers, as the native kernels use. Attention of one token for each request is compared with a loop that reads
+its blocks. Native and torch take turns, and times are medians. With one thread they are CPU time, which other work on
+the machine hardly changes; with more threads they are wall time. There are as many copies of the weights as a model
+has, so that they are read from memory. Linear layers run as one pass over all copies, as in a step. --quantization
+rounds weights for the native kernels only: torch stays the same.
 """
 
 from __future__ import annotations
@@ -92,19 +92,18 @@ class Case:
     weight: Callable[[Kernels], PackedWeight] | None = None
     """Packs the weight of a linear layer, which may have fewer bytes than `read_bytes`."""
     read: Callable[[Floors], float] | None = None
-    """If the order of reading matters: returns the seconds in which a plain loop reads what all calls read."""
+    """If the order of reading matters: returns the seconds in which a plain loop reads what one call reads."""
 
     def floor(self, native: NativeKernels, floors: Floors, rates: Rates, dtype: torch.dtype) -> float:
         """Return the least seconds of a call."""
-        if self.read is not None:
-            return self.read(floors) / self.calls
         read_bytes, rate = self.read_bytes, rates.bf16 if dtype == torch.bfloat16 and rates.bf16 else rates.fp32
         if self.weight is not None:
             weight = self.weight(native)
             read_bytes = weight.data.nbytes
             if weight.format not in (None, COMPRESSED) and not rounds_blocks(native, dtype):
                 rate = rates.pairs
-        return max(read_bytes / rates.read, self.operations / rate)
+        reading = self.read(floors) if self.read is not None else read_bytes / rates.read
+        return max(reading, self.operations / rate)
 
 
 def quantize_q4_1(weight: Tensor) -> QuantizedMatrix:

@@ -48,15 +48,16 @@ _NEXT_HANDOVER = 1 * _MS
 """Time between two requests whose prompts ended in the same step: they are handed over one right after the other."""
 _POLL_SECONDS = 0.0002
 _STEPS = 8
-"""Number of recent steps whose longest is the estimate for the next step. A step often has to wait until an operation
-of prefill ends, so times vary."""
+"""Number of recent steps. The longest is the estimate for the next step, because a step often has to wait until an
+operation of prefill ends, so times vary. Their median decides the least time that prefill gets.
+"""
 _LEAST_TARGET = 28 * _MS
 """The ITL target if none is given, on a machine that is fast enough for it."""
 _LEAST_SHARE = 0.5
 """Least time that prefill gets for each second of decoding, in seconds, even if steps take longer than a given target.
 """
 _AUTO_SHARE = 1.5
-"""The same if no target is given. So decode steps, on a slow machine, are 40 % of the time while prompts wait."""
+"""Least time that prefill gets for each second of decoding if no target is given, in seconds."""
 
 
 class Turns(Protocol):
@@ -97,7 +98,7 @@ class DecodeTurns:
         page: PAGE_BYTES of memory that all workers of the host share; zeros at first.
         session: number of this worker, which gives it a slot.
         itl_target: target for the seconds between two tokens of a request, while other requests wait for prefill;
-            None for the least that this machine can do without starving them.
+            None: 28 ms, or two and a half decode steps if that is longer.
     """
 
     def __init__(

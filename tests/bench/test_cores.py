@@ -21,8 +21,8 @@ def test_nodes_have_the_cores_that_this_process_may_use(tmp_path: Path) -> None:
 
 def test_a_core_is_busy_only_meanwhile() -> None:
     core, *_ = sorted(os.sched_getaffinity(0))
-    with busy(core):
-        (child,) = psutil.Process().children()
+    with busy(core) as pid:
+        child = psutil.Process(pid)
         assert child.cpu_affinity() == [core]
     assert not child.is_running()
 

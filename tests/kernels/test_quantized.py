@@ -8,6 +8,7 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.kernels import rounds_blocks
 from paceline.kernels.native import NativeKernels
+from paceline.kernels.native.kernels import INTEGER_PRODUCTS
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
@@ -143,6 +144,16 @@ def test_the_reference_computes_with_the_same_matrix(native: NativeKernels) -> N
     expected = reference.linear(x, reference.pack(matrix))
     torch.testing.assert_close(native.linear(x, native.pack(matrix)), expected)
     assert torch.equal(reference.pack(matrix).data, matrix.dequantize())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_integer_products_have_the_same_bits_in_all_instruction_sets(layout: str) -> None:
+    """The processor decides whether one instruction multiplies and adds, or two do."""
+    sets = [name for name in instruction_sets() if name in INTEGER_PRODUCTS]
+    matrix, x = random_matrix(layout, 49, 160, torch.bfloat16), torch.randn(40, 160).bfloat16()
+    kernels = [NativeKernels(1, name) for name in sets]
+    results = [own.linear(x, own.pack(matrix)) for own in kernels]
+    assert all(torch.equal(result, results[0]) for result in results[1:])
 
 
 def test_int8_is_within_half_a_step() -> None:

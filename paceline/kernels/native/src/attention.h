@@ -119,7 +119,7 @@ struct Attention {
                 return Whole ? widened(rows[key] + column) : widened_some(rows[key] + column, dim - column);
             };
             const auto weight = [&](int r) PACELINE_INLINED { return splat<Floats>(weights[r * kPiece + key]); };
-            // What there is less of stays in registers.
+            // Keeps weights or values in registers, whichever are fewer.
             const auto add = [&](int r, int part, const Floats& w, const Floats& v) PACELINE_INLINED {
                 sums[r * parts + part] = fma(w, v, sums[r * parts + part]);
             };
@@ -152,7 +152,7 @@ struct Attention {
             weigh_columns<Rows, groups, whole>(space.weights + row * kPiece + span.from, space.rows + span.from,
                                                span.to - span.from, d, dim, out + row * width, width);
         };
-        // Two, if their sums fit in registers.
+        // Two groups of columns at once, if their sums fit in registers.
         constexpr int parts = 2 * kParts, groups = Rows * parts + (Rows < parts ? Rows : parts) < kRegisters ? 2 : 1;
         int64_t d = 0;
         for (; d + groups * kLanes <= dim; d += groups * kLanes)
@@ -298,15 +298,15 @@ struct Attention {
             by_parts<kMostRows>(height, [&](auto count, int64_t first) {
                 weigh_values<decltype(count)::value>(space, span, first, out, prefetch);
             });
-            return;
-        }
-        // Keep tiles that are configured for sixteen keys: a new configuration takes longer than some idle rows.
-        const int64_t tile_height = scored ? most(height, kLanes) : height;
-        for (int64_t d = 0; d < width; d += kOutBlock) {
-            prefetch.issue(paged, kPrefetchAtProduct);
-            multiply(worker, space.weights + span.from, kPiece, space.values + d * kPiece + span.from * kLanes,
-                     kPiece * kLanes, span.to - span.from, tile_height, width - d > kLanes ? 2 : 1,
-                     space.piece.values + row * width + d, width);
+        } else {
+            // Keep tiles that are configured for sixteen keys: a new configuration takes longer than some idle rows.
+            const int64_t tile_height = scored ? most(height, kLanes) : height;
+            for (int64_t d = 0; d < width; d += kOutBlock) {
+                prefetch.issue(paged, kPrefetchAtProduct);
+                multiply(worker, space.weights + span.from, kPiece, space.values + d * kPiece + span.from * kLanes,
+                         kPiece * kLanes, span.to - span.from, tile_height, width - d > kLanes ? 2 : 1,
+                         space.piece.values + row * width + d, width);
+            }
         }
     }
 

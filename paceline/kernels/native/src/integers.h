@@ -1,5 +1,5 @@
-// Products of bf16 with quantized weights in integers, for instruction sets without matrix tiles. Where there are products
-// of bf16, integers are faster for few rows (2.4 times for one), because codes need no unpacking, and slower for prompts.
+// Products of bf16 with quantized weights in integers, for the instruction sets of x86 without matrix tiles. With products
+// of bf16, integers are faster for few rows (2.5 times for one), because codes need no unpacking, and slower for prompts.
 //
 // Each block of 32 values of x is rounded to 16-bit integers that share a scale, a power of two. So a number of bf16 is
 // not changed unless it is smaller than 1/128 of its block's largest one. Codes of weights are integers too, so a block's
@@ -85,11 +85,9 @@ PACELINE_INLINE void add_pairs(const Shorts& x, const Shorts& weights, Ints& sum
     }
 }
 
-// Whether this processor multiplies and adds pairs in one instruction. The result is the same.
+// Returns whether this processor multiplies and adds pairs in one instruction. The result is the same.
 static inline bool fuses_pairs() {
-#if defined(PACELINE_BF16_PRODUCTS)
-    return true;  // all processors with AVX512-BF16 do
-#elif defined(PACELINE_AVX512)
+#ifdef PACELINE_AVX512
     return __builtin_cpu_supports("avx512vnni");
 #else
     return __builtin_cpu_supports("avxvnni");
@@ -181,18 +179,14 @@ struct QuantizedIntegers : Quantized<bf16> {
         }
     }
 
+    // The same for any number of rows.
     template <bool Fused, int Count, class Codes>
-    static void multiply_few(const Codes& codes, const Scales<Count>& own, const IntegerInput& input, int64_t row,
-                             int64_t rows, int64_t block, float* sums) {
-        switch (rows) {
-#define PACELINE_ROWS(N)                                                                              \
-    case N:                                                                                           \
-        if constexpr (N <= kMostIntegerRows) multiply_tile<Fused, N>(codes, own, input, row, block, sums); \
-        return;
-            PACELINE_ROWS(1) PACELINE_ROWS(2) PACELINE_ROWS(3) PACELINE_ROWS(4)
-            PACELINE_ROWS(5) PACELINE_ROWS(6) PACELINE_ROWS(7) PACELINE_ROWS(8)
-#undef PACELINE_ROWS
-        }
+    static void multiply_some(const Codes& codes, const Scales<Count>& own, const IntegerInput& input, int64_t row,
+                              int64_t rows, int64_t block, float* sums) {
+        by_parts<kMostIntegerRows>(rows, [&](auto count, int64_t first) PACELINE_INLINED {
+            multiply_tile<Fused, decltype(count)::value>(codes, own, input, row + first, block,
+                                                         sums + first * kTaskOut);
+        });
     }
 
     // Computes the sums of kOutBlock outputs for up to kRowBlock rows; sums: [rows][kTaskOut].
@@ -208,16 +202,14 @@ struct QuantizedIntegers : Quantized<bf16> {
                 const Scales<Count> own(tile + layout.code_bytes(), layout);
                 float* to = sums + group * kLanes;
                 if (rows <= kMostIntegerRows) {
-                    multiply_few<Fused>(codes, own, input, row, rows, block, to);
+                    multiply_some<Fused>(codes, own, input, row, rows, block, to);
                     continue;
                 }
                 alignas(64) int16_t unpacked[kLanes * kDepth];
                 unrolled<kDepth / 2 * kParts>([&](int i) PACELINE_INLINED {
                     write(unpacked + i * Shape<Shorts>::kCount, codes.at(i / kParts, i % kParts));
                 });
-                for (int64_t i = 0; i < rows; i += kMostIntegerRows)
-                    multiply_few<Fused>(UnpackedCodes{unpacked}, own, input, row + i, least(kMostIntegerRows, rows - i),
-                                        block, to + i * kTaskOut);
+                multiply_some<Fused>(UnpackedCodes{unpacked}, own, input, row, rows, block, to);
             }
     }
 

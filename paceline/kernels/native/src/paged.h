@@ -106,6 +106,8 @@ struct Paged {
                       [&] { prefetch.issue(*this, kPrefetchAtSquare); });
     }
 
+    static constexpr int64_t kPerLine = 64 / sizeof(T);  // elements of a row of a square
+
     // Packs sixteen rows as [depth / pair][16][pair]. find(i): the `dim` elements of row i; null for zeros.
     // Calls begin_square() before each square of 16 x 16 words.
     template <class Find, class Begin>
@@ -144,7 +146,6 @@ struct Paged {
                     if (Whole || word + i < words) write(to + (from + i * pair) * kLanes + first * pair, square[i]);
             }
     }
-    static constexpr int64_t kPerLine = 64 / sizeof(T);
 
     // Reads the first `count` elements of a vector, or all if there are more. The others are 0.
     template <class V>
@@ -158,7 +159,7 @@ struct Paged {
 
     // Packs kDepth values as weights of `width` outputs: [width / 16][kPiece / pair][16][pair].
     void pack_values(const Places& places, T* to, Prefetch& prefetch) const {
-        constexpr int64_t pair = sizeof(T) == sizeof(bf16) ? 2 : 1;
+        constexpr int64_t pair = 2;
         for (int64_t i = 0; i < kDepth; i += pair) {
             prefetch.issue_by_size(*this, kPrefetchAtPair);
             const T *a = at(cache.values, places[i]), *b = at(cache.values, places[i + pair - 1]);
@@ -167,10 +168,6 @@ struct Paged {
         }
     }
     // Packs up to 2 * kLanes columns of one pair. Columns after the first kLanes are kPiece * kLanes further on.
-    static void pack_lanes(const float* a, const float*, int64_t count, float* to) {
-        store(to, a ? load_some(a, count) : f32x16{});
-        if (count > kLanes) store(to + kPiece * kLanes, a ? load_some(a + kLanes, count - kLanes) : f32x16{});
-    }
     static void pack_lanes(const bf16* a, const bf16* b, int64_t count, bf16* to) {
         const u16x32 low = a ? read_some<u16x32>(a, count) : u16x32{};
         const u16x32 high = b ? read_some<u16x32>(b, count) : u16x32{};

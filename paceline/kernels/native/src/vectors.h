@@ -151,7 +151,8 @@ PACELINE_INLINE V join_halves(const Half& low, const Half& high) {
     }
 }
 
-// Widening of each element to twice its size. GCC 12 makes three or five instructions of what is one.
+// Widening of each element to twice its size. GCC 12 compiles the plain conversion to three or five instructions, but
+// the processor has one.
 template <class From>
 constexpr bool kWidens = false;
 #if defined(PACELINE_AVX512)
@@ -177,7 +178,8 @@ PACELINE_INLINE __m256i widen_elements(const Vector<int8_t, 16>& from) {
 // Converts each element, as a cast does.
 template <class To, class From>
 PACELINE_INLINE To convert(const From& from) {
-    if constexpr (kWidens<From> && sizeof(To) == 2 * sizeof(From) && Shape<To>::kCount == Shape<From>::kCount) {
+    if constexpr (kWidens<From> && sizeof(To) == 2 * sizeof(From) && Shape<To>::kCount == Shape<From>::kCount &&
+                  std::is_integral_v<typename Shape<To>::Element>) {
         return bits<To>(widen_elements(from));
     } else if constexpr (kIsHalves<To> || kIsHalves<From>) {
         using Half = typename Shape<To>::Half;
