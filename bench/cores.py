@@ -66,9 +66,9 @@ def measure(team: Sequence[int], memory: Sequence[int], rows: int, rounds: int, 
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, memory)
-        with_weights = make(len(team), rows, instruction_set)
+        start = make(len(team), rows, instruction_set)
         os.sched_setaffinity(0, team)
-        run = with_weights()
+        run = start()
         operations = 2.0 * rows * LAYERS * sum(a * b for a, b in SHAPES)
         return operations / 1e9 / statistics.median(seconds(run) for _ in range(rounds))
     finally:

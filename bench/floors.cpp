@@ -9,14 +9,11 @@
 #include <arm_neon.h>
 #endif
 
-#if defined(__AVX512F__)
-constexpr int kBytes = 64, kSums = 24;
-#elif defined(__AVX2__)
-constexpr int kBytes = 32, kSums = 12;
-#elif defined(__aarch64__)
-constexpr int kBytes = 16, kSums = 24;
+constexpr int kBytes = __BIGGEST_ALIGNMENT__;  // of a register
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kSums = 24;  // of 32 registers
 #else
-constexpr int kBytes = 16, kSums = 12;
+constexpr int kSums = 12;  // of 16
 #endif
 
 typedef int32_t Ints __attribute__((vector_size(kBytes)));

@@ -150,6 +150,8 @@ def test_the_reference_computes_with_the_same_matrix(native: NativeKernels) -> N
 def test_integer_products_have_the_same_bits_in_all_instruction_sets(layout: str) -> None:
     """The processor decides whether one instruction multiplies and adds, or two do."""
     sets = [name for name in instruction_sets() if name in INTEGER_PRODUCTS]
+    if len(sets) < 2:
+        pytest.skip("fewer than two instruction sets here multiply in integers")
     matrix, x = random_matrix(layout, 49, 160, torch.bfloat16), torch.randn(40, 160).bfloat16()
     kernels = [NativeKernels(1, name) for name in sets]
     results = [own.linear(x, own.pack(matrix)) for own in kernels]

@@ -105,72 +105,6 @@ struct Attention {
     // Products in fp32 read each value by itself, so packing of values would not pay.
     static constexpr bool kValuesStay = std::is_same_v<Left<T>, float>;
 
-    // Adds up columns [d, d + kLanes * Groups) of the values, times the weights of each row. Whole: all columns exist.
-    // Each sum is the same, in the same order, as that of `multiply` with packed values.
-    template <int Rows, int Groups, bool Whole>
-    __attribute__((noinline)) static void weigh_columns(
-        const float* weights, const T* const* rows, int64_t keys, int64_t d, int64_t dim, float* out, int64_t width) {
-        constexpr int parts = Groups * kParts;
-        Floats sums[Rows * parts];
-        unrolled<Rows * parts>([&](int i) PACELINE_INLINED { sums[i] = Floats{}; });
-        for (int64_t key = 0; key < keys; ++key) {
-            const auto value = [&](int part) PACELINE_INLINED {
-                const int64_t column = d + part * kRegisterLanes;
-                return Whole ? widened(rows[key] + column) : widened_some(rows[key] + column, dim - column);
-            };
-            const auto weight = [&](int r) PACELINE_INLINED { return splat<Floats>(weights[r * kPiece + key]); };
-            // Keeps weights or values in registers, whichever are fewer.
-            const auto add = [&](int r, int part, const Floats& w, const Floats& v) PACELINE_INLINED {
-                sums[r * parts + part] = fma(w, v, sums[r * parts + part]);
-            };
-            if constexpr (Rows < parts) {
-                Floats all[Rows];
-                unrolled<Rows>([&](int r) PACELINE_INLINED { all[r] = weight(r); });
-                unrolled<parts>([&](int part) PACELINE_INLINED {
-                    const Floats own = value(part);
-                    unrolled<Rows>([&](int r) PACELINE_INLINED { add(r, part, all[r], own); });
-                });
-            } else {
-                Floats all[parts];
-                unrolled<parts>([&](int part) PACELINE_INLINED { all[part] = value(part); });
-                unrolled<Rows>([&](int r) PACELINE_INLINED {
-                    const Floats own = weight(r);
-                    unrolled<parts>([&](int part) PACELINE_INLINED { add(r, part, own, all[part]); });
-                });
-            }
-        }
-        unrolled<Rows * parts>([&](int i) PACELINE_INLINED {
-            write(out + i / parts * width + d + i % parts * kRegisterLanes, sums[i]);
-        });
-    }
-
-    // The same for all columns and `Rows` rows from `row` on.
-    template <int Rows>
-    void weigh_values(const Space& space, Span span, int64_t row, float* out, Prefetch& prefetch) const {
-        const auto columns = [&](auto groups, auto whole, int64_t d) {
-            prefetch.issue(paged, kPrefetchAtColumns * groups);
-            weigh_columns<Rows, groups, whole>(space.weights + row * kPiece + span.from, space.rows + span.from,
-                                               span.to - span.from, d, dim, out + row * width, width);
-        };
-        // Two groups of columns at once, if their sums fit in registers.
-        constexpr int parts = 2 * kParts, groups = Rows * parts + (Rows < parts ? Rows : parts) < kRegisters ? 2 : 1;
-        int64_t d = 0;
-        for (; d + groups * kLanes <= dim; d += groups * kLanes)
-            columns(std::integral_constant<int, groups>{}, std::true_type{}, d);
-        for (; d + kLanes <= dim; d += kLanes) columns(std::integral_constant<int, 1>{}, std::true_type{}, d);
-        if (d < dim) columns(std::integral_constant<int, 1>{}, std::false_type{}, d);
-    }
-
-    static Floats widened(const float* from) { return read<Floats>(from); }
-    static Floats widened(const bf16* from) {
-        return bits<Floats>(convert<Words>(read<Vector<uint16_t, kRegisterLanes>>(from)) << 16);
-    }
-    static Floats widened_some(const T* from, int64_t count) {
-        T lanes[kRegisterLanes] = {};
-        memcpy(lanes, from, most(0, least(kRegisterLanes, count)) * sizeof(T));
-        return widened(lanes);
-    }
-
     // Copies queries to space.queries, packed if keys stay in their blocks.
     void take_queries(const Rows& rows, const Space& space) const {
         const auto find = [&](int64_t row) {
@@ -295,8 +229,11 @@ struct Attention {
         weigh_rows(rows, base, row, height, span, space);
         if constexpr (kValuesStay) {
             float* out = space.piece.values + row * width;
+            const Weighing<T> weighing{space.weights + span.from, space.rows + span.from, span.to - span.from, dim, out,
+                                       width};
             by_parts<kMostRows>(height, [&](auto count, int64_t first) {
-                weigh_values<decltype(count)::value>(space, span, first, out, prefetch);
+                weighing.template run<decltype(count)::value>(
+                    first, [&](int64_t groups) { prefetch.issue(paged, kPrefetchAtColumns * groups); });
             });
         } else {
             // Keep tiles that are configured for sixteen keys: a new configuration takes longer than some idle rows.

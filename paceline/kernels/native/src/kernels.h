@@ -22,6 +22,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #endif
 #include "tasks.h"
 #include "paged.h"
+#include "values.h"
 #include "attention.h"
 #include "recurrent.h"
 #include "logits.h"
