@@ -54,8 +54,8 @@ SMALL_PASSES = (Pass("decode, batch 1", 1, 1, 20), Pass("decode, batch 3", 3, 1,
 
 def matrix_elements(config: ModelConfig) -> int:
     """Return the number of elements of all matrices that a token is multiplied by, with the head."""
-    hidden, width = config.hidden_size, config.head_dim
-    attention = hidden * width * 2 * (config.num_heads + config.num_kv_heads)
+    hidden, heads = config.hidden_size, config.attention["full"]
+    attention = hidden * heads.head_dim * 2 * (heads.num_heads + heads.num_kv_heads)
     layer = attention + 3 * hidden * config.intermediate_size
     return config.num_layers * layer + config.vocab_size * hidden
 
@@ -64,7 +64,7 @@ def visible_pairs(config: ModelConfig, own: Pass) -> int:
     """Return the number of pairs of a query and a key that it sees, over all layers."""
     pairs = 0
     for kind in config.layer_types:
-        seen = config.sliding_window if kind == "sliding" else own.context
+        seen = config.attention[kind].window or own.context
         pairs += sum(min(position + 1, seen) for position in range(own.context - own.count, own.context))
     return pairs * own.requests
 
@@ -72,14 +72,15 @@ def visible_pairs(config: ModelConfig, own: Pass) -> int:
 def floor_seconds(config: ModelConfig, own: Pass, itemsize: int, bandwidth: float, peak: float) -> float:
     """Return the shortest possible time: bytes over bandwidth for decoding, operations over peak rate for a prompt.
 
-    Only the last token of a prompt has logits.
+    Only the last token of a prompt has logits. All layers have heads of one shape.
     """
+    heads = config.attention["full"]
     if own.count == 1:
-        kv_bytes = 2 * visible_pairs(config, own) * config.num_kv_heads * config.head_dim * itemsize
+        kv_bytes = 2 * visible_pairs(config, own) * heads.num_kv_heads * heads.head_dim * itemsize
         return (matrix_elements(config) * itemsize + kv_bytes) / bandwidth
     head = config.vocab_size * config.hidden_size
     products = (matrix_elements(config) - head) * own.requests * own.count + head * own.requests
-    attention = 2 * visible_pairs(config, own) * config.num_heads * config.head_dim
+    attention = 2 * visible_pairs(config, own) * heads.num_heads * heads.head_dim
     return 2.0 * (products + attention) / peak
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from paceline.engine.constraint import Grammars
 from paceline.engine.loading import Loaded
 from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.models.base import CompiledModel
-from paceline.models.model_config import LayerType, ModelConfig, Rope
+from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig, Rope
 from paceline.models.registry import MODELS
 
 CIRCLE = 8
@@ -29,27 +30,17 @@ CIRCLE = 8
 
 def llama_config(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> ModelConfig:
     """Return the configuration of a Llama. `vocab` must be a multiple of CIRCLE."""
-    rope = Rope(500_000.0)
     full: LayerType = "full"
+    head_dim = hidden // heads
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=inner,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=hidden // heads,
         norm_eps=1e-5,
         activation="silu",
         layer_types=(full,) * layers,
-        sliding_window=0,
-        rope=rope,
-        sliding_rope=rope,
-        attention_scale=(hidden // heads) ** -0.5,
-        attention_softcap=0.0,
-        logit_softcap=0.0,
-        attention_bias=False,
-        mlp_bias=False,
+        attention={full: AttentionConfig(heads, kv_heads, head_dim, head_dim**-0.5, Rope(500_000.0))},
         tie_word_embeddings=False,
         max_position=8192,
         dtype="bfloat16",
@@ -61,17 +52,15 @@ def gemma_config(
 ) -> ModelConfig:
     """Return the configuration of a Gemma 3, in which five of six layers see a window of 1024 tokens."""
     kinds: tuple[LayerType, ...] = tuple("full" if layer % 6 == 5 else "sliding" for layer in range(layers))
+    far = Rope(1_000_000.0, kind="linear", factor=8.0)
+    full = AttentionConfig(heads, kv_heads, head_dim, (hidden // heads) ** -0.5, far)
     return replace(
         llama_config(hidden, inner, layers, heads, kv_heads, vocab),
         architecture="Gemma3ForCausalLM",
-        head_dim=head_dim,
         norm_eps=1e-6,
         activation="gelu_tanh",
         layer_types=kinds,
-        sliding_window=1024,
-        rope=Rope(1_000_000.0, kind="linear", factor=8.0),
-        sliding_rope=Rope(10_000.0),
-        attention_scale=(hidden // heads) ** -0.5,
+        attention={"full": full, "sliding": replace(full, window=1024, rope=Rope(10_000.0))},
         tie_word_embeddings=True,
     )
 
@@ -128,8 +117,9 @@ class PackedWeights:
         self.take = weights.take
         self._kernels = kernels
 
-    def take_packed(self, name: str, *shape: int) -> PackedWeight:
-        return self._kernels.pack(self.take(name, *shape))
+    def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
+        weight = self.take(name, *shape)
+        return self._kernels.pack(weight if order is None else weight[list(order)])
 
 
 def load_random(weights: RandomWeights, kernels: Kernels, speculative: SpeculativeConfig | None) -> Loaded:

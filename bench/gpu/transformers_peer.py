@@ -65,18 +65,19 @@ def _rewind(layer: Any, length: int) -> None:
 
 
 def _fields(config: ModelConfig) -> dict[str, Any]:
+    full = config.attention["full"]
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": full.num_heads,
+        "num_key_value_heads": full.num_kv_heads,
+        "head_dim": full.head_dim,
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tie_word_embeddings,
     }
     if config.architecture == "Gemma3ForCausalLM":
         kinds = [f"{kind}_attention" for kind in config.layer_types]
-        fields |= {"layer_types": kinds, "sliding_window": config.sliding_window}
+        fields |= {"layer_types": kinds, "sliding_window": config.attention["sliding"].window}
     return fields

@@ -21,8 +21,8 @@ class Weights(Protocol):
         A tensor that is missing or has another shape is reported after all tensors have been taken.
         """
 
-    def take_packed(self, name: str, *shape: int) -> PackedWeight:
-        """Return the matrix of this name as the model's kernels pack it."""
+    def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
+        """Return the matrix of this name as the model's kernels pack it, with its rows in `order` if that is given."""
 
     def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
         """Return the parts of a matrix [sum(sizes_out), size_in], each packed by itself."""
@@ -81,9 +81,9 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
         GroupShape(
             name=kind,
             layers=tuple(layer for layer, own in enumerate(config.layer_types) if own == kind),
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            window=config.sliding_window if kind == "sliding" else 0,
+            kv_heads=config.attention[kind].num_kv_heads,
+            head_dim=config.attention[kind].head_dim,
+            window=config.attention[kind].window,
         )
         for kind in kinds
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +22,8 @@ from paceline.kernels.interface import (
     Taps,
 )
 from paceline.models.base import Weights
-from paceline.models.model_config import ModelConfig, Rope
+from paceline.models.model_config import LayerType, ModelConfig, Rope
+from paceline.models.rotary import Rotation, rotary_order
 
 
 class Linear:
@@ -35,9 +35,20 @@ class Linear:
         self._kernels = kernels
 
     @classmethod
-    def take(cls, weights: Weights, place: str, size_in: int, size_out: int, bias: bool, kernels: Kernels) -> Linear:
-        weight = weights.take_packed(f"{place}.weight", size_out, size_in)
-        return cls(weight, weights.take(f"{place}.bias", size_out) if bias else None, kernels)
+    def take(
+        cls,
+        weights: Weights,
+        place: str,
+        size_in: int,
+        size_out: int,
+        bias: bool,
+        kernels: Kernels,
+        order: Sequence[int] | None = None,
+    ) -> Linear:
+        """Take a layer from a checkpoint, with its outputs in this order if one is given."""
+        weight = weights.take_packed(f"{place}.weight", size_out, size_in, order=order)
+        own_bias = weights.take(f"{place}.bias", size_out) if bias else None
+        return cls(weight, own_bias if own_bias is None or order is None else own_bias[order], kernels)
 
     @classmethod
     def take_parts(
@@ -74,42 +85,6 @@ class RMSNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
-    """cos and sin of a step's positions: fp32 [tokens, head_dim]."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-class Rotary:
-    """A rotary embedding. Its angles are computed from the positions without a table, so no position is too large."""
-
-    def __init__(self, rope: Rope, head_dim: int, device: torch.device, kernels: Kernels) -> None:
-        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
-        self._kernels = kernels
-
-    def __call__(self, positions: Tensor) -> Rotation:
-        return Rotation(*self._kernels.rotation(positions, self._frequencies))
-
-
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the radians that each pair of dimensions turns per position: fp32 [head_dim / 2].
-
-    "llama3" keeps fast dimensions, slows slow ones down by `factor`, and interpolates between them (Llama 3.1).
-    """
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if rope.kind == "default":
-        return frequencies
-    slowed = frequencies / rope.factor
-    if rope.kind == "linear":
-        return slowed
-    turns = rope.original_max_position * frequencies / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return kept * frequencies + (1.0 - kept) * slowed
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionStep:
     """The inputs of a step that attention or a Mamba mixer needs, for the layers of one group."""
 
@@ -120,30 +95,50 @@ class AttentionStep:
 
 
 class Attention:
-    """Grouped-query attention over the paged cache, with optional norms of queries and keys."""
+    """Grouped-query attention over the paged cache, with optional norms of queries and keys.
+
+    Args:
+        unit_offset: queries and keys have norms (`q_norm` and `k_norm`), and this is their `unit_offset`; None if they
+            have none.
+    """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, place: str, kernels: Kernels, qk_norm: bool = False
+        self,
+        config: ModelConfig,
+        kind: LayerType,
+        weights: Weights,
+        place: str,
+        kernels: Kernels,
+        unit_offset: bool | None = None,
     ) -> None:
-        hidden, heads, kv_heads, head_dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        bias = config.attention_bias
-        self._q = Linear.take(weights, f"{place}.q_proj", hidden, heads * head_dim, bias, kernels)
-        self._k = Linear.take(weights, f"{place}.k_proj", hidden, kv_heads * head_dim, bias, kernels)
-        self._v = Linear.take(weights, f"{place}.v_proj", hidden, kv_heads * head_dim, bias, kernels)
-        self._o = Linear.take(weights, f"{place}.o_proj", heads * head_dim, hidden, bias, kernels)
-        self._norms: HeadNorms | None = None
-        if qk_norm:
-            q_norm, k_norm = (weights.take(f"{place}.{name}.weight", head_dim) for name in ("q_norm", "k_norm"))
-            self._norms = HeadNorms(q_norm, k_norm, config.norm_eps, unit_offset=True)
-        self._config = config
+        own, hidden = config.attention[kind], config.hidden_size
+        self._config = own
         self._kernels = kernels
 
+        def take(name: str, heads: int, rope: Rope | None = None) -> Linear:
+            order = rotary_order(rope, heads, own.head_dim)
+            return Linear.take(weights, f"{place}.{name}", hidden, heads * own.head_dim, own.bias, kernels, order)
+
+        self._q = take("q_proj", own.num_heads, own.rope)
+        self._k = take("k_proj", own.num_kv_heads, own.rope)
+        self._v = take("v_proj", own.num_kv_heads)
+        self._o = Linear.take(
+            weights, f"{place}.o_proj", own.num_heads * own.head_dim, hidden, own.output_bias, kernels
+        )
+        self._norms: HeadNorms | None = None
+        if unit_offset is not None:
+            order = rotary_order(own.rope, 1, own.head_dim)
+            q_norm, k_norm = (weights.take(f"{place}.{name}.weight", own.head_dim) for name in ("q_norm", "k_norm"))
+            if order is not None:
+                q_norm, k_norm = q_norm[order], k_norm[order]
+            self._norms = HeadNorms(q_norm, k_norm, config.norm_eps, unit_offset)
+
     def __call__(self, x: Tensor, cache: AnyCache, step: AttentionStep) -> Tensor:
-        config, kernels = self._config, self._kernels
+        own, kernels = self._config, self._kernels
         assert isinstance(cache, LayerCache)
-        queries = self._q(x).view(-1, config.num_heads, config.head_dim)
-        keys = self._k(x).view(-1, config.num_kv_heads, config.head_dim)
-        values = self._v(x).view(-1, config.num_kv_heads, config.head_dim)
+        queries = self._q(x).view(-1, own.num_heads, own.head_dim)
+        keys = self._k(x).view(-1, own.num_kv_heads, own.head_dim)
+        values = self._v(x).view(-1, own.num_kv_heads, own.head_dim)
         if (rotation := step.rotation) is not None:
             queries = kernels.rotate_and_store(
                 queries, keys, values, rotation.cos, rotation.sin, cache, step.group, self._norms
@@ -151,9 +146,7 @@ class Attention:
         else:
             assert self._norms is None
             kernels.store_kv(keys, values, cache, step.group)
-        attended = kernels.attention(
-            queries, cache, step.batch, step.group, config.attention_scale, config.attention_softcap
-        )
+        attended = kernels.attention(queries, cache, step.batch, step.group, own.scale, own.softcap)
         return self._o(attended.flatten(1))
 
 

@@ -96,8 +96,9 @@ class Checkpoint:
         # A vector is copied, because a view of it would keep its whole file in memory.
         return tensor.to(self._device, self.dtype, copy=tensor.dim() == 1)
 
-    def take_packed(self, name: str, *shape: int) -> PackedWeight:
-        return self._pack(name, self.take(name, *shape))
+    def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
+        weight = self.take(name, *shape)
+        return self._pack(name, weight if order is None else weight[list(order)])
 
     def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
         parts = torch.split(self.take(name, sum(sizes_out), size_in), list(sizes_out))

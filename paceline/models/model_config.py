@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding of one type of layer. The fields after `factor` apply to kind "llama3" only."""
+    """Rotary embedding of one type of layer. The fields from `low_freq_factor` on apply to kind "llama3" only."""
 
     theta: float
     kind: Literal["default", "linear", "llama3"] = "default"
@@ -19,6 +20,30 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position: int = 0
+    rotated_dims: int = 0
+    """Dimensions of a head that are rotated, from the first; 0 if all are."""
+    interleaved: bool = False
+    """Whether dimensions 2i and 2i + 1 turn together, rather than i and i + rotated / 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Attention in the layers of one type."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on the products of queries and keys."""
+    rope: Rope | None
+    """None if queries and keys are not rotated by their positions."""
+    window: int = 0
+    """Tokens that a query attends to, itself included; 0 for all."""
+    softcap: float = 0.0
+    """Bound of attention scores, as `logit_softcap` bounds logits; 0 is off."""
+    bias: bool = False
+    """Whether the projections to queries, keys and values have a bias."""
+    output_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +77,12 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     norm_eps: float
     activation: Activation
     layer_types: tuple[LayerType, ...]
     """The type of each layer."""
-    sliding_window: int
-    """Tokens that a query of a sliding layer attends to, itself included; 0 without sliding layers."""
-    rope: Rope
-    """Rotary embedding of full layers."""
-    sliding_rope: Rope
-    """Rotary embedding of sliding layers."""
-    attention_scale: float
-    attention_softcap: float
-    """Bound of attention scores, as `logit_softcap` bounds logits; 0 is off."""
-    logit_softcap: float
-    attention_bias: bool
-    mlp_bias: bool
+    attention: Mapping[LayerType, AttentionConfig]
+    """The attention of each type of layer that has one."""
     tie_word_embeddings: bool
     max_position: int
     """Longest context, in tokens."""
@@ -78,8 +90,9 @@ class ModelConfig:
     """dtype of the checkpoint, as torch spells it: "bfloat16", "float16" or "float32"."""
     mamba: Mamba | None = None
     """Sizes of the Mamba layers; None if there are none."""
-    rotates: bool = True
-    """Whether queries and keys are rotated by their positions."""
+    mlp_bias: bool = False
+    logit_softcap: float = 0.0
+    """Bound of logits: they become bound * tanh(logits / bound); 0 is off."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     """Factor on what attention, mixer or MLP adds to the residual stream."""

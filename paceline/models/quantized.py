@@ -46,8 +46,9 @@ class Int8Weights:
         self._kernels = kernels
         self.take = checkpoint.take
 
-    def take_packed(self, name: str, *shape: int) -> PackedWeight:
-        return self._pack(self._checkpoint.take(name, *shape))
+    def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
+        weight = self._checkpoint.take(name, *shape)
+        return self._pack(weight if order is None else weight[list(order)])
 
     def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
         weight = self._checkpoint.take(name, sum(sizes_out), size_in)
@@ -77,10 +78,10 @@ class GgufWeights:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is damaged: {error}") from error
 
-    def take_packed(self, name: str, *shape: int) -> PackedWeight:
+    def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         type_name = self._types.get(name)
         if type_name is None:
-            return self._checkpoint.take_packed(name, *shape)
+            return self._checkpoint.take_packed(name, *shape, order=order)
         if type_name not in BLOCK_TYPES:
             raise ConfigError(
                 f"--quantization gguf: {name} has GGUF's type {type_name}; supported are {', '.join(BLOCK_TYPES)}; "
@@ -96,6 +97,7 @@ class GgufWeights:
             raise ModelError(
                 f"{self._file} does not fit config.json: {name} has {list(raw.shape)} bytes of {type_name}"
             )
+        raw = raw if order is None else raw[list(order)]
         return self._kernels.pack(decode_blocks(type_name, raw, self._checkpoint.dtype))
 
 

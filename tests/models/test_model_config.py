@@ -79,12 +79,13 @@ def read(folder: Path, fields: dict[str, Any], **changes: Any) -> Any:
 
 def test_llama(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA)
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 6, 2, 8)
+    attention = config.attention["full"]
+    assert (config.num_layers, attention.num_heads, attention.num_kv_heads, attention.head_dim) == (2, 6, 2, 8)
     assert config.layer_types == ("full", "full")
-    assert config.attention_scale == 8**-0.5
+    assert attention.scale == 8**-0.5
     assert (config.activation, config.norm_eps, config.max_position) == ("silu", 1e-5, 8192)
-    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
-    assert (config.dtype, config.rope) == ("bfloat16", Rope(10_000.0))
+    assert (config.tie_word_embeddings, attention.bias, config.mlp_bias) == (False, False, False)
+    assert (config.dtype, attention.rope) == ("bfloat16", Rope(10_000.0))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_llama(tmp_path: Path) -> None:
     ],
 )
 def test_llama_rope_old_and_new_style(tmp_path: Path, fields: dict[str, Any], rope: Rope) -> None:
-    assert read(tmp_path, LLAMA, **fields).rope == rope
+    assert read(tmp_path, LLAMA, **fields).attention["full"].rope == rope
 
 
 def test_gemma3_old_style(tmp_path: Path) -> None:
@@ -112,9 +113,10 @@ def test_gemma3_old_style(tmp_path: Path) -> None:
         sliding_window_pattern=3,
     )
     assert config.layer_types == ("sliding", "sliding", "full", "sliding", "sliding", "full", "sliding", "sliding")
-    assert (config.rope, config.sliding_rope) == (Rope(2e6, "linear", 8.0), Rope(2e4))
-    assert config.sliding_window == 512
-    assert (config.attention_scale, config.tie_word_embeddings) == (256**-0.5, True)
+    full, sliding = config.attention["full"], config.attention["sliding"]
+    assert (full.rope, sliding.rope) == (Rope(2e6, "linear", 8.0), Rope(2e4))
+    assert (full.window, sliding.window) == (0, 512)
+    assert (full.scale, sliding.scale, config.tie_word_embeddings) == (256**-0.5, 256**-0.5, True)
 
 
 def test_gemma3_new_style(tmp_path: Path) -> None:
@@ -131,15 +133,15 @@ def test_gemma3_new_style(tmp_path: Path) -> None:
         attn_logit_softcapping=50.0,
     )
     assert config.layer_types == ("full",) * 7 + ("sliding",)
-    assert (config.rope, config.sliding_rope) == (Rope(2e6, "linear", 8.0), Rope(2e4))
-    assert (config.attention_scale, config.logit_softcap, config.attention_softcap) == (168**-0.5, 30.0, 50.0)
+    full, sliding = config.attention["full"], config.attention["sliding"]
+    assert (full.rope, sliding.rope) == (Rope(2e6, "linear", 8.0), Rope(2e4))
+    assert (full.scale, config.logit_softcap, full.softcap, sliding.softcap) == (168**-0.5, 30.0, 50.0, 50.0)
 
 
 def test_gemma3_defaults(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA)
     assert config.layer_types == ("sliding",) * 5 + ("full",) + ("sliding",) * 2
-    assert (config.rope, config.sliding_rope) == (Rope(1_000_000.0), Rope(10_000.0))
-    assert read(tmp_path, GEMMA, layer_types=["full_attention"] * 8).sliding_window == 0
+    assert (config.attention["full"].rope, config.attention["sliding"].rope) == (Rope(1_000_000.0), Rope(10_000.0))
 
 
 def test_granite_hybrid(tmp_path: Path) -> None:
@@ -147,9 +149,10 @@ def test_granite_hybrid(tmp_path: Path) -> None:
     assert config.layer_types == ("mamba", "full", "mamba")
     assert config.mamba == Mamba(heads=48, head_dim=32, state_size=128, conv_taps=4, conv_bias=True, bias=False)
     assert (config.mamba.inner_size, config.mamba.conv_channels) == (1536, 1792)
-    assert (config.attention_scale, config.rotates, config.intermediate_size) == (0.015625, False, 2048)
+    attention = config.attention["full"]
+    assert (attention.scale, attention.rope, config.intermediate_size) == (0.015625, None, 2048)
     assert (config.embedding_multiplier, config.residual_multiplier, config.logits_divisor) == (12.0, 0.246, 3.0)
-    assert read(tmp_path, GRANITE, position_embedding_type="rope").rotates
+    assert read(tmp_path, GRANITE, position_embedding_type="rope").attention["full"].rope == Rope(10_000.0)
     assert read(tmp_path, GRANITE, mamba_d_head="auto").mamba == config.mamba
     for limit in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
         assert read(tmp_path, GRANITE, time_step_limit=limit) == config
@@ -168,13 +171,13 @@ def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, mo
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
         "num_layers": "num_hidden_layers",
-        "num_kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
         "norm_eps": "rms_norm_eps",
         "max_position": "max_position_embeddings",
         "tie_word_embeddings": "tie_word_embeddings",
     }.items():
         assert getattr(ours, name) == getattr(theirs, their_name)
+    heads = ours.attention["full"]
+    assert (heads.num_kv_heads, heads.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""The reader of Hugging Face's config.json. No other package knows the fields of an architecture. Imports no torch.
+
+Each family has a module here, which returns a `ModelConfig`. The gateway reads text settings (special tokens,
+end-of-generation tokens, chat templates) from the folder itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from paceline.core.errors import ModelError
+from paceline.models.config.fields import Fields, Json
+from paceline.models.config.gemma3 import gemma3
+from paceline.models.config.granite_hybrid import granite_hybrid
+from paceline.models.config.llama import llama
+from paceline.models.model_config import ModelConfig
+
+_READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
+    "LlamaForCausalLM": llama,
+    "Gemma3ForCausalLM": gemma3,
+    "GraniteMoeHybridForCausalLM": granite_hybrid,
+}
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Return the configuration of a Hugging Face model folder.
+
+    Raises:
+        ModelError: config.json cannot be read, or describes a model that none of our model files computes.
+    """
+    raw = _read_json(folder / "config.json")
+    architectures = raw.get("architectures") or ["none"]
+    architecture = str(architectures[0])
+    reader = _READERS.get(architecture)
+    if reader is None:
+        known = ", ".join(_READERS)
+        raise ModelError(f"{folder}: architecture {architecture} is not supported; supported are: {known}")
+    try:
+        fields = Fields(raw, architecture)
+        fields.refuse_unsupported()
+        config = reader(fields)
+        _check_shapes(config)
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{folder / 'config.json'}: a field has a value of the wrong kind: {error}") from error
+    return config
+
+
+def _check_shapes(config: ModelConfig) -> None:
+    for own in config.attention.values():
+        if own.num_heads % own.num_kv_heads:
+            raise ModelError(f"{own.num_heads} heads cannot share {own.num_kv_heads} KV heads evenly")
+        if own.head_dim % 2:
+            raise ModelError(f"head_dim must be even for the rotary embedding, not {own.head_dim}")
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return content

@@ -1,0 +1,112 @@
+"""Checked access to the fields of config.json, for the readers of families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.errors import ModelError
+from paceline.models.model_config import Activation, LayerType, Rope
+
+Json = Mapping[str, Any]
+
+LAYER_TYPES: Mapping[str, LayerType] = {"full_attention": "full", "sliding_attention": "sliding"}
+"""Names of attention layers in `layer_types`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of config.json, or of an object in it."""
+
+    raw: Json
+    architecture: str
+
+    def get(self, name: str, default: Any) -> Any:
+        """Return a field; `default` if it is missing or null."""
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Return a positive whole number. Raises ModelError if the field has another value, or has none at all."""
+        value = self.get(name, default)
+        if value is None:
+            raise ModelError(f"{name} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"{name} must be a positive whole number, not {value!r}")
+        return value
+
+    def common(self) -> dict[str, Any]:
+        """Return the arguments of ModelConfig that all architectures read in the same way."""
+        dtype = str(self.get("dtype", self.get("torch_dtype", "float32")))
+        if dtype not in ("bfloat16", "float16", "float32"):
+            raise ModelError(f"dtype {dtype} is not supported; supported are: bfloat16, float16, float32")
+        return {
+            "architecture": self.architecture,
+            "vocab_size": self.size("vocab_size"),
+            "hidden_size": self.size("hidden_size"),
+            "intermediate_size": self.size("intermediate_size"),
+            "norm_eps": float(self.get("rms_norm_eps", 1e-6)),
+            "dtype": dtype,
+        }
+
+    def activation(self, name: str, default: str) -> Activation:
+        known: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+        value = self.get(name, default)
+        if value not in known:
+            raise ModelError(f"{name} {value!r} is not supported; supported are: {', '.join(known)}")
+        return known[value]
+
+    def rope(self, default_theta: float, max_position: int) -> Rope:
+        """Return the rotary embedding of a model that has one for all layers, in the style of any transformers."""
+        old_style = {"rope_theta": self.raw.get("rope_theta"), **(self.raw.get("rope_scaling") or {})}
+        parameters = self.get("rope_parameters", old_style)
+        return read_rope(parameters, float(self.get("rope_theta", default_theta)), max_position)
+
+    def refuse_unsupported(self) -> None:
+        """Raise ModelError if a field that any architecture may have asks for something that no model here does."""
+        if self.raw.get("quantization_config"):
+            raise ModelError("quantized checkpoints are not supported; use the bf16 one")
+        if self.raw.get("use_bidirectional_attention"):
+            raise ModelError("bidirectional attention is not supported")
+        if self.raw.get("rope_interleaved"):
+            raise ModelError("an interleaved rotary embedding is not supported")
+        if float(self.raw.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise ModelError("a partial rotary embedding (partial_rotary_factor) is not supported")
+
+
+def read_layer_types(names: Sequence[str], known: Mapping[str, LayerType], layers: int) -> tuple[LayerType, ...]:
+    """Return the types of `layers` layers, whose names in config.json are keys of `known`."""
+    unknown = sorted({str(name) for name in names} - set(known))
+    if unknown:
+        raise ModelError(f"layer type {unknown[0]} is not supported; supported are: {', '.join(known)}")
+    if len(names) != layers:
+        raise ModelError(f"layer_types names {len(names)} layers, num_hidden_layers {layers}")
+    return tuple(known[name] for name in names)
+
+
+def read_rope(parameters: Json, default_theta: float, max_position: int) -> Rope:
+    """Read `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of transformers 4 in one dict."""
+    theta = float(parameters.get("rope_theta") or default_theta)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ModelError("a partial rotary embedding (partial_rotary_factor) is not supported")
+    if kind == "default":
+        return Rope(theta)
+    if kind not in ("linear", "llama3"):
+        raise ModelError(f"rope type {kind} is not supported; supported are: default, linear, llama3")
+    factor = _factor(parameters, "factor")
+    if kind == "linear":
+        return Rope(theta, "linear", factor)
+    low, high = _factor(parameters, "low_freq_factor"), _factor(parameters, "high_freq_factor")
+    if high <= low:
+        raise ModelError(f"rope's high_freq_factor ({high}) must be above its low_freq_factor ({low})")
+    original = int(parameters.get("original_max_position_embeddings") or max_position)
+    return Rope(theta, "llama3", factor, low, high, original)
+
+
+def _factor(parameters: Json, name: str) -> float:
+    value = float(parameters.get(name) or 0.0)
+    if value <= 0:
+        raise ModelError(f"rope's {name} must be given and above 0")
+    return value

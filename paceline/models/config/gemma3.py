@@ -1,0 +1,56 @@
+"""The text models of Gemma 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.core.errors import ModelError
+from paceline.models.config.fields import LAYER_TYPES, Fields, read_layer_types, read_rope
+from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig
+
+
+def gemma3(fields: Fields) -> ModelConfig:
+    layer_types = _layer_types(fields)
+    max_position = fields.size("max_position_embeddings", 131_072)
+    old_style = {
+        "full_attention": {"rope_theta": fields.raw.get("rope_theta"), **(fields.raw.get("rope_scaling") or {})},
+        "sliding_attention": {"rope_theta": fields.raw.get("rope_local_base_freq")},
+    }
+    ropes = fields.get("rope_parameters", old_style)
+    if not set(ropes) <= set(old_style):
+        raise ModelError(f"rope_parameters must name the layer types {', '.join(old_style)}, not {', '.join(ropes)}")
+    bias = bool(fields.get("attention_bias", False))
+    full = AttentionConfig(
+        num_heads=fields.size("num_attention_heads"),
+        num_kv_heads=fields.size("num_key_value_heads", 4),
+        head_dim=fields.size("head_dim", 256),
+        scale=float(fields.get("query_pre_attn_scalar", 256)) ** -0.5,
+        rope=read_rope(ropes.get("full_attention") or {}, 1_000_000.0, max_position),
+        softcap=float(fields.get("attn_logit_softcapping", 0.0)),
+        bias=bias,
+        output_bias=bias,
+    )
+    sliding = replace(
+        full,
+        window=fields.size("sliding_window", 4096),
+        rope=read_rope(ropes.get("sliding_attention") or {}, 10_000.0, max_position),
+    )
+    return ModelConfig(
+        **fields.common(),
+        activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
+        layer_types=layer_types,
+        attention={"full": full, "sliding": sliding},
+        logit_softcap=float(fields.get("final_logit_softcapping", 0.0)),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", True)),
+        max_position=max_position,
+    )
+
+
+def _layer_types(fields: Fields) -> tuple[LayerType, ...]:
+    layers = fields.size("num_hidden_layers")
+    names = fields.raw.get("layer_types")
+    if names is None:
+        # Before transformers 5, this is the distance between layers with full attention.
+        pattern = fields.size("sliding_window_pattern", fields.size("_sliding_window_pattern", 6))
+        return tuple("sliding" if (layer + 1) % pattern else "full" for layer in range(layers))
+    return read_layer_types(names, LAYER_TYPES, layers)

@@ -1,0 +1,75 @@
+"""The hybrid models of Granite 4: Mamba-2 and attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from paceline.core.errors import ModelError
+from paceline.models.config.fields import Fields, read_layer_types
+from paceline.models.model_config import AttentionConfig, LayerType, Mamba, ModelConfig
+
+_LAYER_TYPES: Mapping[str, LayerType] = {
+    "full_attention": "full",
+    "attention": "full",
+    "linear_attention": "mamba",
+    "mamba": "mamba",
+}
+
+
+def granite_hybrid(fields: Fields) -> ModelConfig:
+    if int(fields.get("num_local_experts", 8)) > 0:
+        raise ModelError("experts (num_local_experts) are not supported; choose a model with a dense MLP")
+    layers, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
+    names = fields.get("layer_types", fields.get("layers_block_type", ["mamba"] * layers))
+    position = fields.get("position_embedding_type", "nope")
+    if position not in ("nope", "rope"):
+        raise ModelError(f"position_embedding_type {position} is not supported; supported are: nope, rope")
+    max_position = fields.size("max_position_embeddings", 2048)
+    rope, bias = fields.rope(10_000.0, max_position), bool(fields.get("attention_bias", False))
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=fields.size("num_key_value_heads", heads),
+        head_dim=fields.size("head_dim", fields.size("hidden_size") // heads),
+        scale=float(fields.get("attention_multiplier", 1.0)),
+        rope=rope if position == "rope" else None,
+        bias=bias,
+        output_bias=bias,
+    )
+    return ModelConfig(
+        **{**fields.common(), "intermediate_size": fields.size("shared_intermediate_size", 1024)},
+        activation=fields.activation("hidden_act", "silu"),
+        layer_types=read_layer_types(names, _LAYER_TYPES, layers),
+        attention={"full": attention},
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        max_position=max_position,
+        mamba=_mamba(fields),
+        embedding_multiplier=float(fields.get("embedding_multiplier", 1.0)),
+        residual_multiplier=float(fields.get("residual_multiplier", 1.0)),
+        logits_divisor=float(fields.get("logits_scaling", 1.0)),
+    )
+
+
+def _mamba(fields: Fields) -> Mamba:
+    heads, inner = fields.size("mamba_n_heads", 128), fields.size("mamba_expand", 2) * fields.size("hidden_size")
+    automatic = fields.get("mamba_d_head", "auto") == "auto"
+    head_dim = inner // heads if automatic else fields.size("mamba_d_head")
+    if heads * head_dim != inner:
+        raise ModelError(f"mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) must be {inner}")
+    if fields.size("mamba_n_groups", 1) != 1:
+        raise ModelError("Mamba heads in more than one group (mamba_n_groups) are not supported")
+    least, most = fields.get("time_step_limit", (0.0, math.inf))
+    if isinstance(most, Mapping):  # how transformers writes numbers that JSON cannot, such as Infinity
+        most = float(most.get("__float__", 0.0))
+    if (least, most) != (0.0, math.inf):
+        raise ModelError("limits of Mamba's time steps (time_step_limit) are not supported")
+    if fields.activation("hidden_act", "silu") != "silu":
+        raise ModelError("Mamba layers need hidden_act silu")
+    return Mamba(
+        heads=heads,
+        head_dim=head_dim,
+        state_size=fields.size("mamba_d_state", 256),
+        conv_taps=fields.size("mamba_d_conv", 4),
+        conv_bias=bool(fields.get("mamba_conv_bias", True)),
+        bias=bool(fields.get("mamba_proj_bias", False)),
+    )
