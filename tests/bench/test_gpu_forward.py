@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class MetaWeights(PackedWeights):
         self.elements = 0
         self.take = lambda name, *shape: torch.empty(shape, device=device)  # type: ignore[method-assign]
 
-    def take_packed(self, name: str, *shape: int) -> PackedWeight:
+    def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         self.elements += shape[0] * shape[1]
         return PackedWeight(torch.empty(shape, device="meta"), shape[0], shape[1], torch.bfloat16)
 
