@@ -41,25 +41,29 @@ def write_llama(
 
 @pytest.fixture
 def save_gemma3(tmp_path: Path) -> SaveTiny:
-    """Save a tiny random Gemma 3 with a window of 20 tokens to tmp_path and return the `transformers` model."""
+    """Save a tiny random Gemma 3 to tmp_path and return the `transformers` model."""
 
-    def save(max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object) -> object:
-        fields: dict[str, object] = {
-            "vocab_size": 103,
-            "hidden_size": 40,
-            "intermediate_size": 72,
-            "num_hidden_layers": 7,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 24,
-            "query_pre_attn_scalar": 19,
-            "sliding_window": 20,
-            "max_position_embeddings": 4096,
-        }
-        config = transformers.Gemma3TextConfig(**{**fields, **changes})
-        return _save(transformers.Gemma3ForCausalLM, config, tmp_path, max_shard_size, dtype)
+    return functools.partial(write_gemma3, tmp_path)
 
-    return save
+
+def write_gemma3(
+    folder: Path, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
+) -> transformers.PreTrainedModel:
+    """Save a tiny random Gemma 3 with a window of 20 tokens to a folder and return the `transformers` model."""
+    fields: dict[str, object] = {
+        "vocab_size": 103,
+        "hidden_size": 40,
+        "intermediate_size": 72,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 19,
+        "sliding_window": 20,
+        "max_position_embeddings": 4096,
+    }
+    config = transformers.Gemma3TextConfig(**{**fields, **changes})
+    return _save(transformers.Gemma3ForCausalLM, config, folder, max_shard_size, dtype)
 
 
 @pytest.fixture
