@@ -12,7 +12,9 @@ import json
 import logging
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -32,6 +34,7 @@ _Place = tuple[int, int, int | None]
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
+_PACKING_THREADS = 2
 _MOST_FORMS = 2
 """Files kept for one model, each in another packing: enough to go back a release, or to run two releases in turns."""
 
@@ -73,21 +76,29 @@ def _remove_unused(folder: Path, model: str) -> None:
 
 
 def _write(file: Path, kernels: Kernels, visit: Callable[[Pack], object]) -> None:
-    with _replacing(file) as output:
+    with _replacing(file) as output, ThreadPoolExecutor(_PACKING_THREADS) as executor:
         index: dict[str, _Place] = {}
+        packing: deque[tuple[str, Future[PackedWeight]]] = deque()
 
-        def pack(name: str, weight: Tensor) -> PackedWeight:
-            packed = kernels.pack(weight)
-            if packed.data.is_meta:  # a missing tensor, which the loader reports
-                return packed
+        def write_oldest() -> None:
+            name, packed = packing[0][0], packing[0][1].result()
+            packing.popleft()
             output.write(bytes(-output.tell() % _ALIGNMENT))
             start = output.tell()
-            output.write(packed.data.view(torch.uint8).numpy().tobytes())
+            output.write(packed.data.view(torch.uint8).numpy().data)
             index[name] = start, output.tell(), packed.format
-            # Drop the data, so that no more than one packed matrix at a time is in memory.
-            return replace(packed, data=packed.data.to("meta"))
+
+        def pack(name: str, weight: Tensor) -> PackedWeight:
+            if not weight.is_meta:  # else it is a missing tensor, which the loader reports
+                packing.append((name, executor.submit(kernels.pack, weight)))
+                # Reading, packing and writing overlap, and few packed matrices at a time are in memory.
+                if len(packing) > _PACKING_THREADS:
+                    write_oldest()
+            return kernels.pack(weight.to("meta"))
 
         visit(pack)
+        while packing:
+            write_oldest()
         text = json.dumps(index).encode()
         output.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
 

@@ -31,10 +31,15 @@ class Counting(NativeKernels):
 
     def __init__(self, instruction_set: str = "auto") -> None:
         super().__init__(1, instruction_set)
-        self.packed = 0
+        self._packed: list[torch.Size] = []  # several threads pack, and appending is atomic
+
+    @property
+    def packed(self) -> int:
+        return len(self._packed)
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
-        self.packed += not weight.is_meta
+        if not weight.is_meta:
+            self._packed.append(weight.shape)
         return super().pack(weight)
 
 
