@@ -17,7 +17,8 @@ _CACHE_LINE = 64
 class WeightMemory:
     """Memory for matrices, one after another in the order of `take`, which is the order in which a pass reads them.
 
-    Several threads may take memory. A chunk is freed when no tensor in it is left. Bytes that were not taken are never written, so they take no memory.
+    Several threads may take memory. A chunk is freed when no tensor in it is left. Bytes that were not taken are never
+    written, so they take no memory.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
