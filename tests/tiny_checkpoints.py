@@ -101,6 +101,72 @@ def write_granite_hybrid(
     return _save(transformers.GraniteMoeHybridForCausalLM, config, folder, max_shard_size, dtype)
 
 
+@pytest.fixture
+def save_qwen3_moe(tmp_path: Path) -> SaveTiny:
+    """Save a tiny random Qwen 3 with experts to tmp_path and return the `transformers` model."""
+
+    def save(max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object) -> object:
+        fields: dict[str, object] = {
+            **_SMALL,
+            "head_dim": 20,
+            "moe_intermediate_size": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        }
+        config = transformers.Qwen3MoeConfig(**{**fields, **changes})
+        return _save(transformers.Qwen3MoeForCausalLM, config, tmp_path, max_shard_size, dtype)
+
+    return save
+
+
+@pytest.fixture
+def save_mixtral(tmp_path: Path) -> SaveTiny:
+    """Save a tiny random Mixtral to tmp_path and return the `transformers` model."""
+
+    def save(max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object) -> object:
+        fields = {**_SMALL, "intermediate_size": 24, "num_local_experts": 5}
+        config = transformers.MixtralConfig(**{**fields, **changes})
+        return _save(transformers.MixtralForCausalLM, config, tmp_path, max_shard_size, dtype)
+
+    return save
+
+
+@pytest.fixture
+def save_granite_moe(tmp_path: Path) -> SaveTiny:
+    """Save a tiny random Granite 3 with experts to tmp_path and return the `transformers` model."""
+
+    def save(max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object) -> object:
+        fields: dict[str, object] = {
+            **_SMALL,
+            "intermediate_size": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 4,
+            "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 1.25,
+        }
+        config = transformers.GraniteMoeConfig(**{**fields, **changes})
+        return _save(transformers.GraniteMoeForCausalLM, config, tmp_path, max_shard_size, dtype)
+
+    return save
+
+
+_SMALL: dict[str, object] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
 def _save(
     architecture: type[transformers.PreTrainedModel],
     config: transformers.PretrainedConfig,

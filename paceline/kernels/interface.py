@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.turns import Turns
+from paceline.kernels.experts import ExpertKernels
 from paceline.kernels.quantized import QuantizedMatrix
 
 
@@ -179,7 +180,7 @@ class Forward(Protocol):
     ) -> Tensor: ...
 
 
-class Kernels(Protocol):
+class Kernels(ExpertKernels, Protocol):
     """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
 
     name: str

@@ -40,6 +40,9 @@ class ReferenceKernels(Composed):
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.data, bias)
 
+    def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x.float(), weight.data.float(), None if bias is None else bias.float())
+
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, weight.data)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)

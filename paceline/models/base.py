@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape, state_groups
@@ -12,11 +14,40 @@ from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits
 from paceline.models.model_config import ModelConfig
 
 
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """The shape of a tensor [experts, sum(sizes_out), size_in] that holds matrices of all experts."""
+
+    experts: int
+    sizes_out: tuple[int, ...]
+    """Outputs of each part: gate and up, or only down."""
+    size_in: int
+    transposed: bool = False
+    """Whether the tensor is [experts, size_in, sum(sizes_out)] instead."""
+    interleaved: bool = False
+    """Whether output i belongs to part i % parts. Otherwise the parts follow each other."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        out = sum(self.sizes_out)
+        return (self.experts, self.size_in, out) if self.transposed else (self.experts, out, self.size_in)
+
+    def parts(self, matrix: Tensor) -> list[Tensor]:
+        """Return the parts [size_out, size_in] of one expert's matrix, as views."""
+        matrix = matrix.T if self.transposed else matrix
+        count = len(self.sizes_out)
+        return (
+            [matrix[i::count] for i in range(count)]
+            if self.interleaved
+            else list(torch.split(matrix, list(self.sizes_out)))
+        )
+
+
 class Weights(Protocol):
     """The tensors of a checkpoint, each taken once by the block that owns it."""
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor of this name, on the model's device and in its dtype.
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor of this name, on the model's device, in this dtype or else in the model's.
 
         A tensor that is missing or has another shape is reported after all tensors have been taken.
         """
@@ -26,6 +57,9 @@ class Weights(Protocol):
 
     def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
         """Return the parts of a matrix [sum(sizes_out), size_in], each packed by itself."""
+
+    def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
+        """Return the matrices of a tensor that holds those of all experts, each packed by itself: [part][expert]."""
 
 
 class Model(Protocol):
@@ -71,6 +105,7 @@ class CompiledModel:
         self.layer_groups = model.layer_groups
         self.logits = model.logits
         compiles = kernels.compiles_states or not any(shape.state for shape in model.group_shapes)
+        compiles &= kernels.compiles_experts or model.config.experts is None
         self.forward = kernels.compile(model.forward) if compiles else model.forward
 
 

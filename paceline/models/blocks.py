@@ -183,12 +183,19 @@ class GatedMLP:
 
     Args:
         fused: the checkpoint keeps gate and up as one matrix.
+        inner: the inner size; by default that of the config.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, place: str, kernels: Kernels, fused: bool = False
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        place: str,
+        kernels: Kernels,
+        fused: bool = False,
+        inner: int | None = None,
     ) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
         if fused:
             self._gate, self._up = Linear.take_parts(
                 weights, f"{place}.input_linear", hidden, (inner, inner), bias, kernels

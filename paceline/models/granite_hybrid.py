@@ -1,4 +1,4 @@
-"""GraniteMoeHybridForCausalLM without experts: the dense hybrid models of Granite 4."""
+"""GraniteMoeHybridForCausalLM, which are the hybrid models of Granite 4, and GraniteMoeForCausalLM."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from paceline.kernels.interface import AnyCache, Kernels
 from paceline.models.base import Weights
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, MambaMixer, RMSNorm
 from paceline.models.decoder import Decoder
+from paceline.models.experts import MixtureOfExperts, Router, fused_experts
 from paceline.models.model_config import LayerType, ModelConfig
 
 
 class GraniteHybrid(Decoder):
-    """A Granite hybrid: most layers have a Mamba-2 mixer; a few attend to the whole context, without positions."""
+    """A Granite hybrid: most layers have a Mamba-2 mixer; a few attend to the whole context, without positions.
+
+    Its layers have an MLP, experts, or both side by side. Models of GraniteMoe have experts, and attention only.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         super().__init__(
@@ -34,7 +38,7 @@ class _Layer:
         else:
             self._mixer = Attention(config, kind, weights, f"{place}.self_attn", kernels)
         self._mlp_norm = RMSNorm(weights, f"{place}.post_attention_layernorm", size, eps, kernels)
-        self._mlp = GatedMLP(config, weights, f"{place}.shared_mlp", kernels, fused=True)
+        self._mlp = _feed_forward(config, weights, place, kernels)
         self._multiplier = config.residual_multiplier
         self._kernels = kernels
 
@@ -44,3 +48,15 @@ class _Layer:
         scale, factor = self._kernels.scale, self._multiplier
         x, normed = self._mlp_norm.of_sum(x, scale(self._mixer(normed, cache, step), factor))
         return next_norm.of_sum(x, scale(self._mlp(normed), factor))
+
+
+def _feed_forward(config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> GatedMLP | MixtureOfExperts:
+    def take_mlp() -> GatedMLP:
+        return GatedMLP(config, weights, f"{place}.shared_mlp", kernels, fused=True)
+
+    if config.experts is None:
+        return take_mlp()
+    own = f"{place}.block_sparse_moe"
+    router = Router.take(config, weights, f"{own}.router.layer", kernels)
+    experts = fused_experts(config, weights, f"{own}.input_linear.weight", f"{own}.output_linear.weight", kernels)
+    return MixtureOfExperts(router, experts, kernels, take_mlp() if config.experts.shared_size else None)

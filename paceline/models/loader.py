@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.core.config import Quantization
 from paceline.core.errors import ModelError
 from paceline.kernels.interface import Kernels, PackedWeight
-from paceline.models.base import CompiledModel, Model
+from paceline.models.base import CompiledModel, FusedExperts, Model
 from paceline.models.config import read_config
 from paceline.models.folder import weight_files
 from paceline.models.identity import model_identity
@@ -78,7 +78,13 @@ class Checkpoint:
         self._missing: list[str] = []
         self._misshaped: list[str] = []
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = self._view(name, *shape)
+        # A vector is copied, because a view of it would keep its whole file in memory.
+        return tensor if tensor.is_meta else tensor.to(self._device, dtype or self.dtype, copy=tensor.dim() == 1)
+
+    def _view(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor in the memory of its file; one on the meta device if there is none of this shape."""
         if name not in self._file_of:
             self._missing.append(name)
             return torch.empty(shape, device="meta")
@@ -93,8 +99,7 @@ class Checkpoint:
             raise ModelError(f"{file} is damaged: {error}") from error
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantized checkpoints are not supported")
-        # A vector is copied, because a view of it would keep its whole file in memory.
-        return tensor.to(self._device, self.dtype, copy=tensor.dim() == 1)
+        return tensor
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self.take(name, *shape)
@@ -103,6 +108,18 @@ class Checkpoint:
     def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
         parts = torch.split(self.take(name, sum(sizes_out), size_in), list(sizes_out))
         return [self._pack(f"{name}[{index}]", part) for index, part in enumerate(parts)]
+
+    def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
+        packed = [
+            [self._pack(f"{name}[{expert}][{index}]", part) for index, part in enumerate(parts)]
+            for expert, parts in enumerate(self.expert_parts(name, shape))
+        ]
+        return [list(part) for part in zip(*packed)]
+
+    def expert_parts(self, name: str, shape: FusedExperts) -> Iterator[list[Tensor]]:
+        """Yield the parts of each expert's matrix. Only one expert at a time is copied or converted."""
+        for matrix in self._view(name, *shape.shape):
+            yield shape.parts(matrix if matrix.is_meta else matrix.to(self._device, self.dtype))
 
     def leave(self, name: str) -> None:
         """Count a tensor as taken without reading it, because the caller reads it from another file."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.core.experts import ExpertActivation, Routing
+
 LayerType = Literal["full", "sliding", "mamba"]
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -69,6 +71,23 @@ class Mamba:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Layers that send each token through some of many small MLPs."""
+
+    count: int
+    """Experts of a layer."""
+    inner_size: int
+    routing: Routing
+    activation: ExpertActivation
+    bias: bool = False
+    """Whether the router and the matrices of experts have a bias."""
+    shared_size: int = 0
+    """Inner size of an MLP beside the experts, which all tokens go through; 0 if there is none."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that have an MLP instead of experts."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The configuration of a model: all that its model file and the engine know of the checkpoint."""
 
@@ -90,6 +109,8 @@ class ModelConfig:
     """dtype of the checkpoint, as torch spells it: "bfloat16", "float16" or "float32"."""
     mamba: Mamba | None = None
     """Sizes of the Mamba layers; None if there are none."""
+    experts: Experts | None = None
+    """The experts of layers; None if there are none."""
     mlp_bias: bool = False
     logit_softcap: float = 0.0
     """Bound of logits: they become bound * tanh(logits / bound); 0 is off."""

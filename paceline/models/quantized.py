@@ -14,7 +14,7 @@ from paceline.core.config import Quantization
 from paceline.core.errors import ConfigError, ModelError
 from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.kernels.quantized import quantize_int8
-from paceline.models.base import Weights
+from paceline.models.base import FusedExperts, Weights
 from paceline.models.folder import BLOCKS_FILE
 from paceline.models.gguf_blocks import BLOCK_TYPES, decode_blocks
 
@@ -54,6 +54,10 @@ class Int8Weights:
         weight = self._checkpoint.take(name, sum(sizes_out), size_in)
         return [self._pack(part) for part in torch.split(weight, list(sizes_out))]
 
+    def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
+        packed = [[self._pack(part) for part in parts] for parts in self._checkpoint.expert_parts(name, shape)]
+        return [list(part) for part in zip(*packed)]
+
     def _pack(self, weight: Tensor) -> PackedWeight:
         return self._kernels.pack(weight if weight.is_meta else quantize_int8(weight))
 
@@ -71,7 +75,9 @@ class GgufWeights:
         self._file = file
         self._kernels = kernels
         self.take = checkpoint.take
-        self.take_packed_parts = checkpoint.take_packed_parts  # no architecture that we convert has such matrices
+        # No architecture that we convert has such matrices.
+        self.take_packed_parts = checkpoint.take_packed_parts
+        self.take_packed_experts = checkpoint.take_packed_experts
         try:
             self._blocks: Any = safe_open(file, framework="pt", device="cpu")
             self._types = _types(self._blocks)

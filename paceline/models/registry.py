@@ -9,10 +9,15 @@ from paceline.models.base import Model, Weights
 from paceline.models.gemma3 import Gemma3
 from paceline.models.granite_hybrid import GraniteHybrid
 from paceline.models.llama import Llama
+from paceline.models.mixtral import Mixtral
 from paceline.models.model_config import ModelConfig
+from paceline.models.qwen3_moe import Qwen3Moe
 
 MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Model]] = {
     "LlamaForCausalLM": Llama,
     "Gemma3ForCausalLM": Gemma3,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
+    "GraniteMoeForCausalLM": GraniteHybrid,
+    "MixtralForCausalLM": Mixtral,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
 }

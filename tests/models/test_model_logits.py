@@ -59,6 +59,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "no-conv-bias-tied": {"mamba_conv_bias": False, "tie_word_embeddings": True},
     "own-sizes": {"mamba_expand": 1, "mamba_n_heads": 3, "mamba_d_state": 33, "mamba_d_conv": 2},
     "only-mamba": {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3},
+    "experts": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24},
+}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("save_qwen3_moe", {}),
+    "qwen3_moe-not-normalized": ("save_qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2}),
+    "granite_moe": ("save_granite_moe", {}),
+    "mixtral": ("save_mixtral", {"num_experts_per_tok": 5}),
 }
 
 
@@ -120,6 +127,18 @@ def test_granite_hybrid(
 ) -> None:
     # The reference computes states in chunks, and so adds in another order.
     check_against_reference(save_granite_hybrid(**changes), load(tmp_path), paged_contexts, tolerance=2e-4)
+
+
+@pytest.mark.parametrize(("fixture", "changes"), EXPERTS.values(), ids=EXPERTS)
+def test_experts(
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    paged_contexts: Any,
+    fixture: str,
+    changes: dict[str, Any],
+    load: Load,
+) -> None:
+    check_against_reference(request.getfixturevalue(fixture)(**changes), load(tmp_path), paged_contexts)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid"])

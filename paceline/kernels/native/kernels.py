@@ -129,6 +129,9 @@ class NativeKernels(Composed):
         best = x.new_empty(len(x), dtype=torch.int64)
         return Logits(self._multiply(Kind.LOGITS, x, weight, best, torch.float32), best)
 
+    def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return self.linear(x, weight, bias).float()
+
     def _multiply(
         self, kind: Kind, x: Tensor, weight: PackedWeight, other: Tensor | None, dtype: torch.dtype
     ) -> Tensor:

@@ -14,13 +14,19 @@ from paceline.core.errors import ModelError
 from paceline.models.config.fields import Fields, Json
 from paceline.models.config.gemma3 import gemma3
 from paceline.models.config.granite_hybrid import granite_hybrid
+from paceline.models.config.granite_moe import granite_moe
 from paceline.models.config.llama import llama
+from paceline.models.config.mixtral import mixtral
+from paceline.models.config.qwen3_moe import qwen3_moe
 from paceline.models.model_config import ModelConfig
 
 _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "LlamaForCausalLM": llama,
     "Gemma3ForCausalLM": gemma3,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
+    "GraniteMoeForCausalLM": granite_moe,
+    "MixtralForCausalLM": mixtral,
+    "Qwen3MoeForCausalLM": qwen3_moe,
 }
 
 
@@ -55,6 +61,17 @@ def _check_shapes(config: ModelConfig) -> None:
             raise ModelError(f"{own.num_heads} heads cannot share {own.num_kv_heads} KV heads evenly")
         if own.head_dim % 2:
             raise ModelError(f"head_dim must be even for the rotary embedding, not {own.head_dim}")
+    if (experts := config.experts) is not None:
+        routing = experts.routing
+        if routing.top_k > experts.count:
+            raise ModelError(f"a token cannot have {routing.top_k} of {experts.count} experts")
+        if experts.count % routing.groups or routing.top_groups > routing.groups:
+            raise ModelError(
+                f"{experts.count} experts cannot be in {routing.groups} equal groups, of which a token has "
+                f"{routing.top_groups}"
+            )
+        if routing.top_k > experts.count // routing.groups * routing.top_groups:
+            raise ModelError(f"{routing.top_groups} groups of experts have fewer than {routing.top_k} experts")
 
 
 def _read_json(path: Path) -> Json:

@@ -1,4 +1,4 @@
-"""The hybrid models of Granite 4: Mamba-2 and attention."""
+"""The hybrid models of Granite 4: Mamba-2 and attention, with or without experts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 
 from paceline.core.errors import ModelError
+from paceline.core.experts import Routing
 from paceline.models.config.fields import Fields, read_layer_types
-from paceline.models.model_config import AttentionConfig, LayerType, Mamba, ModelConfig
+from paceline.models.model_config import AttentionConfig, Experts, LayerType, Mamba, ModelConfig
 
 _LAYER_TYPES: Mapping[str, LayerType] = {
     "full_attention": "full",
@@ -17,9 +18,18 @@ _LAYER_TYPES: Mapping[str, LayerType] = {
 }
 
 
+def granite_experts(fields: Fields, shared_size: int) -> Experts:
+    """Return the experts of any Granite. Their weights are a softmax over the chosen experts' logits."""
+    return Experts(
+        count=fields.size("num_local_experts", 8),
+        inner_size=fields.size("intermediate_size"),
+        routing=Routing(fields.size("num_experts_per_tok", 2), normalize=True),
+        activation=fields.activation("hidden_act", "silu"),
+        shared_size=shared_size,
+    )
+
+
 def granite_hybrid(fields: Fields) -> ModelConfig:
-    if int(fields.get("num_local_experts", 8)) > 0:
-        raise ModelError("experts (num_local_experts) are not supported; choose a model with a dense MLP")
     layers, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
     names = fields.get("layer_types", fields.get("layers_block_type", ["mamba"] * layers))
     position = fields.get("position_embedding_type", "nope")
@@ -36,14 +46,16 @@ def granite_hybrid(fields: Fields) -> ModelConfig:
         bias=bias,
         output_bias=bias,
     )
+    shared_size = fields.size("shared_intermediate_size", 1024)
     return ModelConfig(
-        **{**fields.common(), "intermediate_size": fields.size("shared_intermediate_size", 1024)},
+        **{**fields.common(), "intermediate_size": shared_size},
         activation=fields.activation("hidden_act", "silu"),
         layer_types=read_layer_types(names, _LAYER_TYPES, layers),
         attention={"full": attention},
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
         max_position=max_position,
         mamba=_mamba(fields),
+        experts=granite_experts(fields, shared_size) if fields.get("num_local_experts", 8) else None,
         embedding_multiplier=float(fields.get("embedding_multiplier", 1.0)),
         residual_multiplier=float(fields.get("residual_multiplier", 1.0)),
         logits_divisor=float(fields.get("logits_scaling", 1.0)),

@@ -1,0 +1,81 @@
+"""The interface of layers with experts (mixture of experts) to the code that computes, as a part of `Kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from paceline.core.experts import ExpertActivation, Routing
+
+if TYPE_CHECKING:
+    from paceline.kernels.interface import PackedWeight
+
+LEAST_SUM = 1e-20
+"""Added to the sum by which weights are divided, so that scores which all are zero give no NaN."""
+SWIGLU_FACTOR, SWIGLU_LIMIT = 1.702, 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The matrices of a layer's experts. Expert e computes down[e](act(gate[e](x), up[e](x)))."""
+
+    gate: Sequence[PackedWeight]
+    """[inner, hidden] each."""
+    up: Sequence[PackedWeight]
+    """[inner, hidden] each."""
+    down: Sequence[PackedWeight]
+    """[hidden, inner] each."""
+    activation: ExpertActivation
+    gate_bias: Tensor | None = None
+    """[experts, inner]. Either all three biases are given or none."""
+    up_bias: Tensor | None = None
+    """[experts, inner]"""
+    down_bias: Tensor | None = None
+    """[experts, hidden]"""
+    table: Tensor | None = None
+    """The backend's own index of these weights; see `ExpertKernels.index_experts`."""
+
+
+class ExpertKernels(Protocol):
+    """Operations of layers with experts. A token's results do not depend on the batch or on experts of other tokens."""
+
+    compiles_experts: bool
+    """Whether `compile` accepts forward passes with these operations."""
+
+    def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        """Return the result of `linear` in fp32, without rounding it to x's dtype: [tokens, experts]."""
+
+    def choose_experts(
+        self, logits: Tensor, routing: Routing, correction: Tensor | None = None, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token, best first. If two are equal, the first one is better.
+
+        Args:
+            logits: fp32 [tokens, experts].
+            correction: fp32 [experts], added to the scores to choose experts, but not to their weights.
+            scales: fp32 [experts], a factor on the weight of each expert.
+
+        Returns:
+            The experts, int64 [tokens, top_k], and their weights, fp32 [tokens, top_k].
+        """
+
+    def index_experts(self, experts: ExpertWeights) -> ExpertWeights:
+        """Return the same weights, ready for `experts`. Called once, when a model is loaded."""
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+        """Return the weighted sum of the results of each token's experts: x [tokens, hidden] -> same shape.
+
+        Products and activations are rounded to x's dtype. The sum is computed in fp32, in the order of `ids`, and
+        rounded once. Weights of experts that no token has are not read.
+
+        Args:
+            ids: int64 [tokens, top_k], different numbers of experts in each row.
+            weights: fp32 [tokens, top_k].
+            experts: the result of `index_experts`.
+        """
+
+    def add_gated(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        """Return x + sigmoid(gate) * y for x, y [tokens, hidden] and gate [tokens, 1]."""

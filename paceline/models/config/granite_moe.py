@@ -1,0 +1,23 @@
+"""The models of Granite 3 with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.models.config.fields import Fields
+from paceline.models.config.granite_hybrid import granite_experts
+from paceline.models.config.llama import llama
+from paceline.models.model_config import ModelConfig
+
+
+def granite_moe(fields: Fields) -> ModelConfig:
+    dense = llama(fields)
+    attention = replace(dense.attention["full"], scale=float(fields.get("attention_multiplier", 1.0)))
+    return replace(
+        dense,
+        attention={"full": attention},
+        experts=granite_experts(fields, shared_size=0),
+        embedding_multiplier=float(fields.get("embedding_multiplier", 1.0)),
+        residual_multiplier=float(fields.get("residual_multiplier", 1.0)),
+        logits_divisor=float(fields.get("logits_scaling", 1.0)),
+    )

@@ -1,0 +1,29 @@
+"""The models of Qwen 3 with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.core.errors import ModelError
+from paceline.core.experts import Routing
+from paceline.models.config.fields import Fields
+from paceline.models.config.llama import llama
+from paceline.models.model_config import Experts, ModelConfig
+
+
+def qwen3_moe(fields: Fields) -> ModelConfig:
+    if fields.get("use_sliding_window", False):
+        raise ModelError(f"a sliding window (use_sliding_window) is not supported for {fields.architecture}")
+    dense = llama(fields)
+    step, never = fields.size("decoder_sparse_step", 1), set(fields.get("mlp_only_layers", ()))
+    return replace(
+        dense,
+        experts=Experts(
+            # transformers 5 writes Mixtral's name.
+            count=fields.size("num_experts", fields.size("num_local_experts", 128)),
+            inner_size=fields.size("moe_intermediate_size", 768),
+            routing=Routing(fields.size("num_experts_per_tok", 8), normalize=bool(fields.get("norm_topk_prob", False))),
+            activation=dense.activation,
+            dense_layers=frozenset(layer for layer in range(dense.num_layers) if layer in never or (layer + 1) % step),
+        ),
+    )
