@@ -22,9 +22,9 @@ from typing import Any, Literal, NoReturn
 from paceline import __version__
 from paceline.core import env, telemetry
 from paceline.core.config import (
+    PREPARE_OPTIONS,
     GatewayConfig,
     KVTransferConfig,
-    Quantization,
     ServeConfig,
     ServiceConfig,
     WorkerConfig,
@@ -32,6 +32,7 @@ from paceline.core.config import (
 from paceline.core.config_source import RENAMED, load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.core.options import Options, flag, group_of
+from paceline.core.progress import StatusLines
 from paceline.scale import scale
 from paceline.services.common.secret import make_secret
 from paceline.top import top
@@ -132,8 +133,9 @@ def build_parser() -> argparse.ArgumentParser:
         )
         _add_options(command, service.config, service.config.model_fields)
     prepare = _add_command(commands, "prepare", "MODEL [options]", "Fetch or convert a model and print its folder.")
-    prepare.add_argument("model", metavar="MODEL", help="bundled name, Hugging Face folder or GGUF file")
-    _add_options(prepare, ServeConfig, ("cache_dir", "quantization"))
+    prepare.add_argument("model", metavar="MODEL", help=_help(ServeConfig, "model"))
+    _add_options(prepare, ServeConfig, PREPARE_OPTIONS)
+    prepare.add_argument("--live-progress", action="store_true", help=argparse.SUPPRESS)
     watch = _add_command(commands, "top", "[options]", "Show the fleet and its speed, live; Ctrl-C ends it.")
     _add_gateway(watch)
     watch.add_argument(
@@ -183,8 +185,7 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
     elif name == "token":
         make_secret(arguments["file"])
     elif name == "prepare":
-        cache_dir = Path(arguments.get("cache_dir", ServeConfig().cache_dir))
-        _prepare(arguments["model"], cache_dir, arguments.get("quantization", "none"))
+        _prepare(arguments.pop("live_progress"), ServeConfig(**arguments))
     else:
         config = _load(name, arguments.pop("config"), arguments)
         # Until the service handles signals itself, there is nothing to clean up. Without this handler, SIGTERM would
@@ -203,12 +204,14 @@ def _api_key(arguments: dict[str, Any]) -> str:
     return arguments["api_key"] or next(iter(env.api_keys()), "")
 
 
-def _prepare(model: str, cache_dir: Path, quantization: Quantization) -> None:
+def _prepare(live: bool, config: ServeConfig) -> None:
     from paceline.models.assets import resolve_model
 
     # SIGTERM becomes an exception, so that a half-made folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    print(resolve_model(model, cache_dir, lambda line: print(line, file=sys.stderr, flush=True), quantization))
+    report, live = StatusLines(sys.stderr), live or sys.stderr.isatty()
+    folder = resolve_model(config.model, Path(config.cache_dir), report, config.quantization, config.revision, live)
+    print(folder)
 
 
 def _load(name: str, file: Path | None, flags: dict[str, Any]) -> ServiceConfig | ServeConfig:

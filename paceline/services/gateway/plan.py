@@ -109,7 +109,7 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) ->
         text,
         ids,
         wanted,
-        max_model_len,
+        tokenizer.defaults.max_new_tokens or max_model_len,
         logprobs,
         request.prompt_logprobs,
         max_model_len,

@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from paceline.core.config import GenerationConfig
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
 from paceline.services.gateway.chat_template import ChatTemplate, Message
 
@@ -90,12 +91,35 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    max_new_tokens: int = 0
+    """Longest answer to a chat, in tokens; 0 if only the context limits it."""
 
     @staticmethod
     def from_generation_config(values: Mapping[str, Any]) -> SamplingDefaults:
-        """Return the defaults of a model with these values in its generation_config.json."""
+        """Return the defaults of a model with these values in its generation_config.json.
+
+        Raises ModelError if a request could not have one of the values.
+        """
         known = {name: values[name] for name in SamplingDefaults.__slots__ if values.get(name) is not None}
+        for name, value in known.items():
+            least, most = _RANGES[name]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise ModelError(
+                    f"generation_config.json: {name} must be a number from {least:g} to {most:g}, not {value!r}; "
+                    "correct it, or start with --generation-config none"
+                )
         return SamplingDefaults(**known)
+
+
+_RANGES = {
+    "temperature": (0, 2),
+    "top_p": (1e-9, 1),
+    "top_k": (-1, 2**31),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "max_new_tokens": (1, 2**31),
+}
+"""The numbers that requests accept."""
 
 
 class Tokenizer:
@@ -104,13 +128,16 @@ class Tokenizer:
     Args:
         folder: must have tokenizer.json; tokenizer_config.json, generation_config.json and config.json are optional.
         chat_template: a file that replaces the model's own template.
+        generation_config: "none" ignores the sampling parameters in generation_config.json.
 
     Raises:
         ModelError: the folder does not hold a tokenizer that can be read.
         ConfigError: `chat_template` cannot be read.
     """
 
-    def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, chat_template: Path | None = None, generation_config: GenerationConfig = "auto"
+    ) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; MODEL must be the model's Hugging Face folder")
@@ -132,7 +159,7 @@ class Tokenizer:
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         """Upper bound of the characters that one token stands for."""
         self.eos_token_ids = self._eos_token_ids(generation, model, special_tokens)
-        self.defaults = SamplingDefaults.from_generation_config(generation)
+        self.defaults = SamplingDefaults.from_generation_config(generation if generation_config == "auto" else {})
         source = _chat_template_source(folder, settings, chat_template)
         self._chat_template = ChatTemplate(source, special_tokens) if source is not None else None
 
@@ -224,7 +251,7 @@ def _chat_template_source(folder: Path, settings: Mapping[str, Any], chosen: Pat
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    listed = settings.get("chat_template")
+    listed = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(listed, list):
         listed = {entry["name"]: entry["template"] for entry in listed}.get("default")
     return listed

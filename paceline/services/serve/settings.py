@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.config import ServeConfig
+from paceline.models.hub_name import parse_hub_name
 
 _GATEWAY = ("host", "port", "api_key")
 """Options of `serve` that only the gateway has."""
-_SERVE = ("prefill", "decode", "cache_dir")
+_SERVE = ("prefill", "decode", "cache_dir", "revision")
 """Options of `serve` that no service has."""
 
 
@@ -33,8 +34,11 @@ def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
 
 
 def served_name(config: ServeConfig) -> str:
-    """Return the name of the model in the API."""
-    return config.served_model_name or Path(config.model).resolve().name.removesuffix(".gguf")
+    """Return the name of the model in the API: by default the name on the hub, or the name of the folder or file."""
+    if config.served_model_name:
+        return config.served_model_name
+    hub = parse_hub_name(config.model)
+    return hub.repository if hub and not hub.gguf else Path(config.model).resolve().name.removesuffix(".gguf")
 
 
 def _lines(values: Mapping[str, Any]) -> str:

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TextIO
 
-from paceline.core.config import KVTransferConfig, ServeConfig
+from paceline.core.config import PREPARE_OPTIONS, KVTransferConfig, ServeConfig
 from paceline.core.machine import available_memory
+from paceline.core.options import flag
+from paceline.core.progress import StatusLines
 from paceline.services.common.secret import make_secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.unix_socket import remove_stale_sockets
@@ -26,8 +28,8 @@ from paceline.services.serve.scaling_socket import ScalingSocket
 from paceline.services.serve.settings import stack_settings
 from paceline.services.serve.worker_fleet import WorkerFleet
 
-PREPARE_SECONDS = 3600.0
-"""Longest time to download and convert a model, in seconds."""
+PREPARE_SECONDS = 86400.0
+"""Longest time to download and convert a model, in seconds. Some models have hundreds of gigabytes."""
 START_SECONDS = 600.0
 """Longest time until a started process is ready, in seconds. A worker reads its model in this time."""
 REDIS_SECONDS = 10.0
@@ -143,10 +145,13 @@ class Supervisor:
     async def _prepare(self) -> Path:
         """Prepare the model and return its folder. A separate process does this, so that its memory is free again."""
         config = self._config
-        arguments = (config.model, f"--cache-dir={config.cache_dir}", f"--quantization={config.quantization}")
-        command = self._command("prepare", *arguments)
+        arguments = [f"{flag(name)}={getattr(config, name)}" for name in PREPARE_OPTIONS]
+        if sys.stderr.isatty():  # the child writes to a pipe, so it would not know
+            arguments.append("--live-progress")
+        command = self._command("prepare", config.model, *arguments)
+        echo = StatusLines(sys.stderr)
         process = ManagedProcess(
-            lambda _: Child.start("prepare", command, "stdout", warn), lambda child: child.answer(PREPARE_SECONDS), warn
+            lambda _: Child.start("prepare", command, "stdout", echo), lambda child: child.answer(PREPARE_SECONDS), warn
         )
         self._parts["model"] = process
         child = await process.start()

@@ -74,7 +74,7 @@ def _key_lines(config: ServeConfig) -> list[str]:
 
 
 def _has_chat_template(model: Path) -> bool:
-    if (model / "chat_template.jinja").exists():
+    if (model / "chat_template.jinja").exists() or (model / "chat_template.json").exists():
         return True
     try:
         return "chat_template" in json.loads((model / "tokenizer_config.json").read_text())

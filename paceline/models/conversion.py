@@ -1,0 +1,116 @@
+"""Folders that are made once and kept in Paceline's cache, and the child processes that make them. Imports no torch."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.core.env import child_environment
+from paceline.core.errors import ModelError
+from paceline.models.file_lock import file_lock
+from paceline.models.folder import check_folder
+
+Report = Callable[[str], None]
+"""Gets a sentence about each slow operation."""
+
+_CONVERT_SECONDS = 1800.0
+
+
+def make_once(
+    key: str,
+    cache_dir: Path,
+    report: Report,
+    make: Callable[[Path], None],
+    is_complete: Callable[[Path], bool],
+) -> Path:
+    """Return the folder `cache_dir/key`. Make it first if it is missing; it appears whole or not at all.
+
+    Args:
+        make: writes the folder `model` into an empty folder, which it gets.
+        is_complete: returns whether a folder can be used as it is.
+
+    Raises:
+        ModelError: the folder cannot be made or saved.
+    """
+    target = cache_dir / key
+    if is_complete(target):
+        return target
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with file_lock(cache_dir / f".{key}.lock", key, report), _scratch(cache_dir, key) as scratch:
+            if is_complete(target):
+                return target
+            make(scratch)
+            check_folder(scratch / "model")
+            if target.exists():
+                shutil.rmtree(target)
+            (scratch / "model").rename(target)
+    except OSError as error:
+        raise ModelError(
+            f"cannot save {key} in {cache_dir}: {error.strerror or error}; free some space there or choose another "
+            f"cache folder with PACELINE_CACHE"
+        ) from error
+    report(f"saved {key} in {target}")
+    return target
+
+
+def require_modules(names: Sequence[str], what: str, install: str) -> None:
+    """Raise ModelError if one of these modules is not installed.
+
+    Args:
+        what: the operation that needs them.
+        install: the arguments of `pip install` that bring them.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelError(f"{what} needs {', '.join(missing)}; run: pip install {install}")
+
+
+def run_converter(module: str, source: str, scratch: Path, name: str) -> None:
+    """Run `python -m module source model` in `scratch`, which is a folder.
+
+    The child runs in `scratch`. So it imports nothing from the user's folder by mistake. If its parent was killed, it
+    cannot write any more after the next start has removed `scratch`.
+
+    Args:
+        name: the converted file, for people.
+
+    Raises:
+        ModelError: the converter failed; its reason is the last line of its output.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, source, "model"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=child_environment(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"),
+            cwd=scratch,
+            timeout=_CONVERT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"converting {name} took more than {_CONVERT_SECONDS:.0f} s and was stopped") from None
+    if done.returncode == 0:
+        return
+    said = done.stdout.strip() or done.stderr.strip()
+    reason = said.split("\n")[-1] if said else f"{name}: the converter ended with status {done.returncode}"
+    raise ModelError(reason)
+
+
+@contextmanager
+def _scratch(cache_dir: Path, key: str) -> Iterator[Path]:
+    """Make an empty folder beside the target. Call it under the lock: it first removes folders of killed processes."""
+    for left in cache_dir.glob(f".{glob.escape(key)}.tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=f".{key}.tmp-", dir=cache_dir))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,162 @@
+"""Models of the Hugging Face hub, in the cache that all tools of this machine share. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from paceline.core.errors import ModelError
+from paceline.models.config import read_config
+from paceline.models.folder import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, indexed_files, weight_files
+from paceline.models.hub_download import check_space, download, missing_files
+from paceline.models.hub_errors import HubUnreachableError, hub_site, mapped_errors
+from paceline.models.hub_name import HubName
+from paceline.models.tokenizer_files import is_template, tokenizer_files
+
+_CONFIG = "config.json"
+_SETTINGS = ("generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
+
+
+def fetch_from_hub(name: HubName, revision: str, report: Callable[[str], None], live: bool) -> Path:
+    """Return the folder of a model, or its GGUF file, in the hub's cache. Download what the cache lacks.
+
+    A model that cannot be served is refused before its weights are downloaded.
+
+    Args:
+        revision: a branch, tag or commit; "" for the main branch.
+        report: gets a sentence about each slow operation.
+        live: whether progress is reported as a bar that is replaced in place (see StatusLines).
+
+    Raises:
+        ModelError: says what is wrong and what to do.
+    """
+    from huggingface_hub import is_offline_mode
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # its warnings say at length what our own errors and reports say
+    if is_offline_mode():
+        return _cached(name, revision)
+    try:
+        with mapped_errors(name, revision):
+            return _Repository(name, revision).fetch(report, live)
+    except HubUnreachableError as error:
+        try:
+            path = _cached(name, revision)
+        except ModelError:
+            raise error from None
+        report(f"{hub_site()} does not answer; taking {name} from the cache")
+        return path
+
+
+def _cached(name: HubName, revision: str) -> Path:
+    """Return the folder or file of a model from the cache alone. Raises ModelError if it is absent or incomplete."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    file = try_to_load_from_cache(name.repository, name.gguf or _CONFIG, revision=revision or None)
+    if not isinstance(file, str):
+        wanted = f"revision {revision} of {name}" if revision else str(name)
+        raise ModelError(
+            f"HF_HUB_OFFLINE is set, and the cache {HF_HUB_CACHE} does not hold {wanted}; unset HF_HUB_OFFLINE to "
+            "download it"
+        )
+    if name.gguf:
+        return Path(file)
+    folder = Path(file).parent
+    names = [path.name for path in folder.iterdir()]
+    try:
+        weight_files(folder)
+        if not tokenizer_files(names):
+            raise ModelError("it has no tokenizer")
+    except ModelError as error:
+        raise ModelError(
+            f"HF_HUB_OFFLINE is set, and the cache holds only a part of {name} ({error}); unset HF_HUB_OFFLINE to "
+            "download the rest"
+        ) from error
+    return folder
+
+
+class _Repository:
+    """A repository at one commit. All methods raise exceptions of huggingface_hub, besides ModelError."""
+
+    def __init__(self, name: HubName, revision: str) -> None:
+        from huggingface_hub import HfApi
+
+        self._name = name
+        self._id = name.repository
+        api = HfApi(library_name="paceline")
+        # This also writes to the cache to which commit a branch points, so that the cache can be used offline.
+        self._commit = api.resolve_revision(self._id, revision=revision or None).resolved
+        info = api.model_info(self._id, revision=self._commit)
+        self._listed = {file.rfilename for file in info.siblings or ()}
+
+    def fetch(self, report: Callable[[str], None], live: bool) -> Path:
+        """Return the folder or the GGUF file."""
+        if self._name.gguf:
+            self._check_gguf()
+            self._fetch_large([self._name.gguf], report, live)
+            return self._fetch(self._name.gguf)
+        weights, tokenizer = self._weights_entry(), self._tokenizer()
+        folder = self._fetch(_CONFIG).parent
+        self._check_model(folder)
+        for name in sorted(self._listed):
+            if name in _SETTINGS or name in tokenizer or is_template(name):
+                self._fetch(name)
+        self._fetch_large(self._weights(weights), report, live)
+        return folder
+
+    def _fetch(self, name: str) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(self._id, name, revision=self._commit))
+
+    def _fetch_large(self, names: Collection[str], report: Callable[[str], None], live: bool) -> None:
+        missing = missing_files(self._id, self._commit, sorted(names))
+        if missing:
+            check_space(missing)
+            download(self._id, self._commit, missing, report, live)
+
+    def _check_gguf(self) -> None:
+        if self._name.gguf not in self._listed:
+            raise ModelError(f"{self._id} has no file {self._name.gguf}{self._gguf_advice()}")
+
+    def _gguf_advice(self) -> str:
+        files = sorted(name for name in self._listed if name.lower().endswith(".gguf"))
+        shown = ", ".join(f"{self._id}/{name}" for name in files[:5]) + (", …" if len(files) > 5 else "")
+        return f"; its GGUF files are: {shown}" if files else ""
+
+    def _weights_entry(self) -> str:
+        """Return the name of the file that is the weights or their index."""
+        for name in (INDEX_FILE, SINGLE_FILE):
+            if name in self._listed and _CONFIG in self._listed:
+                return name
+        if advice := self._gguf_advice():
+            raise ModelError(f"{self._id} has no safetensors with a {_CONFIG}{advice}; name one of them")
+        if any(name.endswith(PICKLE_SUFFIXES) for name in self._listed):
+            raise ModelError(
+                f"{self._id} has its weights only in a pickle format (such as .bin), which can run code and is never "
+                "loaded; choose a repository or --revision with safetensors"
+            )
+        raise ModelError(f"{self._id} is no model that can be served: it must have {_CONFIG} and {SINGLE_FILE}")
+
+    def _tokenizer(self) -> list[str]:
+        files = tokenizer_files(self._listed)
+        if not files:
+            raise ModelError(f"{self._id} has no tokenizer; choose another repository or --revision")
+        return files
+
+    def _check_model(self, folder: Path) -> None:
+        try:
+            read_config(folder)
+        except ModelError as error:
+            raise ModelError(str(error).replace(str(folder), self._id)) from error
+
+    def _weights(self, entry: str) -> list[str]:
+        """Return the names of the weights' files."""
+        if entry == SINGLE_FILE:
+            return [entry]
+        index = self._fetch(entry)
+        names = [file.name for file in indexed_files(index.parent)]
+        if absent := [name for name in names if name not in self._listed]:
+            raise ModelError(f"{self._id} lacks {', '.join(absent)}, which {entry} names; choose another --revision")
+        return names

@@ -1,0 +1,233 @@
+"""Models by their name on the hub, fetched by `paceline prepare` from a small hub on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.models.hub_name import HubName, parse_hub_name
+from tests.models.fake_hub import COMMIT, FakeHub, serve_hub
+from tests.tiny_checkpoints import write_llama
+
+ROOT = Path(__file__).parents[2]
+TEXT = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+UNWANTED = ["README.md", "pytorch_model.bin", "model.onnx", "original/model.safetensors", "tokenizer.model"]
+
+Prepare = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with serve_hub() as running:
+        yield running
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A model's folder, with files that serving does not need."""
+    folder = tmp_path / "checkpoint"
+    write_llama(folder)
+    for name in [*TEXT, *UNWANTED]:
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        if not file.exists():
+            file.write_text(json.dumps({"name": name}))  # the cache keeps equal files once
+    return folder
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, hub: FakeHub) -> Prepare:
+    """Run `paceline prepare` with the hub's URL and an empty cache. `variables` are added to the environment."""
+    foreign = ("HF_", "HUGGING", "TRANSFORMERS_OFFLINE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+
+    def prepare(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            **kept,
+            "PYTHONPATH": str(ROOT),
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "hf"),
+            "PACELINE_CACHE": str(tmp_path / "cache"),
+            **variables,
+        }
+        command = [sys.executable, "-m", "paceline", "prepare", *arguments]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    return prepare
+
+
+def folder_of(done: subprocess.CompletedProcess[str]) -> Path:
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return line.removeprefix("paceline: ")
+
+
+def test_only_what_serving_needs_is_fetched_and_only_once(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    hub.add("org/tiny", checkpoint)
+    done = prepare("org/tiny")
+    folder = folder_of(done)
+    size = (checkpoint / "model.safetensors").stat().st_size
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*TEXT, "model.safetensors"])
+    assert (folder / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    assert f"downloading {size // 1000} kB of org/tiny" in done.stderr
+    assert sorted(hub.fetched()) == sorted([*TEXT, "model.safetensors"])
+    hub.requests.clear()
+    assert folder.name == COMMIT
+    assert folder_of(prepare("org/tiny", "--revision=v1")) == folder
+    assert folder_of(prepare("org/tiny", f"--revision={COMMIT}")) == folder
+    assert hub.fetched() == []
+
+
+def test_without_the_hub_the_cache_is_used(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    hub.add("org/tiny", checkpoint)
+    folder = folder_of(prepare("org/tiny"))
+    hub.requests.clear()
+    assert folder_of(prepare("org/tiny", HF_HUB_OFFLINE="1")) == folder
+    assert hub.requests == []
+    assert "does not hold revision v1 of org/tiny; unset HF_HUB_OFFLINE" in error_of(
+        prepare("org/tiny", "--revision=v1", HF_HUB_OFFLINE="1")
+    )
+    hub.status = 503
+    done = prepare("org/tiny")
+    assert folder_of(done) == folder
+    assert done.stderr == f"{hub.url} does not answer; taking org/tiny from the cache\n"
+    assert "has a failure (status 503); try again later" in error_of(prepare("org/other"))
+    (folder / "model.safetensors").unlink()
+    assert "only a part of org/tiny" in error_of(prepare("org/tiny", HF_HUB_OFFLINE="1"))
+
+
+def test_the_cache_is_shared_with_other_tools(tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    hub.add("org/tiny", checkpoint)
+    script = "import huggingface_hub as h; print(h.snapshot_download('org/tiny'))"
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    theirs = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    hub.requests.clear()
+    assert folder_of(prepare("org/tiny")) == Path(theirs.stdout.strip())
+    assert hub.fetched() == []
+
+
+def test_a_cut_connection_is_resumed(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    received, content = 10 << 20, bytes(range(256)) * 48_000  # the library reads pieces of 10 MiB
+    hub.add("org/tiny", checkpoint, cuts={"model.safetensors": received + 5}).files["model.safetensors"] = content
+    folder = folder_of(prepare("org/tiny"))
+    assert (folder / "model.safetensors").read_bytes() == content
+    assert [ranges for _, _, ranges in hub.requests if ranges] == [f"bytes={received}-"]
+
+
+def test_shards_come_from_the_index(tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    write_llama(checkpoint, max_shard_size="100KB")
+    shards = sorted(path.name for path in checkpoint.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    repository = hub.add("org/sharded", checkpoint)
+    repository.files["unlisted.safetensors"] = b""
+    folder = folder_of(prepare("org/sharded"))
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == shards
+    for name, wrong, said in (
+        ("org/outside", "../other.safetensors", "must name safetensors files of its own folder"),
+        ("org/absent", "model-9.safetensors", "org/absent lacks model-9.safetensors"),
+    ):
+        damaged = hub.add(name, checkpoint)
+        index = {"weight_map": {"a": shards[0], "b": wrong}}
+        damaged.files["model.safetensors.index.json"] = json.dumps(index).encode()
+        hub.requests.clear()
+        assert said in error_of(prepare(name))
+        assert not any(file.endswith(".safetensors") for file in hub.fetched())
+
+
+def test_what_cannot_be_served_is_refused_before_its_weights(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    (checkpoint / "config.json").write_text('{"architectures": ["GPT9ForCausalLM"]}')
+    hub.add("org/unknown", checkpoint)
+    assert error_of(prepare("org/unknown")).startswith("org/unknown: architecture GPT9ForCausalLM is not supported")
+    (checkpoint / "model.safetensors").unlink()
+    hub.add("org/pickle", checkpoint)
+    assert "weights only in a pickle format" in error_of(prepare("org/pickle"))
+    hub.add("org/files", checkpoint).files["small.Q4_0.gguf"] = b""
+    assert "its GGUF files are: org/files/small.Q4_0.gguf; name one of them" in error_of(prepare("org/files"))
+    assert "has no file other.gguf" in error_of(prepare("org/files/other.gguf"))
+    assert set(hub.fetched()) == {"config.json"}
+
+
+def test_a_full_disk_is_noticed_before_the_download(
+    tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare
+) -> None:
+    hub.add("org/large", checkpoint, sizes={"model.safetensors": 10**18})
+    said = error_of(prepare("org/large"))
+    assert said.startswith("the download needs 1000000000.0 GB and ")
+    assert said.endswith("choose a folder on another disk with HF_HUB_CACHE")
+    assert str(tmp_path / "hf" / "hub") in said
+    assert "model.safetensors" not in hub.fetched()
+
+
+def test_names_that_lead_nowhere(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    hub.add("org/tiny", checkpoint)
+    assert "org/tinny is neither a folder of this machine nor a model at" in error_of(prepare("org/tinny"))
+    assert "org/tiny has no revision v9; choose a branch" in error_of(prepare("org/tiny", "--revision=v9"))
+    assert "--revision is for models of the hub" in error_of(prepare(str(checkpoint), "--revision=v1"))
+    said = error_of(prepare("org/tiny", HF_ENDPOINT="http://user:secret@127.0.0.1:1"))
+    assert "cannot download org/tiny from http://127.0.0.1:1: the hub cannot be reached" in said
+
+
+def test_a_token_is_sent_and_never_shown(tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    hub.add("org/gated", checkpoint, is_gated=True)
+    page = f"{hub.url}/org/gated"
+    assert f"accept its licence at {page}, and set HF_TOKEN" in error_of(prepare("org/gated"))
+    wrong = prepare("org/gated", HF_TOKEN="hf_wrongwrong")
+    assert "refuses access to org/gated (status 401); check that the token" in error_of(wrong)
+    right = prepare("org/gated", HF_TOKEN=hub.token)
+    folder_of(right)
+    assert hub.tokens == {"Bearer hf_wrongwrong", f"Bearer {hub.token}"}
+    assert "hf_wrongwrong" not in wrong.stderr
+    assert hub.token not in right.stdout + right.stderr
+    # The file that `hf auth login` writes does the same as the variable.
+    (tmp_path / "login").mkdir()
+    (tmp_path / "login" / "token").write_text(hub.token)
+    folder_of(prepare("org/gated", HF_HOME=str(tmp_path / "login")))
+
+
+def test_a_gguf_file_of_the_hub_is_converted(tmp_path: Path, hub: FakeHub, prepare: Prepare) -> None:
+    (tmp_path / "files" / "sub").mkdir(parents=True)
+    (tmp_path / "files" / "sub" / "tiny.gguf").write_bytes(b"GGUF of which the rest is missing")
+    hub.add("org/files", tmp_path / "files")
+    done = prepare("org/files/sub/tiny.gguf")
+    assert "paceline: tiny.gguf is damaged or not a GGUF file" in done.stderr
+    assert hub.fetched() == ["sub/tiny.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("org/name", HubName("org/name")),
+        ("Org-1/Na_me-2.0", HubName("Org-1/Na_me-2.0")),
+        ("org/name/sub/file.Q4_K_M.gguf", HubName("org/name", "sub/file.Q4_K_M.gguf")),
+        ("name", None),
+        ("/org/name", None),
+        ("./org/name", None),
+        ("../name", None),
+        ("~/name", None),
+        ("org/name/other", None),
+        ("folder/file.gguf", None),
+        ("org/name/../../x.gguf", None),
+        ("org/..", None),
+    ],
+)
+def test_forms_of_names(model: str, name: HubName | None) -> None:
+    assert parse_hub_name(model) == name
+
+
+def test_a_folder_of_this_machine_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert parse_hub_name("org/name") is None
