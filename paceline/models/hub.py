@@ -33,7 +33,8 @@ def fetch_from_hub(name: HubName, revision: str, report: Callable[[str], None], 
     from huggingface_hub import is_offline_mode
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # its warnings say at length what our own errors and reports say
+    # The library's warnings say at length what our own errors and reports say.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if is_offline_mode():
         return _cached(name, revision)
     try:

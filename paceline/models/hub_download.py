@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from paceline.core.progress import Progress, size_text
 
 _CONNECTIONS = 8
 _SHOW_SECONDS = 0.5
-_STOP_SECONDS = 5.0
+_STOP_SECONDS = 3.0
+"""Time that threads have to remove the part of a file that nobody waits for, after an interruption or a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,10 @@ def download(repository: str, commit: str, files: Sequence[HubFile], report: Cal
                 progress.show(work.done_bytes)
     finally:
         work.stop.set()
+        deadline = time.monotonic() + _STOP_SECONDS
         for thread in threads:
-            thread.join(_STOP_SECONDS)
+            if thread.ident is not None:
+                thread.join(max(deadline - time.monotonic(), 0))
     if work.errors:
         raise work.errors[0]
     report(f"downloaded {size_text(total)} of {repository}")

@@ -13,7 +13,7 @@ from paceline.core.errors import ModelError
 FAST = "tokenizer.json"
 """The only file that the gateway reads."""
 TEKKEN = "tekken.json"
-_SENTENCEPIECE = "tokenizer.model"
+SENTENCEPIECE = "tokenizer.model"
 _TIKTOKEN = "tiktoken.model"
 _BYTE_PAIRS = ("vocab.json", "merges.txt")
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
@@ -27,7 +27,7 @@ def tokenizer_files(names: Iterable[str]) -> list[str]:
     known = set(names)
     if FAST in known:
         return [FAST]
-    found = [name for name in (TEKKEN, _SENTENCEPIECE, _TIKTOKEN) if name in known]
+    found = [name for name in (TEKKEN, SENTENCEPIECE, _TIKTOKEN) if name in known]
     if known.issuperset(_BYTE_PAIRS):
         found += _BYTE_PAIRS
     return sorted([*found, *(known & {"added_tokens.json"})]) if found else []
@@ -41,7 +41,7 @@ def needed_package(folder: Path) -> str:
     """
     if (folder / TEKKEN).is_file():
         return "mistral-common"
-    for name in (_SENTENCEPIECE, _TIKTOKEN):
+    for name in (SENTENCEPIECE, _TIKTOKEN):
         if (folder / name).is_file():
             return _package_of(folder, name)
     return ""

@@ -65,6 +65,22 @@ def test_default_sampling_comes_from_the_generation_config(tmp_path: Path) -> No
     assert tokenizer.defaults == SamplingDefaults(temperature=0.6, top_k=20)
 
 
+def test_the_generation_config_can_be_ignored_except_for_its_ends(tmp_path: Path) -> None:
+    folder = write_toy_model(tmp_path, temperature=0.6, max_new_tokens=9)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 7}))
+    tokenizer = Tokenizer(folder, generation_config="none")
+    assert tokenizer.defaults == SamplingDefaults()
+    assert tokenizer.eos_token_ids == {7, END}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", "hot"), ("top_p", 0), ("top_k", -2), ("min_p", 2), ("max_new_tokens", 0)]
+)
+def test_a_generation_config_that_no_request_could_have_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(ModelError, match=rf"{name} must be a number from .*--generation-config none"):
+        Tokenizer(write_toy_model(tmp_path, **{name: value}))
+
+
 def test_default_sampling_without_a_say_is_that_of_openai(toy_tokenizer: Tokenizer) -> None:
     assert toy_tokenizer.defaults == SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0)
 
@@ -74,7 +90,10 @@ def test_a_base_model_says_what_to_do_instead_of_chat(tmp_path: Path) -> None:
         chat(Tokenizer(write_toy_model(tmp_path, chat_template=None)), TURNS)
 
 
-def test_a_template_may_come_from_three_places(tmp_path: Path) -> None:
+def test_a_template_may_come_from_four_places(tmp_path: Path) -> None:
+    folder = write_toy_model(tmp_path, chat_template=None)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    assert chat(Tokenizer(folder), TURNS) == "processor"
     folder = write_toy_model(tmp_path, chat_template="config")
     assert chat(Tokenizer(folder), TURNS) == "config"
     (folder / "chat_template.jinja").write_text("file")

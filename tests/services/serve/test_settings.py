@@ -64,6 +64,8 @@ def test_kvtransfer(file: Path) -> None:
         (ServeConfig(model="/models/llama/"), "llama"),
         (ServeConfig(model="some/file.gguf"), "file"),
         (ServeConfig(model="/models/llama", served_model_name="mine"), "mine"),
+        (ServeConfig(model="org/name"), "org/name"),
+        (ServeConfig(model="org/name/sub/file.gguf"), "file"),
     ],
 )
 def test_clients_call_the_model_by_its_last_name(config: ServeConfig, name: str) -> None:
