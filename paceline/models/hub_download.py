@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,6 @@ from paceline.core.progress import Progress, size_text
 
 _CONNECTIONS = 8
 _SHOW_SECONDS = 0.5
-_STOP_SECONDS = 3.0
-"""Time that threads have to remove the part of a file that nobody waits for, after an interruption or a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +60,26 @@ def download(repository: str, commit: str, files: Sequence[HubFile], report: Cal
     report(f"downloading {size_text(total)} of {repository}")
     work = _Work(repository, commit, files)
     progress = Progress(total, report, live)
-    # Threads of a pool would keep an interrupted process alive until their files are whole.
-    threads = [threading.Thread(target=work.run, daemon=True) for _ in files[:_CONNECTIONS]]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(_SHOW_SECONDS)
-                progress.show(work.done_bytes)
+        # Threads of a pool would keep an interrupted process alive until their files are whole.
+        for _ in files[:_CONNECTIONS]:
+            threading.Thread(target=work.run, daemon=True).start()
+        while not work.is_done.wait(_SHOW_SECONDS):
+            progress.show(work.done_bytes)
     finally:
         work.stop.set()
-        deadline = time.monotonic() + _STOP_SECONDS
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join(max(deadline - time.monotonic(), 0))
+        _remove_partial_files()
     if work.errors:
         raise work.errors[0]
     report(f"downloaded {size_text(total)} of {repository}")
+
+
+def _remove_partial_files() -> None:
+    """Remove the files that this process is still writing to the cache, because no later download could use them."""
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            if descriptor.readlink().suffix == ".incomplete":
+                descriptor.readlink().unlink()
 
 
 class _StoppedError(Exception):
@@ -98,7 +98,10 @@ class _Work:
         self._lock = threading.Lock()
         self.done_bytes = 0
         self.errors: list[Exception] = []
+        self._left = len(files)
         self.stop = threading.Event()
+        self.is_done = threading.Event()
+        """Set when all files are whole, or one has failed."""
 
     def run(self) -> None:
         """Download files until none is left, one has failed, or `stop` is set."""
@@ -113,7 +116,12 @@ class _Work:
                 hf_hub_download(self._repository, name, revision=self._commit, tqdm_class=_counter(self))
             except Exception as error:
                 self.errors.append(error)
-                self.stop.set()
+                self.is_done.set()
+                return
+            with self._lock:
+                self._left -= 1
+                if self._left == 0:
+                    self.is_done.set()
 
     def count(self, added: int) -> None:
         """Add bytes that have arrived. Raises _StoppedError if the download shall end."""

@@ -26,6 +26,8 @@ class Repository:
     """Whether files are refused to users without TOKEN. Names of files can be read by everybody."""
     cuts: dict[str, int] = field(default_factory=dict)
     """Bytes of a file after which its connection breaks once."""
+    stalled: str = ""
+    """A file of which only the first half is sent; then the connection stays open."""
 
 
 @dataclass
@@ -41,6 +43,9 @@ class FakeHub:
     """Method, path and Range of each request."""
     tokens: set[str] = field(default_factory=set)
     """Values of the header Authorization."""
+    stalls: threading.Event = field(default_factory=threading.Event)
+    """Set when a file has stalled."""
+    ends: threading.Event = field(default_factory=threading.Event)
 
     def add(self, name: str, folder: Path, **options: object) -> Repository:
         """Add a repository with the files of a folder."""
@@ -70,6 +75,7 @@ def serve_hub() -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
+        hub.ends.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -133,6 +139,12 @@ class _Handler(BaseHTTPRequestHandler):
         status = 206 if "Range" in self.headers else 200
         if cut := repository.cuts.pop(name, 0):
             self._send(status, {**headers, "Content-Length": str(len(content) - start)}, content[start : start + cut])
+            self.close_connection = True
+            return None
+        if name == repository.stalled:
+            self._send(status, {**headers, "Content-Length": str(len(content))}, content[: len(content) // 2])
+            self.state.stalls.set()
+            self.state.ends.wait()
             self.close_connection = True
             return None
         return self._send(status, headers, content[start:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -43,11 +44,16 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def prepare(tmp_path: Path, hub: FakeHub) -> Prepare:
-    """Run `paceline prepare` with the hub's URL and an empty cache. `variables` are added to the environment."""
+    """Run `paceline prepare` with the hub's URL and an empty cache.
+
+    `variables` are added to the environment. The signal `stop` is sent when the hub has stalled.
+    """
     foreign = ("HF_", "HUGGING", "TRANSFORMERS_OFFLINE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
 
-    def prepare(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def prepare(
+        *arguments: str, stop: signal.Signals | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         environment = {
             **kept,
             "PYTHONPATH": str(ROOT),
@@ -57,7 +63,13 @@ def prepare(tmp_path: Path, hub: FakeHub) -> Prepare:
             **variables,
         }
         command = [sys.executable, "-m", "paceline", "prepare", *arguments]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
+            if stop is not None:
+                assert hub.stalls.wait(60)
+                process.send_signal(stop)
+            output, errors = process.communicate(timeout=300)
+            return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
     return prepare
 
@@ -124,6 +136,15 @@ def test_a_cut_connection_is_resumed(hub: FakeHub, checkpoint: Path, prepare: Pr
     folder = folder_of(prepare("org/tiny"))
     assert (folder / "model.safetensors").read_bytes() == content
     assert [ranges for _, _, ranges in hub.requests if ranges] == [f"bytes={received}-"]
+
+
+@pytest.mark.parametrize(("stop", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_interrupted_download_ends_at_once_and_leaves_no_part(
+    tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare, stop: signal.Signals, code: int
+) -> None:
+    hub.add("org/tiny", checkpoint, stalled="model.safetensors")
+    assert prepare("org/tiny", stop=stop).returncode == code
+    assert not list((tmp_path / "hf").rglob("*.incomplete"))
 
 
 def test_shards_come_from_the_index(tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
