@@ -242,8 +242,17 @@ class Kernels(ExpertKernels, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return x + y and the norm of this sum, with the bits of `add` and then `rms_norm`."""
 
-    def rotation(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(
+        self,
+        positions: Tensor,
+        frequencies: Tensor,
+        scale: float = 1.0,
+        growth: float = 0.0,
+        growth_tokens: int = 1,
+    ) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles for `rotate`, fp32 [tokens, head_dim] each.
+
+        Both are multiplied by scale * (1 + growth * log(1 + position // growth_tokens)).
 
         positions: int64 [tokens]; frequencies: fp32 [head_dim / 2], in radians per position.
         """
@@ -278,10 +287,14 @@ class Kernels(ExpertKernels, Protocol):
         group: GroupTables,
         scale: float,
         softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return causal attention of queries [tokens, heads, head_dim] over their paged contexts, in the same shape.
 
         softcap 0 is off; otherwise scores become softcap * tanh(scores / softcap).
+
+        Args:
+            sinks: fp32 [heads]: a further score of each query, for a key whose value is 0.
         """
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -57,10 +57,20 @@ class ReferenceKernels(Composed):
             return (normed * (1.0 + weight.float())).to(x.dtype)
         return normed.to(x.dtype) * weight
 
-    def rotation(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(
+        self,
+        positions: Tensor,
+        frequencies: Tensor,
+        scale: float = 1.0,
+        growth: float = 0.0,
+        growth_tokens: int = 1,
+    ) -> tuple[Tensor, Tensor]:
         half = positions.float().unsqueeze(1) * frequencies
         angles = torch.cat((half, half), dim=-1)
-        return angles.cos(), angles.sin()
+        factor: float | Tensor = scale
+        if growth:
+            factor = scale * (1.0 + growth * (1 + positions // growth_tokens).float().log().unsqueeze(1))
+        return angles.cos() * factor, angles.sin() * factor
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         wide = x.float()
@@ -80,6 +90,7 @@ class ReferenceKernels(Composed):
         group: GroupTables,
         scale: float,
         softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(queries)
         # One request at a time, so that its result cannot depend on the batch.
@@ -89,7 +100,7 @@ class ReferenceKernels(Composed):
                 continue
             first_key = _first_visible_key(context_len - (end - start), group.window)
             keys, values = _gather_context(cache, group, request, first_key, context_len)
-            out[start:end] = _attend(queries[start:end], keys, values, group.window, scale, softcap)
+            out[start:end] = _attend(queries[start:end], keys, values, group.window, scale, softcap, sinks)
         return out
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -196,12 +207,21 @@ def _gather_context(
     return gather(cache.keys), gather(cache.values)
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, window: int, scale: float, softcap: float) -> Tensor:
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """Return attention of the last `count` tokens of one context.
 
     Args:
         queries: [count, heads, head_dim].
         keys, values: [kv_heads, visible, head_dim]; the last `count` belong to the queries' tokens.
+        sinks: fp32 [heads].
 
     Returns:
         [count, heads, head_dim].
@@ -212,8 +232,9 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, window: int, scale: f
     # The query heads that share a KV head become rows over the same keys, so that no key is copied.
     rows = queries.view(count, kv_heads, per_kv_head, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
     mask = None if count == 1 else _causal_mask(count, visible, window, queries.device).repeat(per_kv_head, 1)
-    if softcap:
-        attended = _softcapped_attention(rows, keys, values, mask, scale, softcap)
+    if softcap or sinks is not None:
+        own = None if sinks is None else sinks.repeat_interleave(count).view(kv_heads, -1, 1)
+        attended = _attention_by_scores(rows, keys, values, mask, scale, softcap, own)
     else:
         # torch's fused kernels need the leading dimension of 1.
         attended = F.scaled_dot_product_attention(rows[None], keys[None], values[None], mask, scale=scale)[0]
@@ -227,11 +248,22 @@ def _causal_mask(count: int, visible: int, window: int, device: torch.device) ->
     return mask.triu_(offset - window + 1) if window else mask
 
 
-def _softcapped_attention(
-    rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
+def _attention_by_scores(
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
+    """Return attention that torch's fused kernels do not compute. `sinks` are fp32 [kv_heads, rows, 1]."""
     scores = rows.float() @ keys.float().mT * scale
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return (torch.softmax(scores, dim=-1) @ values.float()).to(rows.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
+    return (weights @ values.float()).to(rows.dtype)

@@ -29,7 +29,9 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 Launch = tuple[triton.JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
-def launches(heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, dtype: torch.dtype) -> list[Launch]:
+def launches(
+    heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, dtype: torch.dtype, sinks: bool = False
+) -> list[Launch]:
     """Return the launches of a layer of this shape for a step with a prompt and a long context."""
     recorded: list[Launch] = []
 
@@ -57,7 +59,8 @@ def launches(heads: int, kv_heads: int, head_dim: int, window: int, softcap: flo
         norms = HeadNorms(weight[0, :head_dim], weight[0, :head_dim], 1e-5, unit_offset=True) if softcap else None
         kernels.rotate_and_store(queries, keys, keys, angles, angles, cache[0], group, norms)
         batch = AttentionBatch((0, 100, 101), (100, 3000), (group,))
-        kernels.attention(queries, cache[0], batch, group, head_dim**-0.5, softcap)
+        own_sinks = torch.empty(heads) if sinks else None
+        kernels.attention(queries, cache[0], batch, group, head_dim**-0.5, softcap, own_sinks)
         record_sampling_and_moving(kernels)
     return recorded
 
@@ -108,7 +111,8 @@ def main() -> None:
     llama = launches(32, 8, 128, 0, 0.0, torch.bfloat16)
     differing = ("attend", "rotate_and_store")
     gemma = [launch for launch in launches(4, 1, 256, 512, 50.0, torch.bfloat16) if launch[0].__name__ in differing]
-    for launch in llama + gemma:
+    gpt_oss = launches(64, 8, 64, 128, 0.0, torch.bfloat16, sinks=True)
+    for launch in llama + gemma + [launch for launch in gpt_oss if launch[0].__name__ in ("attend", "combine")]:
         for line in compile_launch(*launch):
             print(json.dumps(line), flush=True)
 

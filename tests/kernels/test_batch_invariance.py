@@ -91,7 +91,7 @@ def test_operations_on_rows_give_a_row_the_same_bits_beside_any_others(
     positions, ids = torch.arange(300) * 37, torch.randint(0, 300, (300,), generator=generator)
 
     def rotated(kernels: Kernels, rows: slice) -> Tensor:
-        return kernels.rotate(heads[rows], *kernels.rotation(positions[rows], frequencies))
+        return kernels.rotate(heads[rows], *kernels.rotation(positions[rows], frequencies, 1.3, 0.1, 100))
 
     operations: list[Callable[[Kernels, slice], Tensor]] = [
         lambda kernels, rows: kernels.rms_norm(x[rows], weight, 1e-5),
@@ -109,7 +109,7 @@ def test_operations_on_rows_give_a_row_the_same_bits_beside_any_others(
             same([whole[0][rows], *(operation(kernels, rows) for kernels in teams)])
 
 
-def chunked(case: Any, kernels: Kernels, request: int, chunk: int, softcap: float) -> Tensor:
+def chunked(case: Any, kernels: Kernels, request: int, chunk: int, softcap: float, sinks: Tensor | None) -> Tensor:
     """Compute the queries of one request in chunks. Each chunk gets only the context up to its last token."""
     queries, batch, group = case.only(request)
     count, context = len(queries), batch.context_len[0]
@@ -117,7 +117,7 @@ def chunked(case: Any, kernels: Kernels, request: int, chunk: int, softcap: floa
     for begin in range(0, count, chunk):
         end = min(begin + chunk, count)
         own = AttentionBatch((0, end - begin), (context - count + end,), (group,))
-        parts.append(kernels.attention(queries[begin:end], case.cache, own, group, 0.25, softcap))
+        parts.append(kernels.attention(queries[begin:end], case.cache, own, group, 0.25, softcap, sinks))
     return torch.cat(parts)
 
 
@@ -130,24 +130,28 @@ def test_attention_gives_a_row_the_same_bits_in_any_batch_and_chunk(
     contexts = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
     lengths = [(data.draw(st.integers(1, context)), context) for context in contexts]
     kv_heads, softcap = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([0.0, 5.0]))
+    heads = kv_heads * data.draw(st.integers(1, 5))
+    sinks = data.draw(st.sampled_from([None, torch.linspace(-3, 3, heads)]))
     case = paged_case(
         teams[0],
         lengths,
         kv_heads=kv_heads,
-        heads=kv_heads * data.draw(st.integers(1, 5)),
+        heads=heads,
         head_dim=data.draw(st.sampled_from([8, 60, 64, 80])),
         block_tokens=data.draw(st.sampled_from([16, 24, 32])),
         window=data.draw(st.sampled_from([0, 1, 40, 150])),
         seed=data.draw(st.integers(0, 1000)),
         dtype=dtype,
     )
-    wholes = [kernels.attention(case.queries, case.cache, case.batch, case.group, 0.25, softcap) for kernels in teams]
+    wholes = [
+        kernels.attention(case.queries, case.cache, case.batch, case.group, 0.25, softcap, sinks) for kernels in teams
+    ]
     same(wholes)
     for request in range(len(lengths)):
         start, end = case.batch.query_start[request : request + 2]
         for kernels in teams:
             for chunk in (1, 7, 64):
-                same([wholes[0][start:end], chunked(case, kernels, request, chunk, softcap)])
+                same([wholes[0][start:end], chunked(case, kernels, request, chunk, softcap, sinks)])
 
 
 def test_attention_does_not_depend_on_where_blocks_lie(

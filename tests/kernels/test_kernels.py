@@ -26,7 +26,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def naive_attention(case: Any, scale: float, softcap: float) -> Tensor:
+def naive_attention(case: Any, scale: float, softcap: float, sinks: Tensor | None = None) -> Tensor:
     """Compute attention for one query, head and key at a time. A query at p sees positions (p - window, p]."""
     out = torch.zeros_like(case.queries, dtype=torch.float64)
     heads, kv_heads = case.queries.shape[1], case.keys[0].shape[1]
@@ -42,7 +42,11 @@ def naive_attention(case: Any, scale: float, softcap: float) -> Tensor:
                 scores = keys[seen, shared] @ case.queries[token, head].double() * scale
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
-                out[token, head] = torch.softmax(scores, 0) @ values[seen, shared]
+                weights = torch.exp(scores - scores.max())
+                total = weights.sum()
+                if sinks is not None:
+                    total += torch.exp(sinks[head].double() - scores.max())
+                out[token, head] = weights / total @ values[seen, shared]
     return out
 
 
@@ -57,6 +61,20 @@ def test_attention_of_a_mixed_batch(
 ) -> None:
     case = paged_case(kernels, MIXED, window=window, dtype=dtype)
     close(run_attention(kernels, case, softcap=softcap), naive_attention(case, 0.25, softcap))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (23, 5.0)])
+def test_attention_with_sinks(
+    kernels: Kernels, paged_case: Callable[..., Any], window: int, softcap: float, dtype: torch.dtype
+) -> None:
+    case = paged_case(kernels, [*MIXED, (3, 300)], window=window, dtype=dtype)
+    sinks = torch.tensor([0.5, -3.0, 2.0, 300.0, -300.0, 0.0])  # one that leaves nothing, and one without effect
+    actual = kernels.attention(case.queries, case.cache, case.batch, case.group, 0.25, softcap, sinks)
+    close(actual, naive_attention(case, 0.25, softcap, sinks))
+    assert not actual[:, 3].any()
+    without = run_attention(kernels, case, softcap=softcap)
+    close(actual[:, 4], without[:, 4].double())
 
 
 @settings(max_examples=30)
@@ -146,6 +164,17 @@ def test_rotate_turns_pairs_of_the_two_halves(kernels: Kernels, dtype: torch.dty
     assert actual.dtype == dtype
     close(actual, expected)
     assert torch.equal(kernels.rotate(x[2:3], twice[2:3].cos(), twice[2:3].sin()), actual[2:3])
+
+
+def test_rotation_turns_by_the_position_and_may_grow(kernels: Kernels) -> None:
+    positions, frequencies = torch.tensor([0, 1, 15, 16, 47, 48, 1000]), torch.rand(5)
+    angles = (positions.float().unsqueeze(1) * frequencies).double().repeat(1, 2)
+    for scale, growth in ((1.0, 0.0), (1.3, 0.0), (0.7, 0.2)):
+        factors = scale * (1 + growth * torch.log(1 + positions.double() // 16)).unsqueeze(1)
+        cos, sin = kernels.rotation(positions, frequencies, scale, growth, 16)
+        assert cos.dtype == sin.dtype == torch.float32
+        close(cos, angles.cos() * factors)
+        close(sin, angles.sin() * factors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -161,8 +161,10 @@ NO_WRITES = torch.zeros(1, dtype=torch.int64)
 BLOCK = GroupTables(16, 0, torch.zeros(1, 1, dtype=INT32), NO_WRITES, NO_WRITES)
 
 
-def attend_once(kernels: NativeKernels, queries: Tensor, cache: LayerCache, group: GroupTables) -> Tensor:
-    return kernels.attention(queries, cache, AttentionBatch((0, 1), (1,), (group,)), group, 1.0, 0.0)
+def attend_once(
+    kernels: NativeKernels, queries: Tensor, cache: LayerCache, group: GroupTables, sinks: Tensor | None = None
+) -> Tensor:
+    return kernels.attention(queries, cache, AttentionBatch((0, 1), (1,), (group,)), group, 1.0, 0.0, sinks)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +189,8 @@ def attend_once(kernels: NativeKernels, queries: Tensor, cache: LayerCache, grou
         lambda k, x: attend_once(k, x[None], CACHE, replace(BLOCK, block_tokens=32)),
         lambda k, x: attend_once(k, x[None], CACHE, replace(BLOCK, tables=BLOCK.tables.long())),
         lambda k, x: attend_once(k, x[None], CACHE, replace(BLOCK, write_slots=NO_WRITES.int())),
+        lambda k, x: attend_once(k, x[None], CACHE, BLOCK, torch.zeros(2)),
+        lambda k, x: attend_once(k, x[None], CACHE, BLOCK, torch.zeros(1, dtype=HALF)),
         lambda k, x: k.chooser.choose(x.to(HALF), [0], [BEST]),
     ],
 )

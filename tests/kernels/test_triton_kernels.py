@@ -50,8 +50,8 @@ def invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
         yield select_kernels(DEVICE, "triton-invariant")
 
 
-def attend(kernels: Kernels, case: Any, softcap: float = 0.0) -> Tensor:
-    return kernels.attention(case.queries, case.cache, case.batch, case.group, 0.2, softcap)
+def attend(kernels: Kernels, case: Any, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
+    return kernels.attention(case.queries, case.cache, case.batch, case.group, 0.2, softcap, sinks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -91,13 +91,15 @@ def test_attention_does_not_depend_on_how_a_prompt_was_cut(
 ) -> None:
     # Chunks of up to 16 tokens have one program per split; larger chunks have one program for all splits.
     case = paged_case(ReferenceKernels(), [(40, 540), (4, 20)], window=window, heads=4, kv_heads=1, dtype=dtype)
-    whole = attend(invariant, case)[:40]
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0])
+    whole = attend(invariant, case, sinks=sinks)[:40]
     _, _, group = case.only(0)
     for sizes in ((1, 1, 38), (27, 10, 2, 1), (5, 5, 30)):
         pieces, first = [], 0
         for size in sizes:
             batch = AttentionBatch((0, size), (500 + first + size,), (group,))
-            pieces.append(invariant.attention(case.queries[first : first + size], case.cache, batch, group, 0.2, 0.0))
+            queries = case.queries[first : first + size]
+            pieces.append(invariant.attention(queries, case.cache, batch, group, 0.2, 0.0, sinks))
             first += size
         assert torch.equal(torch.cat(pieces), whole)
 

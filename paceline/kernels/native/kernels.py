@@ -165,11 +165,18 @@ class NativeKernels(Composed):
         self._run(op, out, (rows, weight))
         return out.view(x.shape)
 
-    def rotation(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(
+        self,
+        positions: Tensor,
+        frequencies: Tensor,
+        scale: float = 1.0,
+        growth: float = 0.0,
+        growth_tokens: int = 1,
+    ) -> tuple[Tensor, Tensor]:
         tokens, half = len(positions), len(frequencies)
         _need("the frequencies", frequencies, torch.float32, half)
         cos, sin = (positions.new_empty(tokens, 2 * half, dtype=torch.float32) for _ in range(2))
-        op = Op(Kind.ROTATION, rows=tokens, n0=half)
+        op = Op(Kind.ROTATION, rows=tokens, n0=half, n1=growth_tokens, f0=scale, f1=growth)
         self._run(op, cos, (_ints("positions", positions), frequencies, sin))
         return cos, sin
 
@@ -198,12 +205,15 @@ class NativeKernels(Composed):
         group: GroupTables,
         scale: float,
         softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         queries = queries.contiguous()
         out = queries.new_empty(queries.shape)
         tokens, heads, _ = queries.shape
+        if sinks is not None:
+            _need("the sinks", sinks, torch.float32, heads)
         op = Op(Kind.ATTENTION, rows=tokens, n0=heads, f0=scale, f1=softcap, cache=_cache(cache, queries, group))
-        self._run(op, out, (queries,), batch, group)
+        self._run(op, out, (queries, sinks), batch, group)
         return out
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -86,7 +86,13 @@ def make_plan(batch: AttentionBatch, group: int, device: torch.device) -> Plan:
 
 
 def attention(
-    queries: Tensor, cache: LayerCache, plan: Plan, tables: GroupTables, scale: float, softcap: float
+    queries: Tensor,
+    cache: LayerCache,
+    plan: Plan,
+    tables: GroupTables,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Launch the kernels for `Kernels.attention`."""
     assert cache.keys.stride() == cache.values.stride()
@@ -96,14 +102,16 @@ def attention(
     kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
     shape = {"WINDOW": tables.window, "GROUP": plan.group, "HEAD_DIM": head_dim, "ROWS": ROWS, "SPLIT": SPLIT}
     shape |= {"DIM": max(16, triton.next_power_of_2(head_dim)), "enable_fp_fusion": False}
+    shape["SINKS"] = sinks is not None
     tile = shape | _tile_options(shape["DIM"] * cache.keys.itemsize, cache.keys.itemsize)
     tile |= {"CAPPED": softcap != 0, "BLOCK_TOKENS": tables.block_tokens, "INTERPRETED": INTERPRETED}
     # Scores are exponents of 2 instead of e, because the hardware computes powers of 2.
     inner, outer = (scale / softcap, softcap * math.log2(math.e)) if softcap else (scale * math.log2(math.e), 0.0)
-    sources = (queries, cache.keys, cache.values, tables.tables, plan.query_start, plan.context_len)
+    # Without sinks, `out` stands in for them. It also does for states and accs if a launch does not use them.
+    own_sinks = out if sinks is None else sinks
+    sources = (queries, cache.keys, cache.values, own_sinks, tables.tables, plan.query_start, plan.context_len)
     scalars = (*queries.stride()[:2], tables.tables.stride(0), *cache.keys.stride()[:3], inner, outer)
     if len(plan.whole):
-        # `out` stands in for states and accs, which this launch does not use.
         device.attend[len(plan.whole), kv_heads](out, out, out, *sources, plan.whole, 0, *scalars, APART=False, **tile)
     if len(plan.apart):
         # A window that begins inside a split touches one split more than it could fill.
@@ -114,7 +122,7 @@ def attention(
             out, states, accs, *sources, plan.apart, plan.rows, *scalars, APART=True, **tile
         )
         device.combine[len(plan.apart), kv_heads, plan.most_rows](
-            out, states, accs, plan.query_start, plan.context_len, plan.apart, plan.rows, num_warps=1, **shape
+            out, states, accs, own_sinks, *sources[-2:], plan.apart, plan.rows, num_warps=1, **shape
         )
     return out
 

@@ -95,13 +95,14 @@ class TritonKernels(ReferenceKernels):
         group: GroupTables,
         scale: float,
         softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         per_kv_head = queries.shape[1] // cache.keys.shape[1]
         if self._planned is not batch:
             self._planned, self._plans = batch, {}
         if per_kv_head not in self._plans:
             self._plans[per_kv_head] = make_plan(batch, per_kv_head, queries.device)
-        return attention(queries, cache, self._plans[per_kv_head], group, scale, softcap)
+        return attention(queries, cache, self._plans[per_kv_head], group, scale, softcap, sinks)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return rowwise.gated(gate, up, False, self._tuner)

@@ -302,11 +302,20 @@ struct Attention {
         }
     }
 
+    // Returns the factor on the weighted sum of a row's values. A sink takes part in the softmax as a key without value.
+    float factor_of(const Partial& total, int64_t row, int64_t head) const {
+        const float* sinks = static_cast<const float*>(op.b);
+        if (!sinks) return 1.0f / total.sum[row];
+        const float sink = sinks[head] * kLog2E, max_ = total.max[row], top = sink > max_ ? sink : max_;
+        const float kept = exp2(splat(max_ - top))[0], added = exp2(splat(sink - top))[0];
+        return kept / (total.sum[row] * kept + added);
+    }
+
     void finish(const Rows& rows, const Partial& total) const {
         for (int64_t row = 0; row < count(rows); ++row) {
             const int64_t token = rows.begin + row / shared_by, head = rows.kv_head * shared_by + row % shared_by;
             T* out = static_cast<T*>(op.out) + (token * heads + head) * dim;
-            const float factor = 1.0f / total.sum[row];
+            const float factor = factor_of(total, row, head);
             for (int64_t d = 0; d < dim; d += kLanes)
                 store_some(out + d, load(total.values + row * width + d) * factor, dim - d);
         }

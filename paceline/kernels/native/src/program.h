@@ -60,10 +60,11 @@ enum Kind : int32_t {
     kLinear,      // out[rows, n1] = a[rows, n0] * b (packed) + c; n2: row stride of a
     kEmbed,       // out[tokens, n0] = rows of b (packed, n1 rows) * f0; a: int64 ids
     kRmsNorm,     // out[rows, n0]; a: x with row stride n1; b: weight; n2: unit offset; f0: eps
-    kRotation,    // out: fp32 cos [tokens, 2 * n0], then sin likewise; a: int64 positions; b: fp32 frequencies [n0]
+    kRotation,    // out: fp32 cos [tokens, 2 * n0], c: sin; a: int64 positions; b: fp32 frequencies [n0]; f0: factor, f1:
+                  // its growth, n1: tokens for each step of the growth
     kRotate,      // out[tokens, n0 heads, n1 dims]; a: x with token stride n2; b: cos, c: sin, fp32 [tokens, n1]
     kStoreKV,     // a: keys, b: values [tokens, kv_heads, head_dim] into the cache
-    kAttention,   // out[tokens, heads, head_dim]; a: queries; f0: scale; f1: softcap
+    kAttention,   // out[tokens, heads, head_dim]; a: queries; b: fp32 sinks [heads], or null; f0: scale; f1: softcap
     kSiluAndMul,  // out[rows, n0] = silu(a) * b
     kGeluTanhAndMul,
     kAdd,

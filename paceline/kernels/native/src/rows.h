@@ -39,12 +39,14 @@ static void rotation(const Op& op, const Step& step, Team& team) {
     float* cosines = static_cast<float*>(op.out);
     float* sines = static_cast<float*>(const_cast<void*>(op.c));
     for_each_row(team, tokens, 32 * half, [&](int64_t token) {
+        const float steps = static_cast<float>(1 + positions[token] / op.n1);
+        const float factor = op.f0 * (1.0f + op.f1 * __builtin_logf(steps));
         for (int64_t i = 0; i < half; ++i) {
             const float angle = static_cast<float>(positions[token]) * frequencies[i];
             float* cosine = cosines + token * 2 * half + i;
             float* sine = sines + token * 2 * half + i;
-            cosine[0] = cosine[half] = __builtin_cosf(angle);
-            sine[0] = sine[half] = __builtin_sinf(angle);
+            cosine[0] = cosine[half] = __builtin_cosf(angle) * factor;
+            sine[0] = sine[half] = __builtin_sinf(angle) * factor;
         }
     });
 }

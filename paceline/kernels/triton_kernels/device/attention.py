@@ -7,7 +7,8 @@ through all splits or each split has its own program, whose states `combine` mer
 of multiply and add, because the compiler chooses it differently for each kernel.
 
 The running state of a softmax is (row_max, row_sum, acc): the largest score so far, as an exponent of 2; the sum of the
-weights relative to it; and the sum of the values with these weights. The state before any key is (-inf, 0, 0).
+weights relative to it; and the sum of the values with these weights. The state before any key is (-inf, 0, 0). A sink
+is merged last, as the state of a key whose value is 0.
 
 The rows of a tile are pairs (token, head) of one request and one KV head. The GROUP heads of a token are adjacent.
 `tiles` int32 [tiles, 3] has for each tile: its request, its first row, and the place of this row in `states`.
@@ -32,6 +33,7 @@ def attend(
     queries,
     keys,
     values,
+    sinks,
     tables,
     query_start,
     context_len,
@@ -54,6 +56,7 @@ def attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
+    SINKS: tl.constexpr,
     APART: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -116,6 +119,8 @@ def attend(
         tl.store(states + 2 * place + 1, row_sum, valid)
         tl.store(accs + place[:, None] * HEAD_DIM + dim, acc, stored)
     else:
+        if SINKS:
+            row_max, row_sum, acc = _with_sink(row_max, row_sum, acc, tl.load(sinks + head))
         place = (token * tl.num_programs(1) * GROUP + head) * HEAD_DIM
         tl.store(out + place[:, None] + dim, (acc / row_sum[:, None]).to(out.dtype.element_ty), stored)
 
@@ -125,6 +130,7 @@ def combine(
     out,
     states,
     accs,
+    sinks,
     query_start,
     context_len,
     tiles,
@@ -135,6 +141,7 @@ def combine(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Merge the states of one row. Grid: (tiles, kv_heads, most rows of a tile); a tile is a whole request."""
     kv_head, row, kv_heads = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
@@ -153,7 +160,10 @@ def combine(
         own_max, own_sum = tl.load(states + 2 * place), tl.load(states + 2 * place + 1)
         own_acc = tl.load(accs + place[:, None] * HEAD_DIM + dim, dim < HEAD_DIM, 0.0)
         row_max, row_sum, acc = _merge(row_max, row_sum, acc, own_max, own_sum, own_acc)
-    place = (token.to(tl.int64) * kv_heads * GROUP + kv_head * GROUP + row % GROUP) * HEAD_DIM
+    head = kv_head * GROUP + row % GROUP
+    if SINKS:
+        row_max, row_sum, acc = _with_sink(row_max, row_sum, acc, tl.load(sinks + head + tl.arange(0, 1)))
+    place = (token.to(tl.int64) * kv_heads * GROUP + head) * HEAD_DIM
     tl.store(out + place + dim, (acc / row_sum[:, None]).to(out.dtype.element_ty), dim < HEAD_DIM)
 
 
@@ -182,6 +192,13 @@ def _merge(row_max, row_sum, acc, other_max, other_sum, other_acc):
     base = _finite(top)
     own, other = tl.exp2(row_max - base), tl.exp2(other_max - base)
     return top, row_sum * own + other_sum * other, acc * own[:, None] + other_acc * other[:, None]
+
+
+@triton.jit
+def _with_sink(row_max, row_sum, acc, sink):
+    """Return the state after the keys of a state and a sink, whose score is in base e."""
+    one = tl.full(sink.shape, 1.0, tl.float32)
+    return _merge(row_max, row_sum, acc, sink * 1.4426950408889634, one, tl.zeros_like(acc))  # log2(e)
 
 
 @triton.jit
