@@ -187,3 +187,50 @@ def _save(
     model = model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def _saver(name: str, **own: object) -> Callable[[Path], SaveTiny]:
+    """Return a fixture that saves a tiny random `name`ForCausalLM of transformers to tmp_path, with these fields."""
+
+    @pytest.fixture
+    def save(tmp_path: Path) -> SaveTiny:
+        return functools.partial(write_tiny, tmp_path, name, own)
+
+    return save
+
+
+def write_tiny(
+    folder: Path, name: str, own: dict[str, object], dtype: torch.dtype = torch.float32, **changes: object
+) -> transformers.PreTrainedModel:
+    """Save a tiny random model to a folder and return the `transformers` model.
+
+    Args:
+        name: name of its class in transformers, without "ForCausalLM".
+        own, changes: fields of its configuration.
+    """
+    config = getattr(transformers, f"{name}Config")(
+        **{**_SMALL, "num_hidden_layers": 4, "pad_token_id": None, **own, **changes}
+    )
+    return _save(getattr(transformers, f"{name}ForCausalLM"), config, folder, "1GB", dtype)
+
+
+save_qwen2 = _saver("Qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=2)
+save_qwen3 = _saver("Qwen3", head_dim=12)
+save_mistral = _saver("Mistral", sliding_window=20)
+save_ministral = _saver(
+    "Ministral", head_dim=12, sliding_window=20, layer_types=["full_attention", "sliding_attention"] * 2
+)
+save_ministral3 = _saver(
+    "Ministral3",
+    head_dim=12,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "llama_4_scaling_beta": 0.3,
+    },
+)
+save_smollm3 = _saver("SmolLM3", no_rope_layer_interval=2)

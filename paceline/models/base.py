@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape, state_groups
 from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, PackedWeight, Taps
-from paceline.models.model_config import ModelConfig
+from paceline.models.model_config import LayerType, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,20 @@ class CompiledModel:
 def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
     """Return the KV groups of a model whose layers differ only in their type, and the group index of each layer."""
     kinds = sorted({kind for kind in config.layer_types if kind != "mamba"}, reverse=True)
+    # Layers of two types whose caches have the same shape are one group.
+    by_cache: dict[tuple[int, int, int], list[LayerType]] = {}
+    for kind in kinds:
+        own = config.attention[kind]
+        by_cache.setdefault((own.num_kv_heads, own.head_dim, own.window), []).append(kind)
     shapes = tuple(
         GroupShape(
-            name=kind,
-            layers=tuple(layer for layer, own in enumerate(config.layer_types) if own == kind),
-            kv_heads=config.attention[kind].num_kv_heads,
-            head_dim=config.attention[kind].head_dim,
-            window=config.attention[kind].window,
+            name="-".join(own_kinds),
+            layers=tuple(layer for layer, kind in enumerate(config.layer_types) if kind in own_kinds),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            window=window,
         )
-        for kind in kinds
+        for (kv_heads, head_dim, window), own_kinds in by_cache.items()
     )
     if (mamba := config.mamba) is not None:
         layers = [layer for layer, kind in enumerate(config.layer_types) if kind == "mamba"]

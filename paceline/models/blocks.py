@@ -125,6 +125,7 @@ class Attention:
         self._o = Linear.take(
             weights, f"{place}.o_proj", own.num_heads * own.head_dim, hidden, own.output_bias, kernels
         )
+        self._sinks = weights.take(f"{place}.sinks", own.num_heads).float() if own.sinks else None
         self._norms: HeadNorms | None = None
         if unit_offset is not None:
             order = rotary_order(own.rope, 1, own.head_dim)
@@ -139,14 +140,19 @@ class Attention:
         queries = self._q(x).view(-1, own.num_heads, own.head_dim)
         keys = self._k(x).view(-1, own.num_kv_heads, own.head_dim)
         values = self._v(x).view(-1, own.num_kv_heads, own.head_dim)
-        if (rotation := step.rotation) is not None:
+        rotation = step.rotation
+        if rotation is not None and rotation.of_queries is not None:
+            assert self._norms is None
+            queries = kernels.rotate(queries, rotation.of_queries.cos, rotation.of_queries.sin)
+            kernels.store_kv(kernels.rotate(keys, rotation.cos, rotation.sin), values, cache, step.group)
+        elif rotation is not None:
             queries = kernels.rotate_and_store(
                 queries, keys, values, rotation.cos, rotation.sin, cache, step.group, self._norms
             )
         else:
             assert self._norms is None
             kernels.store_kv(keys, values, cache, step.group)
-        attended = kernels.attention(queries, cache, step.batch, step.group, own.scale, own.softcap)
+        attended = kernels.attention(queries, cache, step.batch, step.group, own.scale, own.softcap, self._sinks)
         return self._o(attended.flatten(1))
 
 

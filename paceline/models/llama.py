@@ -1,4 +1,4 @@
-"""LlamaForCausalLM: Llama 2 and 3, SmolLM2 and others with this architecture."""
+"""Llama 2 and 3, SmolLM 2 and 3, Mistral, Ministral, Qwen 2 and 3: all have the same layers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ from paceline.models.model_config import LayerType, ModelConfig
 
 
 class Llama(Decoder):
-    """A Llama model: norms before attention and MLP; every layer attends to the whole context."""
+    """A Llama model, or one that differs in its configuration only: norms before attention and MLP.
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
-        super().__init__(config, weights, kernels, lambda kind, place: _Layer(config, kind, weights, place, kernels))
+    Args:
+        head_norms: queries and keys have norms over each head (Qwen 3).
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, head_norms: bool = False) -> None:
+        def make_layer(kind: LayerType, place: str) -> _Layer:
+            return _Layer(config, kind, weights, place, kernels, head_norms)
+
+        super().__init__(config, weights, kernels, make_layer)
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, kind: LayerType, weights: Weights, place: str, kernels: Kernels) -> None:
-        size, eps = config.hidden_size, config.norm_eps
+    def __init__(
+        self, config: ModelConfig, kind: LayerType, weights: Weights, place: str, kernels: Kernels, head_norms: bool
+    ) -> None:
+        size, eps, unit_offset = config.hidden_size, config.norm_eps, False if head_norms else None
         self.norm = RMSNorm(weights, f"{place}.input_layernorm", size, eps, kernels)
-        self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels)
+        self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels, unit_offset)
         self._mlp_norm = RMSNorm(weights, f"{place}.post_attention_layernorm", size, eps, kernels)
         self._mlp = GatedMLP(config, weights, f"{place}.mlp", kernels)
 

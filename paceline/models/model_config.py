@@ -8,24 +8,37 @@ from typing import Literal
 
 from paceline.core.experts import ExpertActivation, Routing
 
-LayerType = Literal["full", "sliding", "mamba"]
+LayerType = Literal["full", "nope", "sliding", "mamba"]
+"""A layer without positions ("nope") attends to all tokens, as "full", but does not rotate queries and keys."""
 Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding of one type of layer. The fields from `low_freq_factor` on apply to kind "llama3" only."""
+    """Rotary embedding of one type of layer."""
 
     theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
+    """For kind "llama3" only, as is `high_freq_factor`."""
     high_freq_factor: float = 1.0
     original_max_position: int = 0
+    """Longest context that the model was first trained on, for the kinds "llama3" and "yarn"."""
     rotated_dims: int = 0
     """Dimensions of a head that are rotated, from the first; 0 if all are."""
     interleaved: bool = False
     """Whether dimensions 2i and 2i + 1 turn together, rather than i and i + rotated / 2."""
+    beta_fast: float = 32.0
+    """Turns within `original_max_position` from which a pair of dimensions keeps its speed, for kind "yarn"."""
+    beta_slow: float = 1.0
+    """Turns up to which a pair is slowed down by `factor`, for kind "yarn"."""
+    truncate: bool = True
+    """Whether the pairs with `beta_fast` and `beta_slow` turns are rounded to whole numbers, for kind "yarn"."""
+    attention_factor: float = 1.0
+    """Factor on rotated queries and keys."""
+    query_growth: float = 0.0
+    """A rotated query is multiplied by 1 + query_growth * log(1 + position // original_max_position)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,8 @@ class AttentionConfig:
     bias: bool = False
     """Whether the projections to queries, keys and values have a bias."""
     output_bias: bool = False
+    sinks: bool = False
+    """Whether each head has a learned score that takes part in the softmax as if it were a key without a value."""
 
 
 @dataclass(frozen=True, slots=True)

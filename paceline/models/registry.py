@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Model, Weights
@@ -15,6 +16,12 @@ from paceline.models.qwen3_moe import Qwen3Moe
 
 MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Model]] = {
     "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Llama,
+    "MinistralForCausalLM": Llama,
+    "Ministral3ForCausalLM": Llama,
+    "Qwen2ForCausalLM": Llama,
+    "Qwen3ForCausalLM": partial(Llama, head_norms=True),
+    "SmolLM3ForCausalLM": Llama,
     "Gemma3ForCausalLM": Gemma3,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "GraniteMoeForCausalLM": GraniteHybrid,

@@ -20,6 +20,8 @@ class Rotation:
 
     cos: Tensor
     sin: Tensor
+    of_queries: Rotation | None = None
+    """The rotation of queries, if it is another one than that of keys."""
 
 
 class Rotary:
@@ -30,17 +32,21 @@ class Rotary:
 
     def __init__(self, config: ModelConfig, device: torch.device, kernels: Kernels) -> None:
         self._kernels = kernels
+        self._ropes = {kind: (own.rope, own.head_dim) for kind, own in config.attention.items() if own.rope is not None}
         # Layer types often share one embedding, whose angles are then computed once.
-        kinds = [(kind, (own.rope, own.head_dim)) for kind, own in config.attention.items() if own.rope is not None]
-        self._places = {kind: list(dict(kinds).values()).index(key) for kind, key in kinds}
-        self._frequencies = {
-            self._places[kind]: inverse_frequencies(rope, head_dim).to(device) for kind, (rope, head_dim) in kinds
-        }
+        self._frequencies = {own: inverse_frequencies(*own).to(device) for own in self._ropes.values()}
 
     def __call__(self, positions: Tensor) -> Mapping[LayerType, Rotation]:
         """Return the angles of positions int64 [tokens], for each type of layer that rotates."""
-        found = {place: Rotation(*self._kernels.rotation(positions, own)) for place, own in self._frequencies.items()}
-        return {kind: found[place] for kind, place in self._places.items()}
+        found = {own: self._rotation(positions, own[0], each) for own, each in self._frequencies.items()}
+        return {kind: found[own] for kind, own in self._ropes.items()}
+
+    def _rotation(self, positions: Tensor, rope: Rope, frequencies: Tensor) -> Rotation:
+        rotation, scale, growth = self._kernels.rotation, rope.attention_factor, rope.query_growth
+        of_queries = None
+        if growth:
+            of_queries = Rotation(*rotation(positions, frequencies, scale, growth, rope.original_max_position))
+        return Rotation(*rotation(positions, frequencies, scale), of_queries)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -49,17 +55,22 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     Pairs that are not rotated come last and have 0.
     """
     rotated = rope.rotated_dims or head_dim
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
-    return F.pad(_scaled(frequencies, rope), (0, (head_dim - rotated) // 2))
+    spread = rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    return F.pad(_scaled(spread, rope), (0, (head_dim - rotated) // 2))
 
 
-def _scaled(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Return frequencies for contexts that are longer than those that the model was first trained on.
+def _scaled(spread: Tensor, rope: Rope) -> Tensor:
+    """Return frequencies 1 / spread, scaled for contexts longer than those that the model was first trained on.
 
-    "llama3" keeps fast dimensions, slows slow ones down by `factor`, and interpolates between them (Llama 3.1).
+    "llama3" and "yarn" keep fast dimensions, slow slow ones down by `factor`, and interpolate between them: "llama3"
+    by the frequencies, "yarn" by the numbers of the dimensions.
     """
+    frequencies = 1.0 / spread
     if rope.kind == "default":
         return frequencies
+    if rope.kind == "yarn":
+        kept = 1.0 - _yarn_slowing(rope, len(spread))
+        return (1.0 / (rope.factor * spread)) * (1.0 - kept) + frequencies * kept
     slowed = frequencies / rope.factor
     if rope.kind == "linear":
         return slowed
@@ -67,6 +78,21 @@ def _scaled(frequencies: Tensor, rope: Rope) -> Tensor:
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * slowed
+
+
+def _yarn_slowing(rope: Rope, pairs: int) -> Tensor:
+    """Return how much YaRN slows each pair of dimensions down: from 0, not at all, to 1, by `factor`. fp32 [pairs]."""
+
+    def pair_with(turns: float) -> float:
+        """Return the number of the pair that turns so often within `original_max_position`."""
+        return pairs * math.log(rope.original_max_position / (turns * 2 * math.pi)) / math.log(rope.theta)
+
+    first, last = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = last - first if last != first else 0.001
+    return ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
 
 
 def rotary_order(rope: Rope | None, heads: int, head_dim: int) -> Sequence[int] | None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_SCALING = {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.5, "truncate": False}
+YARN_ROPE = Rope(5e5, "yarn", 4.0, original_max_position=64, truncate=False, attention_factor=1.5)
 LLAMA3_ROPE = Rope(500_000.0, "llama3", 8.0, 1.0, 4.0, 64)
 
 
@@ -97,10 +100,64 @@ def test_llama(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, Rope(5e5)),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3_SCALING}}, LLAMA3_ROPE),
         ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}, Rope(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **YARN_SCALING}}, YARN_ROPE),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn", **YARN_SCALING}}, YARN_ROPE),
     ],
 )
 def test_llama_rope_old_and_new_style(tmp_path: Path, fields: dict[str, Any], rope: Rope) -> None:
     assert read(tmp_path, LLAMA, **fields).attention["full"].rope == rope
+
+
+SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"]}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "max_window_layers": 1}
+
+
+def test_qwen2(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN2, use_sliding_window=False)
+    attention = config.attention["full"]
+    assert (attention.bias, attention.output_bias, config.layer_types) == (True, False, ("full", "full"))
+    config = read(tmp_path, QWEN2, use_sliding_window=True)
+    assert (config.layer_types, config.attention["sliding"].window) == (("full", "sliding"), 512)
+    names = ["sliding_attention", "full_attention"]
+    assert read(tmp_path, QWEN2, use_sliding_window=True, layer_types=names).layer_types == ("sliding", "full")
+
+
+def test_qwen3(tmp_path: Path) -> None:
+    qwen3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"]}
+    attention = read(tmp_path, qwen3).attention["full"]
+    assert (attention.head_dim, attention.scale, attention.bias) == (128, 128**-0.5, False)
+    attention = read(tmp_path, qwen3, attention_bias=True, head_dim=16).attention["full"]
+    assert (attention.head_dim, attention.bias, attention.output_bias) == (16, True, True)
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "MinistralForCausalLM"])
+def test_mistral(tmp_path: Path, architecture: str) -> None:
+    mistral = {**LLAMA, "architectures": [architecture]}
+    config = read(tmp_path, mistral)
+    assert (config.layer_types, config.attention["sliding"].window) == (("sliding", "sliding"), 4096)
+    assert read(tmp_path, mistral, sliding_window=None).layer_types == ("full", "full")
+    names = ["full_attention", "sliding_attention"]
+    config = read(tmp_path, mistral, sliding_window=100, layer_types=names)
+    assert (config.layer_types, config.attention["sliding"].window) == (("full", "sliding"), 100)
+
+
+def test_ministral3(tmp_path: Path) -> None:
+    ministral3 = {**LLAMA, "architectures": ["Ministral3ForCausalLM"], "torch_dtype": "bfloat16"}
+    rope = read(tmp_path, ministral3).attention["full"].rope
+    growing = Rope(1e6, "yarn", 16.0, original_max_position=16_384, query_growth=0.1)
+    assert rope == replace(growing, attention_factor=rope.attention_factor)
+    parameters = {"rope_type": "default", "rope_theta": 5.0, "llama_4_scaling_beta": 0.2}
+    config = read(tmp_path, ministral3, rope_parameters=parameters, sliding_window=None)
+    assert config.attention["full"].rope == Rope(5.0, query_growth=0.2, original_max_position=8192)
+    assert (config.layer_types, config.attention["full"].head_dim) == (("full", "full"), 128)
+
+
+def test_smollm3(tmp_path: Path) -> None:
+    smollm3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
+    config = read(tmp_path, smollm3)
+    assert (config.layer_types, config.tie_word_embeddings) == (("full", "full", "full", "nope"), True)
+    assert (config.attention["full"].rope, config.attention["nope"].rope) == (Rope(2e6), None)
+    assert read(tmp_path, smollm3, no_rope_layers=[0, 1, 1, 0]).layer_types == ("nope", "full", "full", "nope")
 
 
 def test_gemma3_old_style(tmp_path: Path) -> None:
@@ -160,11 +217,10 @@ def test_granite_hybrid(tmp_path: Path) -> None:
     assert read(tmp_path, GRANITE, layer_types=names) == config
 
 
-@pytest.mark.parametrize("model_class", [transformers.LlamaConfig, transformers.Gemma3TextConfig])
-def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, model_class: Any) -> None:
-    theirs = model_class(num_hidden_layers=4, architectures=["LlamaForCausalLM"])
-    if model_class is transformers.Gemma3TextConfig:
-        theirs.architectures = ["Gemma3ForCausalLM"]
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Qwen2", "Qwen3", "Mistral", "Ministral3", "SmolLM3"])
+def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, family: str) -> None:
+    theirs = getattr(transformers, f"{family}Config")(num_hidden_layers=4)
+    theirs.architectures = [f"{family.removesuffix('Text')}ForCausalLM"]
     theirs.save_pretrained(tmp_path)
     ours = read_config(tmp_path)
     for name, their_name in {
@@ -176,8 +232,10 @@ def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, mo
         "tie_word_embeddings": "tie_word_embeddings",
     }.items():
         assert getattr(ours, name) == getattr(theirs, their_name)
-    heads = ours.attention["full"]
-    assert (heads.num_kv_heads, heads.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+    heads, head_dim = ours.attention["full"], theirs.hidden_size // theirs.num_attention_heads
+    assert (heads.num_kv_heads, heads.head_dim) == (theirs.num_key_value_heads, getattr(theirs, "head_dim", head_dim))
+    window = getattr(theirs, "sliding_window", None)
+    assert {ours.attention[kind].window for kind in ours.layer_types} - {0} == ({window} if window else set())
 
 
 @pytest.mark.parametrize(
@@ -187,7 +245,9 @@ def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, mo
         (LLAMA, {"architectures": None}, "architecture none is not supported"),
         (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints"),
         (LLAMA, {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
-        (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type yarn is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type dynamic is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type longrope is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "yarn", "factor": -1.0}}, "rope's factor must be given and above 0"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope's factor must be given"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial rotary"),
         (LLAMA, {"rope_interleaved": True}, "interleaved"),
@@ -198,6 +258,9 @@ def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, mo
         (LLAMA, {"head_dim": 7}, "head_dim must be even"),
         (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not supported"),
         (LLAMA, {"rms_norm_eps": "tiny"}, "a field has a value of the wrong kind"),
+        (QWEN2, {"layer_types": ["sliding_attention"] * 2}, "sliding_window is missing"),
+        (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers describes 1 layers, num_hidden_layers is 2"),
+        (SMOLLM3, {"layer_types": ["sliding_attention"] * 2}, "layer_types other than full_attention"),
         (GEMMA, {"use_bidirectional_attention": True}, "bidirectional"),
         (GEMMA, {"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers 8"),
         (GEMMA, {"layer_types": ["chunked_attention"] * 8}, "layer type chunked_attention is not supported"),

@@ -68,6 +68,22 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("save_mixtral", {"num_experts_per_tok": 5}),
 }
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-yarn": ("qwen2", {"use_sliding_window": False, "rope_parameters": YARN}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-biases-windows": (
+        "qwen3",
+        {"attention_bias": True, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "mistral": ("mistral", {}),
+    "mistral-yarn": ("mistral", {"sliding_window": None, "rope_parameters": {**YARN, "truncate": False}}),
+    "ministral": ("ministral", {}),
+    "ministral3": ("ministral3", {}),
+    "smollm3": ("smollm3", {}),
+}
+
 
 @pytest.fixture(params=["native", "reference"])
 def load(request: pytest.FixtureRequest) -> Load:
@@ -114,6 +130,19 @@ def check_against_reference(reference: Any, model: Model, paged_contexts: Any, t
 @pytest.mark.parametrize("changes", LLAMAS.values(), ids=LLAMAS)
 def test_llama(tmp_path: Path, save_llama: Any, paged_contexts: Any, changes: dict[str, Any], load: Load) -> None:
     check_against_reference(save_llama(**changes), load(tmp_path), paged_contexts)
+
+
+@pytest.mark.parametrize(("family", "changes"), LIKE_LLAMA.values(), ids=LIKE_LLAMA)
+def test_models_with_the_layers_of_llama(
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    paged_contexts: Any,
+    family: str,
+    changes: dict[str, Any],
+    load: Load,
+) -> None:
+    reference = request.getfixturevalue(f"save_{family}")(**changes)
+    check_against_reference(reference, load(tmp_path), paged_contexts)
 
 
 @pytest.mark.parametrize("changes", GEMMAS.values(), ids=GEMMAS)

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paceline.kernels.reference import ReferenceKernels
+from paceline.models.config.fields import read_rope
 from paceline.models.model_config import Rope
 from paceline.models.rotary import inverse_frequencies, rotary_order
 
@@ -28,6 +34,27 @@ def test_products_of_reordered_heads_are_those_of_the_checkpoint(
     rotated = kernels.rotate(heads if order is None else heads[..., list(order)], cos, sin)
     expected = _rotate_by_pairs(heads, places, 2 * half, interleaved)
     torch.testing.assert_close(rotated[:, 0] @ rotated[:, 1].T, expected[:, 0] @ expected[:, 1].T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
+        {"factor": None, "mscale": 1.0, "mscale_all_dim": 0.7},
+        {"attention_factor": 1.25, "beta_slow": 3.0},
+        {"factor": 1.0, "rope_theta": 150_000.0},
+        {"original_max_position_embeddings": 3},
+    ],
+)
+def test_yarn_is_that_of_transformers_bit_for_bit(changes: dict[str, Any]) -> None:
+    parameters = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 32.0, "original_max_position_embeddings": 4096}
+    parameters |= changes
+    config = transformers.LlamaConfig(head_dim=64, max_position_embeddings=65_536, rope_parameters=parameters)
+    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    rope = read_rope(parameters, 10_000.0, 65_536)
+    assert torch.equal(inverse_frequencies(rope, 64), frequencies)
+    assert rope.attention_factor == factor
 
 
 def _rotate_by_pairs(heads: torch.Tensor, positions: torch.Tensor, rotated: int, interleaved: bool) -> torch.Tensor:

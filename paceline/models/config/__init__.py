@@ -15,13 +15,21 @@ from paceline.models.config.fields import Fields, Json
 from paceline.models.config.gemma3 import gemma3
 from paceline.models.config.granite_hybrid import granite_hybrid
 from paceline.models.config.granite_moe import granite_moe
-from paceline.models.config.llama import llama
+from paceline.models.config.llama import llama, smollm3
+from paceline.models.config.mistral import ministral3, mistral
 from paceline.models.config.mixtral import mixtral
+from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
 from paceline.models.model_config import ModelConfig
 
 _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "MinistralForCausalLM": mistral,
+    "Ministral3ForCausalLM": ministral3,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "SmolLM3ForCausalLM": smollm3,
     "Gemma3ForCausalLM": gemma3,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "GraniteMoeForCausalLM": granite_moe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,10 @@ class Fields:
         """Return a field; `default` if it is missing or null."""
         value = self.raw.get(name)
         return default if value is None else value
+
+    def with_defaults(self, **defaults: Any) -> Fields:
+        """Return the same fields, and those of `defaults` that are missing. A field that is null is not missing."""
+        return Fields({**defaults, **self.raw}, self.architecture)
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return a positive whole number. Raises ModelError if the field has another value, or has none at all."""
@@ -59,9 +64,13 @@ class Fields:
 
     def rope(self, default_theta: float, max_position: int) -> Rope:
         """Return the rotary embedding of a model that has one for all layers, in the style of any transformers."""
+        return read_rope(self.rope_parameters(), float(self.get("rope_theta", default_theta)), max_position)
+
+    def rope_parameters(self) -> Json:
+        """Return `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of transformers 4 in one."""
         old_style = {"rope_theta": self.raw.get("rope_theta"), **(self.raw.get("rope_scaling") or {})}
-        parameters = self.get("rope_parameters", old_style)
-        return read_rope(parameters, float(self.get("rope_theta", default_theta)), max_position)
+        found: Json = self.get("rope_parameters", old_style)
+        return found
 
     def refuse_unsupported(self) -> None:
         """Raise ModelError if a field that any architecture may have asks for something that no model here does."""
@@ -86,15 +95,17 @@ def read_layer_types(names: Sequence[str], known: Mapping[str, LayerType], layer
 
 
 def read_rope(parameters: Json, default_theta: float, max_position: int) -> Rope:
-    """Read `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of transformers 4 in one dict."""
+    """Return the rotary embedding that `Fields.rope_parameters` describe."""
     theta = float(parameters.get("rope_theta") or default_theta)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ModelError("a partial rotary embedding (partial_rotary_factor) is not supported")
     if kind == "default":
         return Rope(theta)
-    if kind not in ("linear", "llama3"):
-        raise ModelError(f"rope type {kind} is not supported; supported are: default, linear, llama3")
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ModelError(f"rope type {kind} is not supported; supported are: default, linear, llama3, yarn")
+    if kind == "yarn":
+        return _read_yarn(parameters, theta, max_position)
     factor = _factor(parameters, "factor")
     if kind == "linear":
         return Rope(theta, "linear", factor)
@@ -105,8 +116,32 @@ def read_rope(parameters: Json, default_theta: float, max_position: int) -> Rope
     return Rope(theta, "llama3", factor, low, high, original)
 
 
-def _factor(parameters: Json, name: str) -> float:
-    value = float(parameters.get(name) or 0.0)
+def _read_yarn(parameters: Json, theta: float, max_position: int) -> Rope:
+    """Read the fields of YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071)."""
+    original = int(parameters.get("original_max_position_embeddings") or max_position)
+    factor = _factor(parameters, "factor", max_position / original)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    own, all_dims = (float(parameters.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
+    attention_factor = magnitude(own) / magnitude(all_dims) if own and all_dims else magnitude(1.0)
+    if parameters.get("attention_factor") is not None:
+        attention_factor = float(parameters["attention_factor"])
+    return Rope(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=original,
+        beta_fast=_factor(parameters, "beta_fast", 32.0),
+        beta_slow=_factor(parameters, "beta_slow", 1.0),
+        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=attention_factor,
+    )
+
+
+def _factor(parameters: Json, name: str, default: float = 0.0) -> float:
+    value = float(parameters.get(name) or default)
     if value <= 0:
         raise ModelError(f"rope's {name} must be given and above 0")
     return value

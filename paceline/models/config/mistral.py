@@ -1,0 +1,44 @@
+"""Mistral and Ministral."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.models.config.fields import Fields
+from paceline.models.config.llama import full_or_sliding, llama_like
+from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def mistral(fields: Fields) -> ModelConfig:
+    """Read Mistral, and Ministral of 2024, some of whose layers attend to all tokens."""
+    return _mistral(fields.with_defaults(max_position_embeddings=131_072, sliding_window=4096))
+
+
+def ministral3(fields: Fields) -> ModelConfig:
+    """Read Ministral 3, whose queries grow with their positions."""
+    fields = fields.with_defaults(max_position_embeddings=262_144, head_dim=128, rms_norm_eps=1e-5)
+    if not (fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling")):
+        fields = Fields({**fields.raw, "rope_parameters": _MINISTRAL3_ROPE}, fields.architecture)
+    config, parameters = _mistral(fields), fields.rope_parameters()
+    growth = float(parameters.get("llama_4_scaling_beta") or 0.0)
+    original = int(parameters.get("original_max_position_embeddings") or config.max_position)
+
+    def grown(own: AttentionConfig) -> AttentionConfig:
+        assert own.rope is not None
+        return replace(own, rope=replace(own.rope, query_growth=growth, original_max_position=original))
+
+    return replace(config, attention={kind: grown(own) for kind, own in config.attention.items()})
+
+
+def _mistral(fields: Fields) -> ModelConfig:
+    default: LayerType = "full" if fields.raw.get("sliding_window") is None else "sliding"
+    layers = fields.size("num_hidden_layers")
+    return llama_like(fields.with_defaults(num_key_value_heads=8), full_or_sliding(fields, [default] * layers))
