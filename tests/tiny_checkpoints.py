@@ -234,3 +234,18 @@ save_ministral3 = _saver(
     },
 )
 save_smollm3 = _saver("SmolLM3", no_rope_layer_interval=2)
+save_gpt_oss = _saver(
+    "GptOss",
+    head_dim=12,
+    sliding_window=20,
+    num_local_experts=5,
+    num_experts_per_tok=2,
+    intermediate_size=24,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "truncate": False,
+    },
+)

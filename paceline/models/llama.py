@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from paceline.kernels.interface import AnyCache, Kernels
@@ -10,30 +12,50 @@ from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm
 from paceline.models.decoder import Decoder
 from paceline.models.model_config import LayerType, ModelConfig
 
+MakeMLP = Callable[[str], Callable[[Tensor], Tensor]]
+
 
 class Llama(Decoder):
     """A Llama model, or one that differs in its configuration only: norms before attention and MLP.
 
     Args:
         head_norms: queries and keys have norms over each head (Qwen 3).
+        make_mlp: makes what a layer has in place of a gated MLP, from the prefix of its tensors' names.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, head_norms: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kernels: Kernels,
+        head_norms: bool = False,
+        make_mlp: MakeMLP | None = None,
+    ) -> None:
+        def make_gated(place: str) -> GatedMLP:
+            return GatedMLP(config, weights, place, kernels)
+
         def make_layer(kind: LayerType, place: str) -> _Layer:
-            return _Layer(config, kind, weights, place, kernels, head_norms)
+            return _Layer(config, kind, weights, place, kernels, head_norms, make_mlp or make_gated)
 
         super().__init__(config, weights, kernels, make_layer)
 
 
 class _Layer:
     def __init__(
-        self, config: ModelConfig, kind: LayerType, weights: Weights, place: str, kernels: Kernels, head_norms: bool
+        self,
+        config: ModelConfig,
+        kind: LayerType,
+        weights: Weights,
+        place: str,
+        kernels: Kernels,
+        head_norms: bool,
+        make_mlp: MakeMLP,
     ) -> None:
         size, eps, unit_offset = config.hidden_size, config.norm_eps, False if head_norms else None
         self.norm = RMSNorm(weights, f"{place}.input_layernorm", size, eps, kernels)
         self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels, unit_offset)
         self._mlp_norm = RMSNorm(weights, f"{place}.post_attention_layernorm", size, eps, kernels)
-        self._mlp = GatedMLP(config, weights, f"{place}.mlp", kernels)
+        self._mlp = make_mlp(f"{place}.mlp")
 
     def __call__(
         self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 from paceline.core.config import Quantization
 from paceline.core.errors import ModelError
 from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.kernels.quantized import BLOCK, QuantizedMatrix
+from paceline.models import mxfp4
 from paceline.models.base import CompiledModel, FusedExperts, Model
 from paceline.models.config import read_config
 from paceline.models.folder import weight_files
@@ -23,6 +26,7 @@ from paceline.models.quantized import quantized
 from paceline.models.registry import MODELS
 
 _NAMED_AT_MOST = 5
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def load_model(
@@ -83,7 +87,7 @@ class Checkpoint:
         # A vector is copied, because a view of it would keep its whole file in memory.
         return tensor if tensor.is_meta else tensor.to(self._device, dtype or self.dtype, copy=tensor.dim() == 1)
 
-    def _view(self, name: str, *shape: int) -> Tensor:
+    def _view(self, name: str, *shape: int, dtypes: Sequence[torch.dtype] = _FLOATS) -> Tensor:
         """Return a tensor in the memory of its file; one on the meta device if there is none of this shape."""
         if name not in self._file_of:
             self._missing.append(name)
@@ -97,7 +101,7 @@ class Checkpoint:
             tensor: Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is damaged: {error}") from error
-        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if tensor.dtype not in dtypes:
             raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantized checkpoints are not supported")
         return tensor
 
@@ -111,15 +115,36 @@ class Checkpoint:
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         packed = [
-            [self._pack(f"{name}[{expert}][{index}]", part) for index, part in enumerate(parts)]
+            [
+                self._pack(f"{name}[{expert}][{index}]", part if isinstance(part, Tensor) else self._dequantized(part))
+                for index, part in enumerate(parts)
+            ]
             for expert, parts in enumerate(self.expert_parts(name, shape))
         ]
         return [list(part) for part in zip(*packed)]
 
-    def expert_parts(self, name: str, shape: FusedExperts) -> Iterator[list[Tensor]]:
+    def expert_parts(self, name: str, shape: FusedExperts) -> Iterator[Sequence[Tensor | QuantizedMatrix]]:
         """Yield the parts of each expert's matrix. Only one expert at a time is copied or converted."""
+        if f"{name}{mxfp4.BLOCKS}" in self._file_of:
+            yield from self._mxfp4_parts(name, replace(shape, transposed=False))
+            return
         for matrix in self._view(name, *shape.shape):
             yield shape.parts(matrix if matrix.is_meta else matrix.to(self._device, self.dtype))
+
+    def _mxfp4_parts(self, name: str, shape: FusedExperts) -> Iterator[Sequence[Tensor | QuantizedMatrix]]:
+        experts, size_out, size_in = shape.shape
+        counts = (experts, size_out, -(-size_in // BLOCK))
+        blocks = self._view(f"{name}{mxfp4.BLOCKS}", *counts, mxfp4.BLOCK_BYTES, dtypes=(torch.uint8,))
+        scales = self._view(f"{name}{mxfp4.SCALES}", *counts, dtypes=(torch.uint8,))
+        if blocks.is_meta or scales.is_meta:
+            yield from (shape.parts(torch.empty(size_out, size_in, device="meta")) for _ in range(experts))
+            return
+        for own, own_scales in zip(blocks, scales):
+            parts = zip(shape.parts(own), shape.parts(own_scales))
+            yield [mxfp4.decode_mxfp4(*part, size_in, self.dtype) for part in parts]
+
+    def _dequantized(self, matrix: QuantizedMatrix) -> Tensor:
+        return matrix.dequantize().to(self._device)
 
     def leave(self, name: str) -> None:
         """Count a tensor as taken without reading it, because the caller reads it from another file."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.core.config import Quantization
 from paceline.core.errors import ConfigError, ModelError
 from paceline.kernels.interface import Kernels, PackedWeight
-from paceline.kernels.quantized import quantize_int8
+from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 from paceline.models.base import FusedExperts, Weights
 from paceline.models.folder import BLOCKS_FILE
 from paceline.models.gguf_blocks import BLOCK_TYPES, decode_blocks
@@ -58,8 +58,11 @@ class Int8Weights:
         packed = [[self._pack(part) for part in parts] for parts in self._checkpoint.expert_parts(name, shape)]
         return [list(part) for part in zip(*packed)]
 
-    def _pack(self, weight: Tensor) -> PackedWeight:
-        return self._kernels.pack(weight if weight.is_meta else quantize_int8(weight))
+    def _pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
+        """Round a matrix and pack it. A quantized one fits in eight bits as it is."""
+        if isinstance(weight, QuantizedMatrix) or weight.is_meta:
+            return self._kernels.pack(weight)
+        return self._kernels.pack(quantize_int8(weight))
 
 
 class GgufWeights:

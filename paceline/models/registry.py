@@ -8,6 +8,7 @@ from functools import partial
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Model, Weights
 from paceline.models.gemma3 import Gemma3
+from paceline.models.gpt_oss import GptOss
 from paceline.models.granite_hybrid import GraniteHybrid
 from paceline.models.llama import Llama
 from paceline.models.mixtral import Mixtral
@@ -22,6 +23,7 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Model]] = {
     "Qwen2ForCausalLM": Llama,
     "Qwen3ForCausalLM": partial(Llama, head_norms=True),
     "SmolLM3ForCausalLM": Llama,
+    "GptOssForCausalLM": GptOss,
     "Gemma3ForCausalLM": Gemma3,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "GraniteMoeForCausalLM": GraniteHybrid,

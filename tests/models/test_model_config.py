@@ -11,8 +11,9 @@ import pytest
 import transformers
 
 from paceline.core.errors import ModelError
+from paceline.core.experts import Routing
 from paceline.models.config import read_config
-from paceline.models.model_config import Mamba, Rope
+from paceline.models.model_config import Experts, Mamba, Rope
 from paceline.models.registry import MODELS
 
 LLAMA: dict[str, Any] = {
@@ -160,6 +161,20 @@ def test_smollm3(tmp_path: Path) -> None:
     assert read(tmp_path, smollm3, no_rope_layers=[0, 1, 1, 0]).layer_types == ("nope", "full", "full", "nope")
 
 
+GPT_OSS = {**LLAMA, "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 3, "num_local_experts": 32}
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    config = read(tmp_path, GPT_OSS, quantization_config={"quant_method": "mxfp4"})
+    full, sliding = config.attention["full"], config.attention["sliding"]
+    assert config.layer_types == ("sliding", "full", "sliding")
+    assert (full.window, sliding.window, full.sinks, sliding.sinks, full.output_bias) == (0, 128, True, True, True)
+    assert full.rope is not None
+    assert (full.rope.theta, full.rope.factor, full.rope.truncate) == (150_000.0, 32.0, False)
+    assert full.rope.attention_factor == pytest.approx(1.3466, abs=1e-4)
+    assert config.experts == Experts(32, 80, Routing(4, normalize=True), "clamped_swiglu", bias=True)
+
+
 def test_gemma3_old_style(tmp_path: Path) -> None:
     config = read(
         tmp_path,
@@ -217,7 +232,9 @@ def test_granite_hybrid(tmp_path: Path) -> None:
     assert read(tmp_path, GRANITE, layer_types=names) == config
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Qwen2", "Qwen3", "Mistral", "Ministral3", "SmolLM3"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "Gemma3Text", "Qwen2", "Qwen3", "Mistral", "Ministral3", "SmolLM3", "GptOss"]
+)
 def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, family: str) -> None:
     theirs = getattr(transformers, f"{family}Config")(num_hidden_layers=4)
     theirs.architectures = [f"{family.removesuffix('Text')}ForCausalLM"]
@@ -261,6 +278,9 @@ def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, fa
         (QWEN2, {"layer_types": ["sliding_attention"] * 2}, "sliding_window is missing"),
         (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers describes 1 layers, num_hidden_layers is 2"),
         (SMOLLM3, {"layer_types": ["sliding_attention"] * 2}, "layer_types other than full_attention"),
+        (GPT_OSS, {"swiglu_limit": 10.0}, "swiglu_limit 10.0 is not supported; supported is 7.0"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints"),
+        (LLAMA, {"quantization_config": {"quant_method": "mxfp4"}}, "quantized checkpoints"),
         (GEMMA, {"use_bidirectional_attention": True}, "bidirectional"),
         (GEMMA, {"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers 8"),
         (GEMMA, {"layer_types": ["chunked_attention"] * 8}, "layer type chunked_attention is not supported"),

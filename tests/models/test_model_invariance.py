@@ -24,7 +24,7 @@ class CalledOneByOne(NativeKernels):
         return forward
 
 
-@pytest.fixture(params=["save_llama", "save_gemma3", "save_granite_hybrid", "save_ministral3"])
+@pytest.fixture(params=["save_llama", "save_gemma3", "save_granite_hybrid", "save_ministral3", "save_gpt_oss"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     request.getfixturevalue(request.param)(dtype=torch.bfloat16)
     return tmp_path

@@ -82,6 +82,7 @@ LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {}),
     "ministral3": ("ministral3", {}),
     "smollm3": ("smollm3", {}),
+    "gpt_oss": ("gpt_oss", {}),
 }
 
 

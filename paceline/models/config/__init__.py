@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.core.errors import ModelError
 from paceline.models.config.fields import Fields, Json
 from paceline.models.config.gemma3 import gemma3
+from paceline.models.config.gpt_oss import gpt_oss
 from paceline.models.config.granite_hybrid import granite_hybrid
 from paceline.models.config.granite_moe import granite_moe
 from paceline.models.config.llama import llama, smollm3
@@ -30,6 +31,7 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "SmolLM3ForCausalLM": smollm3,
+    "GptOssForCausalLM": gpt_oss,
     "Gemma3ForCausalLM": gemma3,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "GraniteMoeForCausalLM": granite_moe,

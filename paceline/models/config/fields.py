@@ -15,6 +15,9 @@ Json = Mapping[str, Any]
 LAYER_TYPES: Mapping[str, LayerType] = {"full_attention": "full", "sliding_attention": "sliding"}
 """Names of attention layers in `layer_types`."""
 
+_QUANTIZED: Mapping[str, str] = {"GptOssForCausalLM": "mxfp4"}
+"""The quantization of checkpoints that we read, for each architecture that has one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -74,7 +77,8 @@ class Fields:
 
     def refuse_unsupported(self) -> None:
         """Raise ModelError if a field that any architecture may have asks for something that no model here does."""
-        if self.raw.get("quantization_config"):
+        quantization = self.raw.get("quantization_config")
+        if quantization and quantization.get("quant_method") != _QUANTIZED.get(self.architecture):
             raise ModelError("quantized checkpoints are not supported; use the bf16 one")
         if self.raw.get("use_bidirectional_attention"):
             raise ModelError("bidirectional attention is not supported")
