@@ -19,12 +19,20 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 # Architectures that transformers converts and we compute.
-_ARCHITECTURES = ("llama", "gemma3")
+_ARCHITECTURES = ("llama", "gemma3", "qwen2", "qwen3")
+
+# Head sizes that transformers takes for granted, or from which it takes the scale of attention.
+_HEAD_DIMS = {"gemma3": 256, "qwen3": 128}
+
+# Ends of the names of biases that transformers converts.
+_BIASES = {"qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias")}
 
 # Rules by which a byte-level vocabulary splits text before merging (`tokenizer.ggml.pre`). transformers restores these.
 # For any other rule it would silently split as GPT-2 does: the model would see token ids that it was not trained on.
 _SPLITS_RESTORED = ("gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
 _SPLITS_DIGITS = ("smollm",)
+# Qwen's vocabulary expects composed characters (NFC), which transformers does not restore.
+_SPLITS_COMPOSED = ("qwen2",)
 
 
 def convert_gguf(source: Path, target: Path) -> None:
@@ -45,6 +53,8 @@ def convert_gguf(source: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     if metadata.get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
         _split_digits(tokenizer)
+    if metadata.get("tokenizer.ggml.pre") in _SPLITS_COMPOSED:
+        _compose_characters(tokenizer)
     model: Any = AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
@@ -89,7 +99,8 @@ def _named(source: Path) -> Iterator[None]:
 
 
 def _refuse_lossy(source: Path, metadata: dict[str, Any]) -> None:
-    architecture = metadata.get("general.architecture")
+    architecture = str(metadata.get("general.architecture"))
+    head_dim = metadata.get(f"{architecture}.attention.key_length")
     problem = ""
     if architecture not in _ARCHITECTURES:
         problem = f"its architecture {architecture} is not supported (supported are: {', '.join(_ARCHITECTURES)})"
@@ -100,14 +111,32 @@ def _refuse_lossy(source: Path, metadata: dict[str, Any]) -> None:
         or "rope_freqs.weight" in metadata["tensors"]
     ):
         problem = "its rope scaling would be lost"
-    elif architecture == "gemma3" and metadata.get("gemma3.attention.key_length") != 256:
-        problem = "its attention scale is not in the file"
+    elif _HEAD_DIMS.get(architecture, head_dim) != head_dim:
+        problem = "its head size, and so its attention scale, would be lost"
+    elif architecture != "gemma3" and f"{architecture}.attention.sliding_window" in metadata:
+        problem = "its attention window would be lost"
+    elif metadata.get("general.name") == "mistral":
+        problem = "whether its attention has a window is not in the file"
+    elif lost := _lost_biases(architecture, metadata["tensors"]):
+        problem = f"its biases ({lost[0]}) would be lost"
     elif metadata.get("tokenizer.ggml.model") == "gpt2":
         split = metadata.get("tokenizer.ggml.pre", "none")
-        if split not in (*_SPLITS_RESTORED, *_SPLITS_DIGITS):
+        if split not in (*_SPLITS_RESTORED, *_SPLITS_DIGITS, *_SPLITS_COMPOSED):
             problem = f"how its tokenizer splits text ({split}) would be lost"
     if problem:
         raise ModelError(f"{source.name} cannot be converted: {problem}; use the model's Hugging Face folder")
+
+
+def _lost_biases(architecture: str, tensors: set[str]) -> list[str]:
+    """Return the biases that transformers would leave out without a word."""
+    kept = _BIASES.get(architecture, ())
+    return sorted(name for name in tensors if name.endswith(".bias") and not name.endswith(kept))
+
+
+def _compose_characters(tokenizer: Any) -> None:
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
 
 
 def _split_digits(tokenizer: Any) -> None:

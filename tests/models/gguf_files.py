@@ -21,13 +21,13 @@ def permuted(weight: Tensor, heads: int) -> Tensor:
 
 def write_gguf(
     path: Path,
-    reference: transformers.LlamaForCausalLM | None = None,
+    reference: transformers.PreTrainedModel | None = None,
     architecture: str = "llama",
     split: str = "smollm",
     quantized: gguf.GGMLQuantizationType | None = None,
     **more: Any,
 ) -> Path:
-    """Write a GGUF file of a tiny Llama with a byte-level vocabulary. Without a reference it has no weights.
+    """Write a GGUF file of a tiny Llama, or Qwen, with a byte-level vocabulary. Without a reference it has no weights.
 
     Args:
         quantized: type of the matrices; None does not quantize them.
@@ -57,7 +57,7 @@ def write_gguf(
 
 def _add_weights(
     writer: gguf.GGUFWriter,
-    reference: transformers.LlamaForCausalLM,
+    reference: transformers.PreTrainedModel,
     quantized: gguf.GGMLQuantizationType | None,
 ) -> None:
     def add(name: str, weight: Tensor) -> None:
@@ -76,7 +76,10 @@ def _add_weights(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    writer.add_rope_dimension_count(head_dim)
+    if config.model_type == "qwen3":
+        writer.add_key_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     names = {
         "input_layernorm": "attn_norm",
@@ -85,6 +88,8 @@ def _add_weights(
         "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
@@ -95,8 +100,11 @@ def _add_weights(
     add("output.weight", state["lm_head.weight"])
     for layer in range(config.num_hidden_layers):
         for theirs, name in names.items():
-            weight = state[f"model.layers.{layer}.{theirs}.weight"]
-            if name in ("attn_q", "attn_k"):
-                heads = config.num_attention_heads if name == "attn_q" else config.num_key_value_heads
-                weight = permuted(weight, heads)
-            add(f"blk.{layer}.{name}.weight", weight)
+            for part in ("weight", "bias"):
+                tensor = state.get(f"model.layers.{layer}.{theirs}.{part}")
+                if tensor is None:
+                    continue
+                if name in ("attn_q", "attn_k") and config.model_type == "llama":
+                    heads = config.num_attention_heads if name == "attn_q" else config.num_key_value_heads
+                    tensor = permuted(tensor, heads)
+                add(f"blk.{layer}.{name}.{part}", tensor)

@@ -6,6 +6,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,33 @@ class TestConversion:
         for name, tensor in reference.state_dict().items():
             assert torch.equal(converted[name], tensor.bfloat16())
 
+    @pytest.mark.parametrize(("family", "changes"), [("qwen2", {}), ("qwen3", {"head_dim": 128})])
+    def test_a_qwen_is_converted_with_its_biases_norms_and_characters(
+        self, tmp_path: Path, request: pytest.FixtureRequest, family: str, changes: dict[str, Any]
+    ) -> None:
+        save = request.getfixturevalue(f"save_{family}")
+        reference = save(vocab_size=261, use_sliding_window=False, num_hidden_layers=2, **changes)
+        source, folder = write_gguf(tmp_path / "tiny.gguf", reference, family, "qwen2"), tmp_path / "converted"
+        expected = read_config(tmp_path)
+        folder.mkdir()
+        convert_gguf(source, folder)
+        assert read_config(folder) == replace(expected, dtype="bfloat16", norm_eps=pytest.approx(1e-6))
+        converted = load_file(folder / "model.safetensors")
+        assert converted.keys() == reference.state_dict().keys()
+        for name, tensor in reference.state_dict().items():
+            assert torch.equal(converted[name], tensor.bfloat16())
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        own = json.loads((folder / "tokenizer.json").read_text())["model"]
+        theirs = transformers.Qwen2Tokenizer(own["vocab"], [tuple(merge) for merge in own["merges"]])
+        for text in ("e\u0301 = \u00e9", "\n\n12  3\t\n x", "It'll  be\r\n  1234 "):
+            assert tokenizer.encode(text).ids == theirs.backend_tokenizer.encode(text).ids
+        assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids
+
+    def test_biases_that_would_be_lost_are_named(self, tmp_path: Path, save_qwen3: Any) -> None:
+        source = write_gguf(tmp_path / "tiny.gguf", save_qwen3(attention_bias=True, head_dim=128), "qwen3", "qwen2")
+        with pytest.raises(ModelError, match=r"its biases \(blk\.0\.attn_k\.bias\) would be lost"):
+            convert_gguf(source, tmp_path / "out")
+
     def test_what_an_interrupted_conversion_left_is_cleared_away(self, tmp_path: Path) -> None:
         source = tmp_path / "broken.gguf"
         source.write_bytes(b"GGUF\x03\x00\x00\x00" + b"\xff" * 100)
@@ -147,7 +175,13 @@ class TestConversion:
             ({"split": "chameleon"}, r"splits text \(chameleon\) would be lost"),
             ({"llama__rope__scaling__type": ("linear", gguf.GGUFValueType.STRING)}, "rope scaling would be lost"),
             ({"split__count": (3, gguf.GGUFValueType.UINT16)}, "one part of several"),
-            ({"architecture": "gemma3"}, "attention scale is not in the file"),
+            ({"architecture": "gemma3"}, "attention scale, would be lost"),
+            ({"architecture": "qwen3"}, "attention scale, would be lost"),
+            (
+                {"architecture": "qwen2", "qwen2__attention__sliding_window": (64, gguf.GGUFValueType.UINT32)},
+                "attention window would be lost",
+            ),
+            ({"general__name": ("mistral", gguf.GGUFValueType.STRING)}, "whether its attention has a window"),
         ],
     )
     def test_what_conversion_would_lose_is_refused(self, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -45,6 +45,25 @@ def save_converted(tmp_path: Path, save_llama: Any) -> Callable[..., Path]:
     return save
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_blocks_of_qwen_compute_the_bits_of_the_converted_model(
+    tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, family: str
+) -> None:
+    shape = {"vocab_size": 261, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    if family == "qwen3":
+        shape["head_dim"] = 128
+    reference = request.getfixturevalue(f"save_{family}")(use_sliding_window=False, num_hidden_layers=2, **shape)
+    source = write_gguf(tmp_path / "tiny.gguf", reference, family, "qwen2", gguf.GGMLQuantizationType.Q8_0)
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    convert_gguf(source, folder)
+    with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
+        assert len(blocks.keys()) == 2 + 2 * 7
+    whole, quantized = (logits(load(folder, how), paged_contexts) for how in ("none", "gguf"))
+    for prompt in PROMPTS:
+        assert_same(whole[prompt], quantized[prompt], torch.bfloat16)
+
+
 def logits(model: Model, paged_contexts: Any, dtype: torch.dtype = torch.bfloat16) -> dict[int, torch.Tensor]:
     contexts = paged_contexts(model, len(PROMPTS), 128, dtype)
     first = contexts.step(PROMPTS)
