@@ -5,12 +5,14 @@ layers of one group, contiguous in memory:
 
     [layers, 2 (keys, values), kv_heads, block_tokens, head_dim]
 
+Layers that cache one latent vector for each token, which is key and value at once, have one plane instead of two.
 The layers of a *state group* are recurrent. Its blocks hold one state for each layer instead: the state after the last
 computed token of the block. A token reads the state after the token before it, so a state group has a window of two
 tokens. Only models and kernels have to know more about states.
 
 All blocks are stored in *slots* of one size. A group with fewer bytes per token gets more tokens per block, so that it
-fills its slots well. The rest of a slot is padding, so any combination of groups works.
+fills its slots well. The rest of a slot is padding, so any combination of groups works. If the tokens of two groups
+differ so much in size that prefixes could be reused only in large units, the larger group is divided into several.
 """
 
 from __future__ import annotations
@@ -47,6 +49,19 @@ _MOST_STATE_TOKENS = 512
 
 _MOST_STATE_GROUPS = 32
 
+_ITEMSIZE = 2
+"""Bytes of a cached element when layers are divided into groups. The true size is not known there. It matters little,
+because only the size of one group relative to another counts."""
+
+_MOST_PARTS = 16
+"""Most groups into which one group is divided."""
+
+_GROUP_PRICE = 1 / 200
+"""Share of the cache's memory that one more group must save: it has block tables and names of blocks of its own."""
+
+_FINE_TOKENS = 64
+"""Groups are divided only if prefixes would be reused in units of more tokens than this."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
@@ -63,12 +78,14 @@ class GroupShape:
     """Whether the layers are a draft model's, whose KV may have fewer tokens than the target model's."""
     state: tuple[tuple[int, ...], ...] = ()
     """Shapes of the parts of one layer's state, for a state group. Such a group has STATE_WINDOW and no heads."""
+    planes: int = 2
+    """2 for keys and values; 1 for latent vectors, which are both."""
     readers: tuple[tuple[int, int], ...] = ()
     """(layer, source): layers without a cache of their own, and the layer of this group whose cache each one reads."""
 
     @property
     def elements_per_token(self) -> int:
-        return len(self.layers) * 2 * self.kv_heads * self.head_dim
+        return len(self.layers) * self.planes * self.kv_heads * self.head_dim
 
     @property
     def state_bytes(self) -> int:
@@ -80,6 +97,22 @@ class GroupShape:
         layers = tuple(first + layer for layer in self.layers)
         readers = tuple((first + layer, first + source) for layer, source in self.readers)
         return replace(self, name=f"draft-{self.name}", layers=layers, readers=readers, drafter=True)
+
+    def divided(self, count: int) -> tuple[GroupShape, ...]:
+        """Return `count` groups that share the layers of this one evenly."""
+        if count == 1:
+            return (self,)
+        bounds = [len(self.layers) * index // count for index in range(count + 1)]
+        parts = [self.layers[begin:end] for begin, end in pairwise(bounds)]
+        return tuple(
+            replace(
+                self,
+                name=f"{self.name}-{index}",
+                layers=layers,
+                readers=tuple(pair for pair in self.readers if pair[1] in layers),
+            )
+            for index, layers in enumerate(parts)
+        )
 
     def block_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of a block of `tokens` tokens."""
@@ -184,6 +217,28 @@ def _state_tokens(kv_tokens: Sequence[int], states: int) -> int:
     return tokens
 
 
+def divide_groups(shapes: tuple[GroupShape, ...]) -> tuple[GroupShape, ...]:
+    """Return groups with keys and values for the same layers, so that prefixes can be reused in small units.
+
+    If the units are small already, the groups stay as they are. Otherwise the choice among the divisions with the
+    smallest units, or with units of at most _FINE_TOKENS, is the one with the lowest price.
+    """
+    if not shapes or make_layout(shapes, _ITEMSIZE, "").alignment <= _FINE_TOKENS:
+        return shapes
+    largest = max(shape.block_bytes(BASE_TOKENS, _ITEMSIZE) for shape in shapes)
+    choices = {_divided(shapes, largest // parts): None for parts in range(1, _MOST_PARTS + 1)}
+    return min(choices, key=lambda own: (max(_FINE_TOKENS, make_layout(own, _ITEMSIZE, "").alignment), _price(own)))
+
+
+def _divided(shapes: tuple[GroupShape, ...], room: int) -> tuple[GroupShape, ...]:
+    """Return groups of as many whole layers as have at most `room` bytes in BASE_TOKENS tokens, but at least one."""
+    divided: list[GroupShape] = []
+    for shape in shapes:
+        fit = max(1, room * len(shape.layers) // shape.block_bytes(BASE_TOKENS, _ITEMSIZE))
+        divided += shape.divided(-(-len(shape.layers) // fit))
+    return tuple(divided)
+
+
 def state_groups(
     name: str, layers: Sequence[int], state: tuple[tuple[int, ...], ...], others: Sequence[GroupShape]
 ) -> tuple[GroupShape, ...]:
@@ -193,16 +248,19 @@ def state_groups(
         state: shapes of the parts of one layer's state.
         others: the same model's groups with keys and values.
     """
-    layer_bytes = sum(map(math.prod, state)) * STATE_ITEMSIZE
-    # This assumes that keys and values have 16 bits. Their type is not known here and does not matter much.
-    room = max((shape.block_bytes(_MOST_STATE_TOKENS, 2) for shape in others), default=0)
-    fit = max(1, room // layer_bytes) if others else len(layers)
-    count = min(-(-len(layers) // fit), _MOST_STATE_GROUPS)
-    bounds = [len(layers) * index // count for index in range(count + 1)]
-    return tuple(
-        GroupShape(f"{name}-{index}", tuple(layers[begin:end]), 0, 0, STATE_WINDOW, state=state)
-        for index, (begin, end) in enumerate(pairwise(bounds))
-    )
+    whole, total = GroupShape(name, tuple(layers), 0, 0, STATE_WINDOW, state=state), len(layers)
+    if not others:
+        return (whole,)
+    room = max(shape.block_bytes(_MOST_STATE_TOKENS, _ITEMSIZE) for shape in others)
+    fewest = -(-total // _MOST_STATE_GROUPS)
+    fit = max(fewest, min(total, 1 + room * total // whole.state_bytes))
+    counts = sorted({-(-total // size) for size in range(fewest, fit + 1)})
+    return min((whole.divided(count) for count in counts), key=lambda own: _price((*others, *own)))
+
+
+def _price(shapes: tuple[GroupShape, ...]) -> float:
+    """Return the memory that a token takes, with a surcharge for each group."""
+    return make_layout(shapes, _ITEMSIZE, "").token_bytes * (1 + _GROUP_PRICE * len(shapes))
 
 
 def _floor_power_of_two(n: int) -> int:

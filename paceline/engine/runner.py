@@ -278,7 +278,8 @@ def layer_caches(layout: KVLayout, pool: Tensor) -> list[AnyCache]:
             views = view_states(pool, layout.slot_bytes, layers, shape.state)
         else:
             slot_elements = layout.slot_bytes // layout.itemsize
-            views = view_pool(pool, slot_elements, layers, shape.kv_heads, group.block_tokens, shape.head_dim)
+            sizes = (shape.kv_heads, group.block_tokens, shape.head_dim, shape.planes)
+            views = view_pool(pool, slot_elements, layers, *sizes)
         by_layer.update(zip(shape.layers, views))
         by_layer.update({layer: by_layer[source] for layer, source in shape.readers})
     return [by_layer[layer] for layer in sorted(by_layer)]

@@ -54,7 +54,10 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values of one layer, views into the pool: [slots, kv_heads, block_tokens, head_dim]."""
+    """Keys and values of one layer, views into the pool: [slots, kv_heads, block_tokens, head_dim].
+
+    Latent vectors are keys and values at once, so both views show the same memory.
+    """
 
     keys: Tensor
     values: Tensor
@@ -261,7 +264,10 @@ class Kernels(ExpertKernels, Protocol):
         """Rotate x [tokens, heads, head_dim] by the half-split rotary embedding; cos, sin fp32 [tokens, head_dim]."""
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
-        """Write keys and values [tokens, kv_heads, head_dim] to the slots of their tokens."""
+        """Write keys and values [tokens, kv_heads, head_dim] to the slots of their tokens.
+
+        In a cache of latent vectors both have the same place, so they must be equal.
+        """
 
     def rotate_and_store(
         self,
@@ -342,12 +348,13 @@ class Kernels(ExpertKernels, Protocol):
 
 
 def view_pool(
-    arena: Tensor, slot_elements: int, layers: int, kv_heads: int, block_tokens: int, head_dim: int
+    arena: Tensor, slot_elements: int, layers: int, kv_heads: int, block_tokens: int, head_dim: int, planes: int = 2
 ) -> list[LayerCache]:
     """Return the caches of one group's layers as views into the pool.
 
     Args:
         arena: the pool, flat, [slots * slot_elements] in the cache's dtype.
+        planes: 2 for keys and values; 1 if each key is a value too.
     """
     slots = arena.numel() // slot_elements
     plane = kv_heads * block_tokens * head_dim
@@ -357,7 +364,8 @@ def view_pool(
     def plane_view(index: int) -> Tensor:
         return torch.as_strided(arena, shape, strides, storage_offset=arena.storage_offset() + index * plane)
 
-    return [LayerCache(plane_view(2 * layer), plane_view(2 * layer + 1)) for layer in range(layers)]
+    views = [plane_view(index) for index in range(planes * layers)]
+    return [LayerCache(keys, values) for keys, values in zip(views[::planes], views[planes - 1 :: planes])]
 
 
 def view_states(arena: Tensor, slot_bytes: int, layers: int, parts: Sequence[Sequence[int]]) -> list[LayerState]:

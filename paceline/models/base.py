@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.kv_layout import GroupShape, state_groups
+from paceline.core.kv_layout import GroupShape, divide_groups, state_groups
 from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, PackedWeight, Taps
 from paceline.models.model_config import LayerType, ModelConfig
 
@@ -127,9 +127,12 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
         )
         for (kv_heads, head_dim, window), own_kinds in by_cache.items()
     )
-    if (mamba := config.mamba) is not None:
-        layers = [layer for layer, kind in enumerate(config.layer_types) if kind == "mamba"]
+    if recurrent := [layer for layer, kind in enumerate(config.layer_types) if kind == "mamba"]:
+        mamba = config.mamba
+        assert mamba is not None
         state = ((mamba.heads, mamba.head_dim, mamba.state_size), (mamba.conv_taps - 1, mamba.conv_channels))
-        shapes += state_groups("mamba", layers, state, shapes)
+        shapes += state_groups("mamba", recurrent, state, shapes)
+    else:
+        shapes = divide_groups(shapes)
     group_of = {layer: index for index, shape in enumerate(shapes) for layer in shape.layers}
     return shapes, tuple(group_of[layer] for layer in range(config.num_layers))

@@ -25,7 +25,12 @@ def models(draw: st.DrawFn) -> tuple[GroupShape, ...]:
     """Draw groups of a model with layers of any kinds in any order. Some layers read the cache of an earlier one."""
     kinds = draw(
         st.lists(
-            st.tuples(st.integers(1, 3), st.sampled_from([1, 5, 8, 24, 64]), st.sampled_from([0, 1, 20, 100])),
+            st.tuples(
+                st.integers(1, 3),
+                st.sampled_from([1, 5, 8, 24, 64]),
+                st.sampled_from([0, 1, 20, 100]),
+                st.integers(1, 2),
+            ),
             max_size=3,
             unique=True,
         )
@@ -35,9 +40,10 @@ def models(draw: st.DrawFn) -> tuple[GroupShape, ...]:
     layers = draw(st.permutations(range(own + recurrent)))
     of_kind = [draw(st.sampled_from(kinds)) for _ in range(own)]
     shapes = []
-    for heads, head_dim, window in dict.fromkeys(of_kind):
-        mine = tuple(layer for layer, kind in zip(layers, of_kind) if kind == (heads, head_dim, window))
-        shapes.append(GroupShape(f"kind-{len(shapes)}", mine, heads, head_dim, window))
+    for kind in dict.fromkeys(of_kind):
+        heads, head_dim, window, planes = kind
+        mine = tuple(layer for layer, own in zip(layers, of_kind) if own == kind)
+        shapes.append(GroupShape(f"kind-{len(shapes)}", mine, heads, head_dim, window, planes=planes))
     readers = [(own + recurrent + index, draw(st.sampled_from(layers[:own]))) for index in range(2)] if own else []
     for index, shape in enumerate(shapes):
         taken = tuple(pair for pair in readers if pair[1] in shape.layers)
@@ -48,11 +54,13 @@ def models(draw: st.DrawFn) -> tuple[GroupShape, ...]:
             (draw(st.integers(0, 3)), draw(st.integers(1, 60))),
         )
         shapes += state_groups("state", layers[own:], state, tuple(shapes))
+    elif draw(st.booleans()):
+        return tuple(part for shape in shapes for part in shape.divided(draw(st.integers(1, len(shape.layers)))))
     return tuple(shapes)
 
 
-def tensors(cache: AnyCache) -> tuple[Tensor, ...]:
-    return cache.parts if isinstance(cache, LayerState) else (cache.keys, cache.values)
+def tensors(cache: AnyCache, planes: int = 2) -> tuple[Tensor, ...]:
+    return cache.parts if isinstance(cache, LayerState) else (cache.keys, cache.values)[:planes]
 
 
 @settings(max_examples=60)
@@ -69,7 +77,7 @@ def test_no_two_layers_share_a_byte_and_none_leaves_its_slot(
         pool = torch.zeros(SLOTS * layout.slot_bytes // dtype.itemsize, dtype=dtype)
         caches = layer_caches(layout, pool)
         assert len(caches) == own * (1 + drafts)
-        views = [view for layer in group.shape.layers for view in tensors(caches[layer])]
+        views = [view for layer in group.shape.layers for view in tensors(caches[layer], group.shape.planes)]
         for value, view in enumerate(views, 1):
             assert len(view) == SLOTS
             view[1] = value

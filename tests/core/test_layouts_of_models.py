@@ -1,0 +1,89 @@
+"""The shapes of known models, alone and in any combination, have layouts with little padding and a fine reuse grain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from bench.layouts import ITEMSIZE, MODELS, Shapes, padding
+from paceline.core.kv_layout import BASE_TOKENS, GroupShape, divide_groups, make_layout, state_groups
+
+KINDS = sorted(
+    {replace(shape, name="kind", layers=tuple(range(len(shape.layers)))) for own in MODELS.values() for shape in own},
+    key=repr,
+)
+KEYS_AND_VALUES = [shape for shape in KINDS if not shape.state]
+STATES = [shape for shape in KINDS if shape.state]
+DRAFTERS = (GroupShape("eagle", (0,), 8, 128), GroupShape("mtp", (0,), 1, 576, planes=1))
+
+
+def pairs() -> Iterator[Shapes]:
+    """Yield every two groups as those of one model: the second one's layers come after the first one's."""
+    for first, second in combinations(KEYS_AND_VALUES, 2):
+        yield first, replace(second, layers=tuple(len(first.layers) + layer for layer in second.layers))
+
+
+def check(shapes: Shapes) -> None:
+    """Check that blocks fit into the slots, end together, and leave less than half of a slot empty."""
+    for itemsize in (2, 4):
+        layout = make_layout(shapes, itemsize, "any")
+        for group in layout.groups:
+            block = group.shape.block_bytes(group.block_tokens, itemsize)
+            assert block <= layout.slot_bytes
+            assert layout.alignment % group.block_tokens == group.block_tokens % BASE_TOKENS == 0
+            if not group.shape.state and group.block_tokens < 256:
+                assert 2 * (block + 4096) > layout.slot_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_wastes_little_and_reuses_small_units(name: str) -> None:
+    layout = make_layout(MODELS[name], ITEMSIZE, name)
+    check(MODELS[name])
+    assert padding(layout) < 0.07
+    assert layout.alignment <= (512 if any(shape.state for shape in MODELS[name]) else 64)
+
+
+def test_any_two_groups_are_divided_until_reuse_is_fine() -> None:
+    for shapes in pairs():
+        divided = divide_groups(shapes)
+        check(divided)
+        layout = make_layout(divided, ITEMSIZE, "pair")
+        assert padding(layout) < 0.25
+        sizes = [shape.block_bytes(1, ITEMSIZE) for shape in shapes]
+        # Sixteen parts are the most.
+        assert layout.alignment <= 64 or max(sizes) > 16 * 8 * min(sizes)
+        assert sorted(layer for shape in divided for layer in shape.layers) == list(
+            range(sum(len(shape.layers) for shape in shapes))
+        )
+
+
+def test_any_two_groups_go_with_a_drafter() -> None:
+    for shapes in pairs():
+        for drafter in DRAFTERS:
+            check((*divide_groups(shapes), drafter.of_drafter(200)))
+
+
+def test_any_group_goes_with_any_states() -> None:
+    for first in KEYS_AND_VALUES:
+        for state in STATES:
+            shapes = (first, *state_groups("state", range(200, 236), state.state, (first,)))
+            check(shapes)
+            check((*shapes, DRAFTERS[0].of_drafter(300)))
+
+
+def test_groups_that_are_fine_stay_whole() -> None:
+    shapes = (GroupShape("sliding", tuple(range(15)), 1, 256, 512), GroupShape("full", (15, 16, 17), 1, 256))
+    assert divide_groups(shapes) == shapes
+    assert divide_groups(()) == ()
+
+
+def test_layers_of_a_divided_group_keep_their_window_and_their_readers() -> None:
+    sliding = GroupShape("sliding", tuple(range(40)), 8, 256, 1024, readers=((60, 3), (61, 39)))
+    divided = divide_groups((sliding, GroupShape("full", tuple(range(40, 48)), 1, 512)))
+    parts = [shape for shape in divided if shape.window]
+    assert [shape.name for shape in parts] == [f"sliding-{index}" for index in range(5)]
+    assert {shape.window for shape in parts} == {1024}
+    assert [shape.readers for shape in parts] == [((60, 3),), (), (), (), ((61, 39),)]
