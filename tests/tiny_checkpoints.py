@@ -154,6 +154,47 @@ def save_granite_moe(tmp_path: Path) -> SaveTiny:
     return save
 
 
+@pytest.fixture
+def save_deepseek_v2(tmp_path: Path) -> SaveTiny:
+    """Save a tiny random DeepSeek V2 to tmp_path and return the `transformers` model."""
+
+    return functools.partial(write_deepseek_v2, tmp_path)
+
+
+def write_deepseek_v2(
+    folder: Path, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
+) -> transformers.PreTrainedModel:
+    """Save a tiny random DeepSeek V2 to a folder and return the `transformers` model."""
+    fields: dict[str, object] = {**_SMALL, **_LATENT, "q_lora_rank": None, "n_shared_experts": 2}
+    config = transformers.DeepseekV2Config(**{**fields, **changes})
+    return _save(transformers.DeepseekV2ForCausalLM, config, folder, max_shard_size, dtype)
+
+
+@pytest.fixture
+def save_deepseek_v3(tmp_path: Path) -> SaveTiny:
+    """Save a tiny random DeepSeek V3 to tmp_path and return the `transformers` model."""
+
+    def save(max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object) -> object:
+        fields: dict[str, object] = {**_SMALL, **_LATENT, "n_group": 4, "topk_group": 2, "q_lora_rank": 28}
+        config = transformers.DeepseekV3Config(**{**fields, **changes})
+        return _save(transformers.DeepseekV3ForCausalLM, config, tmp_path, max_shard_size, dtype)
+
+    return save
+
+
+_LATENT: dict[str, object] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 36,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 24,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+
 _SMALL: dict[str, object] = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -184,6 +225,9 @@ def _save(
             # Large enough that every term changes the logits. Norms and biases, too, differ from their initial values.
             scale = 0.2 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model = model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core.turns import Turns
 from paceline.kernels.experts import ExpertKernels
+from paceline.kernels.heads import HeadKernels
 from paceline.kernels.quantized import QuantizedMatrix
 
 
@@ -99,6 +100,8 @@ class PackedWeight:
     """The dtype in which kernels compute with it."""
     format: int | None = None
     """The backend's number for the layout of a quantized or compressed matrix; None for other matrices."""
+    heads: int | None = None
+    """Number of matrices, one for each head, for `linear_heads`; None for one matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,7 @@ class Forward(Protocol):
     ) -> Tensor: ...
 
 
-class Kernels(ExpertKernels, Protocol):
+class Kernels(ExpertKernels, HeadKernels, Protocol):
     """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
 
     name: str
@@ -207,8 +210,9 @@ class Kernels(ExpertKernels, Protocol):
         """
 
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
-        """Pack a matrix [out, in], once, when a model is loaded. A matrix on the meta device stays there.
+        """Pack a matrix [out, in], or those of all heads [heads, out, in], once, when a model is loaded.
 
+        A matrix on the meta device stays there. Matrices of heads stay in their dtype.
         A quantized matrix and its dequantized form give the same results. Raises ConfigError if the backend has no
         kernels for the matrix.
         """

@@ -35,7 +35,10 @@ class ReferenceKernels(Composed):
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         if isinstance(weight, QuantizedMatrix):
             weight = weight.dequantize()
-        return PackedWeight(weight, weight.shape[0], weight.shape[1], weight.dtype)
+        *heads, size_out, size_in = weight.shape
+        if heads:
+            return PackedWeight(weight.contiguous(), size_out, size_in, weight.dtype, heads=heads[0])
+        return PackedWeight(weight, size_out, size_in, weight.dtype)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.data, bias)
@@ -111,6 +114,12 @@ class ReferenceKernels(Composed):
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
+
+    def linear_heads(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), weight.data.mT).transpose(0, 1).contiguous()
+
+    def concat(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat((x, y), dim=-1)
 
     def causal_conv(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,15 @@ class Weights(Protocol):
 
     def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
         """Return the parts of a matrix [sum(sizes_out), size_in], each packed by itself."""
+
+    def take_packed_derived(
+        self, name: str, shape: tuple[int, ...], derive: Sequence[Callable[[Tensor], Tensor]]
+    ) -> list[PackedWeight]:
+        """Return the matrices that functions make of the tensor of this name, each packed by itself.
+
+        Args:
+            derive: functions that return a matrix [out, in], or the matrices of all heads [heads, out, in].
+        """
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         """Return the matrices of a tensor that holds those of all experts, each packed by itself: [part][expert]."""
@@ -113,10 +122,11 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
     """Return the KV groups of a model whose layers differ only in their type, and the group index of each layer."""
     kinds = sorted({kind for kind in config.layer_types if kind != "mamba"}, reverse=True)
     # Layers of two types whose caches have the same shape are one group.
-    by_cache: dict[tuple[int, int, int], list[LayerType]] = {}
+    by_cache: dict[tuple[int, int, int, int], list[LayerType]] = {}
     for kind in kinds:
         own = config.attention[kind]
-        by_cache.setdefault((own.num_kv_heads, own.head_dim, own.window), []).append(kind)
+        planes = 2 if own.latent is None else 1
+        by_cache.setdefault((own.num_kv_heads, own.head_dim, own.window, planes), []).append(kind)
     shapes = tuple(
         GroupShape(
             name="-".join(own_kinds),
@@ -124,8 +134,9 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
             kv_heads=kv_heads,
             head_dim=head_dim,
             window=window,
+            planes=planes,
         )
-        for (kv_heads, head_dim, window), own_kinds in by_cache.items()
+        for (kv_heads, head_dim, window, planes), own_kinds in by_cache.items()
     )
     if recurrent := [layer for layer, kind in enumerate(config.layer_types) if kind == "mamba"]:
         mamba = config.mamba

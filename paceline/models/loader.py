@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,6 +112,12 @@ class Checkpoint:
     def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
         parts = torch.split(self.take(name, sum(sizes_out), size_in), list(sizes_out))
         return [self._pack(f"{name}[{index}]", part) for index, part in enumerate(parts)]
+
+    def take_packed_derived(
+        self, name: str, shape: tuple[int, ...], derive: Sequence[Callable[[Tensor], Tensor]]
+    ) -> list[PackedWeight]:
+        weight = self.take(name, *shape)
+        return [self._pack(f"{name}[{index}]", each(weight)) for index, each in enumerate(derive)]
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         packed = [

@@ -42,6 +42,22 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Sizes of attention over latent vectors, of which the keys and values of all heads are linear functions."""
+
+    rank: int
+    """Dimensions of a latent vector. A rotated key, which all heads share, is cached behind it."""
+    query_rank: int
+    """Dimensions of a vector of which all heads' queries are linear functions; 0 if they are functions of the input."""
+    plain_dim: int
+    """Dimensions of a head's query and key that are not rotated."""
+    rotated_dim: int
+    """Dimensions of a head's query and key that are rotated. They follow the others."""
+    value_dim: int
+    """Dimensions of a head's value."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """Attention in the layers of one type."""
 
@@ -61,6 +77,13 @@ class AttentionConfig:
     output_bias: bool = False
     sinks: bool = False
     """Whether each head has a learned score that takes part in the softmax as if it were a key without a value."""
+    latent: Latent | None = None
+    """If given, heads attend to latent vectors as to one KV head, whose keys of size `head_dim` are values as well."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Size of the vectors that are rotated, of which `rope` may leave a part as it is."""
+        return self.head_dim if self.latent is None else self.latent.rotated_dim
 
 
 @dataclass(frozen=True, slots=True)

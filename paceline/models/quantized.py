@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,13 @@ class Int8Weights:
         weight = self._checkpoint.take(name, sum(sizes_out), size_in)
         return [self._pack(part) for part in torch.split(weight, list(sizes_out))]
 
+    def take_packed_derived(
+        self, name: str, shape: tuple[int, ...], derive: Sequence[Callable[[Tensor], Tensor]]
+    ) -> list[PackedWeight]:
+        weight = self._checkpoint.take(name, *shape)
+        parts = [each(weight) for each in derive]
+        return [self._pack(part) if part.dim() == 2 else self._kernels.pack(part) for part in parts]
+
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         packed = [[self._pack(part) for part in parts] for parts in self._checkpoint.expert_parts(name, shape)]
         return [list(part) for part in zip(*packed)]
@@ -80,6 +87,7 @@ class GgufWeights:
         self.take = checkpoint.take
         # No architecture that we convert has such matrices.
         self.take_packed_parts = checkpoint.take_packed_parts
+        self.take_packed_derived = checkpoint.take_packed_derived
         self.take_packed_experts = checkpoint.take_packed_experts
         try:
             self._blocks: Any = safe_open(file, framework="pt", device="cpu")

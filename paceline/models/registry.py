@@ -7,6 +7,7 @@ from functools import partial
 
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Model, Weights
+from paceline.models.deepseek import Deepseek
 from paceline.models.gemma3 import Gemma3
 from paceline.models.gpt_oss import GptOss
 from paceline.models.granite_hybrid import GraniteHybrid
@@ -25,6 +26,8 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Model]] = {
     "SmolLM3ForCausalLM": Llama,
     "GptOssForCausalLM": GptOss,
     "Gemma3ForCausalLM": Gemma3,
+    "DeepseekV2ForCausalLM": Deepseek,
+    "DeepseekV3ForCausalLM": Deepseek,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "GraniteMoeForCausalLM": GraniteHybrid,
     "MixtralForCausalLM": Mixtral,

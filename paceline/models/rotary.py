@@ -32,7 +32,9 @@ class Rotary:
 
     def __init__(self, config: ModelConfig, device: torch.device, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._ropes = {kind: (own.rope, own.head_dim) for kind, own in config.attention.items() if own.rope is not None}
+        self._ropes = {
+            kind: (own.rope, own.rotary_dim) for kind, own in config.attention.items() if own.rope is not None
+        }
         # Layer types often share one embedding, whose angles are then computed once.
         self._frequencies = {own: inverse_frequencies(*own).to(device) for own in self._ropes.values()}
 

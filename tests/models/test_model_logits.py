@@ -67,6 +67,13 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_moe": ("save_granite_moe", {}),
     "mixtral": ("save_mixtral", {"num_experts_per_tok": 5}),
 }
+DEEPSEEKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2-lite": ("save_deepseek_v2", {}),
+    "v2-dense": ("save_deepseek_v2", {"q_lora_rank": 28, "first_k_dense_replace": 3, "mlp_bias": True}),
+    "v2-groups": ("save_deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    "v3": ("save_deepseek_v3", {}),
+    "v3-own-order": ("save_deepseek_v3", {"rope_interleave": False, "n_group": 1, "topk_group": 1}),
+}
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
@@ -169,6 +176,13 @@ def test_experts(
     load: Load,
 ) -> None:
     check_against_reference(request.getfixturevalue(fixture)(**changes), load(tmp_path), paged_contexts)
+
+
+@pytest.mark.parametrize("name", DEEPSEEKS)
+def test_deepseek(tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, name: str, load: Load) -> None:
+    family, changes = DEEPSEEKS[name]
+    # The reference computes the keys and values of each head, and so adds in another order.
+    check_against_reference(request.getfixturevalue(family)(**changes), load(tmp_path), paged_contexts, 5e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid"])

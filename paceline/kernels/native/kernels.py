@@ -93,32 +93,34 @@ class NativeKernels(Composed):
         return Replay(forward, self)
 
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
-        out, size_in = weight.shape
+        *_, out, size_in = weight.shape
         if isinstance(weight, QuantizedMatrix):
             tiles, how = self._memory.take(tiles_bytes(weight)), tile_format(weight, self.instruction_set)
             pack_tiles(weight, how, tiles)
             return PackedWeight(tiles, out, size_in, weight.dtype, how)
+        heads = len(weight) if weight.dim() == 3 else None
         if weight.is_meta:
-            return PackedWeight(weight, out, size_in, weight.dtype)
+            return PackedWeight(weight, out, size_in, weight.dtype, heads=heads)
         _check(weight)
         kind, weight = TYPES[weight.dtype], weight.contiguous()
-        if self.compresses and weight.dtype == torch.bfloat16:
+        if heads is None and self.compresses and weight.dtype == torch.bfloat16:
             size = self._library.paceline_compressed_bytes(weight.data_ptr(), out, size_in)
             if size:
                 data = self._memory.take(size)
                 self._library.paceline_compress(weight.data_ptr(), out, size_in, data.data_ptr())
                 return PackedWeight(data, out, size_in, weight.dtype, COMPRESSED)
         packed_bytes = self._library.paceline_packed_bytes(kind, out, size_in)
-        data = self._memory.take(packed_bytes).view(weight.dtype)
-        self._library.paceline_pack(kind, weight.data_ptr(), out, size_in, data.data_ptr())
-        return PackedWeight(data, out, size_in, weight.dtype)
+        data = self._memory.take((heads or 1) * packed_bytes).view(weight.dtype)
+        for index, matrix in enumerate(weight.view(-1, out, size_in)):
+            self._library.paceline_pack(kind, matrix.data_ptr(), out, size_in, data.data_ptr() + index * packed_bytes)
+        return PackedWeight(data, out, size_in, weight.dtype, heads=heads)
 
     def fits(self, weight: PackedWeight) -> bool:
         data, out, size_in = weight.data, weight.size_out, weight.size_in
         if weight.format == COMPRESSED:
             return bool(self._library.paceline_is_compressed(data.data_ptr(), data.nbytes, out, size_in))
         whole: int = self._library.paceline_packed_bytes(TYPES[weight.dtype], out, size_in)
-        return weight.format is None and data.nbytes == whole
+        return weight.format is None and data.nbytes == whole * (weight.heads or 1)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
@@ -263,6 +265,26 @@ class NativeKernels(Composed):
         cache.kv_heads, cache.head_dim = heads, head_dim
         op = Op(Kind.SELECTIVE_SCAN, rows=tokens, n0=state_size, cache=cache)
         self._run(op, out, (x.contiguous(), time_steps.contiguous(), rates), batch, group)
+        return out
+
+    def linear_heads(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        tokens, heads, size_in = x.shape
+        if weight.heads != heads or size_in != weight.size_in or x.dtype != weight.dtype:
+            wanted = f"[tokens, {weight.heads}, {weight.size_in}] {weight.dtype}"
+            raise ValueError(f"x is {list(x.shape)} {x.dtype}; the weight takes {wanted}")
+        if x.stride(2) != 1 or x.stride(0) != heads * x.stride(1):
+            x = x.contiguous()
+        out = x.new_empty(tokens, heads, weight.size_out)
+        cache = Cache(kv_heads=heads)
+        op = Op(Kind.LINEAR_HEADS, rows=tokens, n0=size_in, n1=weight.size_out, n2=x.stride(1), cache=cache)
+        self._run(op, out, (x, weight.data))
+        return out
+
+    def concat(self, x: Tensor, y: Tensor) -> Tensor:
+        _need("the second operand", y, x.dtype, *x.shape[:2], y.shape[2])
+        x, y = x.contiguous(), y.contiguous()
+        out = x.new_empty(*x.shape[:2], x.shape[2] + y.shape[2])
+        self._run(Op(Kind.CONCAT, rows=x.shape[0] * x.shape[1], n0=x.shape[2], n1=y.shape[2]), out, (x, y))
         return out
 
     def _elementwise(self, kind: Kind, a: Tensor, b: Tensor) -> Tensor:

@@ -46,6 +46,8 @@ class Kind(IntEnum):
     SELECTIVE_SCAN = 14
     LOGITS = 15
     CHOOSE = 16
+    LINEAR_HEADS = 17
+    CONCAT = 18
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline.core.errors import ModelError
+from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
 from paceline.models.config.fields import Fields, Json
 from paceline.models.config.gemma3 import gemma3
 from paceline.models.config.gpt_oss import gpt_oss
@@ -33,6 +34,8 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "SmolLM3ForCausalLM": smollm3,
     "GptOssForCausalLM": gpt_oss,
     "Gemma3ForCausalLM": gemma3,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
     "GraniteMoeForCausalLM": granite_moe,
     "MixtralForCausalLM": mixtral,

@@ -28,6 +28,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "logits.h"
 #include "forms.h"
 #include "choose.h"
+#include "heads.h"
 
 template <class T>
 struct Table {
@@ -37,6 +38,7 @@ struct Table {
         store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>, linear_silu_and_mul<T>,
         linear_gelu_tanh_and_mul<T>, scale<T>, causal_conv<T>, selective_scan<T>, logits<T>,
         choose<T>,
+        linear_heads<T>, concat<T>,
     };
 };
 

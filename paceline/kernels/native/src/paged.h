@@ -21,6 +21,7 @@ static void store_kv(const Op& op, const Step& step, Team& team) {
             const int64_t to = slot * cache.slot_stride + head * cache.head_stride + offset * cache.token_stride;
             const int64_t from = token * row + head * cache.head_dim;
             memcpy(static_cast<T*>(cache.keys) + to, static_cast<const T*>(op.a) + from, cache.head_dim * sizeof(T));
+            if (cache.values == cache.keys) continue;  // latent vectors are both
             memcpy(static_cast<T*>(cache.values) + to, static_cast<const T*>(op.b) + from, cache.head_dim * sizeof(T));
         }
     });

@@ -75,6 +75,8 @@ enum Kind : int32_t {
     kSelectiveScan,  // out[tokens, heads * head_dim]; a: x; b: time steps; c: rates, fp32 [3, heads]; n0: state size
     kLogits,  // out: fp32 [rows, n1] = a * b, rounded as in kLinear; c: int64 [rows], first index of each row's largest
     kChoose,  // out: int64 tokens [rows]; a: fp32 logits [..., n0] with row stride n1; b: Draw [rows]
+    kLinearHeads,  // out[rows, heads, n1]; a: x [rows, heads, n0], n2 apart; b: packed matrices [n1, n0] of the heads
+    kConcat,       // out[rows, n0 + n1] = a[rows, n0], then b[rows, n1]
     kKinds,
 };
 
@@ -97,7 +99,7 @@ struct Draw {
 };
 
 // One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]. Strides are in elements; head_dim's is 1.
-// A part of a layer's state, in fp32, has only `keys`, `slots` and `slot_stride`; a scan's state also has `kv_heads`
+// kLinearHeads has only `kv_heads`. A part of a layer's state, in fp32, has only `keys`, `slots` and `slot_stride`; a scan's state also has `kv_heads`
 // and `head_dim`.
 struct Cache {
     void *keys, *values;

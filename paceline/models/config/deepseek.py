@@ -1,0 +1,123 @@
+"""DeepSeek V2 and V3: attention over latent vectors, and experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from paceline.core.errors import ModelError
+from paceline.core.experts import Routing
+from paceline.models.config.fields import Fields
+from paceline.models.model_config import AttentionConfig, Experts, Latent, LayerType, ModelConfig
+
+
+def deepseek_v2(fields: Fields) -> ModelConfig:
+    if fields.get("norm_topk_prob", False):
+        raise ModelError(f"normalized weights of experts (norm_topk_prob) are not supported for {fields.architecture}")
+    method = fields.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(f"topk_method {method} is not supported; supported are: greedy, group_limited_greedy")
+    limited = method == "group_limited_greedy"
+    routing = Routing(
+        fields.size("num_experts_per_tok"),
+        groups=fields.size("n_group") if limited else 1,
+        top_groups=fields.size("topk_group") if limited else 1,
+        factor=float(fields.get("routed_scaling_factor", 1.0)),
+    )
+    config = _deepseek(fields, routing, experts=64, shared=2, dense=0)
+    return replace(config, mlp_bias=bool(fields.get("mlp_bias", False)))
+
+
+def deepseek_v3(fields: Fields) -> ModelConfig:
+    method, scores = fields.get("topk_method", "noaux_tc"), fields.get("scoring_func", "sigmoid")
+    if (method, scores) != ("noaux_tc", "sigmoid"):
+        raise ModelError(f"topk_method {method} with scoring_func {scores} is not supported for {fields.architecture}")
+    routing = Routing(
+        fields.size("num_experts_per_tok", 8),
+        scores="sigmoid",
+        normalize=bool(fields.get("norm_topk_prob", True)),
+        groups=fields.size("n_group", 8),
+        top_groups=fields.size("topk_group", 4),
+        group_score="top2",
+        factor=float(fields.get("routed_scaling_factor", 2.5)),
+    )
+    return _deepseek(fields, routing, experts=256, shared=1, dense=3)
+
+
+def _deepseek(fields: Fields, routing: Routing, experts: int, shared: int, dense: int) -> ModelConfig:
+    """Return the configuration of a model of either version, whose defaults for experts are given."""
+    if fields.get("attention_bias", False):
+        raise ModelError(f"attention_bias is not supported for {fields.architecture}")
+    if fields.size("moe_layer_freq", 1) != 1:
+        raise ModelError("layers without experts between those with experts (moe_layer_freq) are not supported")
+    layers, full = fields.size("num_hidden_layers"), _full(fields)
+    kind: LayerType = "full"
+    activation = fields.activation("hidden_act", "silu")
+    dense_layers = frozenset(range(min(layers, int(fields.get("first_k_dense_replace", dense)))))
+    return ModelConfig(
+        **fields.common(),
+        activation=activation,
+        layer_types=(kind,) * layers,
+        attention={kind: full},
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        max_position=_max_position(fields),
+        experts=None
+        if len(dense_layers) == layers
+        else Experts(
+            count=_count(fields.size("n_routed_experts", experts), routing),
+            inner_size=fields.size("moe_intermediate_size"),
+            routing=routing,
+            activation=activation,
+            shared_size=int(fields.get("n_shared_experts", shared)) * fields.size("moe_intermediate_size"),
+            dense_layers=dense_layers,
+        ),
+    )
+
+
+def _full(fields: Fields) -> AttentionConfig:
+    # A null is no low-rank projection, but a missing field has a default.
+    query_rank = fields.raw.get("q_lora_rank", 1536)
+    latent = Latent(
+        rank=fields.size("kv_lora_rank", 512),
+        query_rank=0 if query_rank is None else fields.size("q_lora_rank", 1536),
+        plain_dim=fields.size("qk_nope_head_dim", 128),
+        rotated_dim=fields.size("qk_rope_head_dim", 64),
+        value_dim=fields.size("v_head_dim", 128),
+    )
+    if latent.rotated_dim % 2:
+        raise ModelError(f"qk_rope_head_dim must be even, not {latent.rotated_dim}")
+    rope = fields.rope(10_000.0, _max_position(fields))
+    return AttentionConfig(
+        num_heads=fields.size("num_attention_heads"),
+        num_kv_heads=1,
+        head_dim=latent.rank + latent.rotated_dim,
+        scale=(latent.plain_dim + latent.rotated_dim) ** -0.5 * _scale_of_yarn(fields),
+        rope=replace(rope, interleaved=bool(fields.get("rope_interleave", True))),
+        latent=latent,
+    )
+
+
+def _max_position(fields: Fields) -> int:
+    return fields.size("max_position_embeddings", 2048 if fields.architecture.startswith("DeepseekV2") else 4096)
+
+
+def _scale_of_yarn(fields: Fields) -> float:
+    """Return the factor on attention scores by which YaRN makes up for longer contexts."""
+    parameters: Any = fields.rope_parameters()
+    weight = float(parameters.get("mscale_all_dim") or 0.0)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    factor = float(parameters.get("factor") or 1.0)
+    if kind == "default" or not weight or factor <= 1:
+        return 1.0
+    return (0.1 * weight * math.log(factor) + 1.0) ** 2
+
+
+def _count(experts: int, routing: Routing) -> int:
+    """Return the number of experts. Raises ModelError if `routing` cannot choose among them."""
+    groups, chosen = routing.groups, routing.top_groups
+    if experts % groups or chosen > groups or routing.top_k > experts // groups * chosen:
+        raise ModelError(
+            f"{routing.top_k} of {experts} experts cannot be chosen from {chosen} of {groups} groups of equal size"
+        )
+    return experts
