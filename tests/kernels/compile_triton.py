@@ -30,7 +30,14 @@ Launch = tuple[triton.JITFunction, tuple[Any, ...], dict[str, Any]]
 
 
 def launches(
-    heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, dtype: torch.dtype, sinks: bool = False
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int,
+    softcap: float,
+    dtype: torch.dtype,
+    sinks: bool = False,
+    planes: int = 2,
 ) -> list[Launch]:
     """Return the launches of a layer of this shape for a step with a prompt and a long context."""
     recorded: list[Launch] = []
@@ -50,8 +57,9 @@ def launches(
         kernels.gelu_tanh_and_mul(x, x)
         angles = torch.empty(tokens, head_dim)
         kernels.rotate(queries, angles, angles)
-        slot_elements = 32 * 2 * kv_heads * 16 * head_dim
-        cache = view_pool(torch.empty(40_000 * slot_elements, dtype=dtype), slot_elements, 32, kv_heads, 16, head_dim)
+        slot_elements = 32 * planes * kv_heads * 16 * head_dim
+        pool = torch.empty(40_000 * slot_elements, dtype=dtype)
+        cache = view_pool(pool, slot_elements, 32, kv_heads, 16, head_dim, planes)
         places = torch.empty(tokens, dtype=torch.int64)
         group = GroupTables(16, window, torch.empty(2, 200, dtype=torch.int32), places, places)
         keys = torch.empty(tokens, kv_heads, head_dim, dtype=dtype)
@@ -61,6 +69,7 @@ def launches(
         batch = AttentionBatch((0, 100, 101), (100, 3000), (group,))
         own_sinks = torch.empty(heads) if sinks else None
         kernels.attention(queries, cache[0], batch, group, head_dim**-0.5, softcap, own_sinks)
+        kernels.linear_heads(queries, kernels.pack(torch.empty(heads, 128, head_dim, dtype=dtype)))
         record_sampling_and_moving(kernels)
     return recorded
 
@@ -112,7 +121,14 @@ def main() -> None:
     differing = ("attend", "rotate_and_store")
     gemma = [launch for launch in launches(4, 1, 256, 512, 50.0, torch.bfloat16) if launch[0].__name__ in differing]
     gpt_oss = launches(64, 8, 64, 128, 0.0, torch.bfloat16, sinks=True)
-    for launch in llama + gemma + [launch for launch in gpt_oss if launch[0].__name__ in ("attend", "combine")]:
+    gpt_oss = [launch for launch in gpt_oss if launch[0].__name__ in ("attend", "combine")]
+    # The queries of all heads are tokens of one KV head here, whose vectors are keys and values.
+    deepseek = [
+        launch
+        for launch in launches(16, 1, 576, 0, 0.0, torch.bfloat16, planes=1)
+        if launch[0].__name__ in ("attend", "combine", "store_kv", "matmul")
+    ]
+    for launch in llama + gemma + gpt_oss + deepseek:
         for line in compile_launch(*launch):
             print(json.dumps(line), flush=True)
 

@@ -64,6 +64,7 @@ def attend(kernels: Kernels, case: Any, softcap: float = 0.0, sinks: Tensor | No
         (128, 4, 1, 16, 300),
         (256, 4, 2, 64, 500),
         (2, 3, 1, 16, 0),
+        (16, 70, 1, 16, 280),
     ],
 )
 def test_attention_of_odd_shapes_is_that_of_the_reference(

@@ -14,9 +14,12 @@ from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.device import INTERPRETED
 from paceline.kernels.triton_kernels.device import attention as device
 
-ROWS = 64
+_ROWS, _WIDE_ROWS = 64, 16
 """Rows of each tile. Another number could mean another matrix instruction, which adds in another order. In decode most
-rows are empty. They cost little, because the bandwidth of the KV cache is the limit there."""
+rows are empty. They cost little, because the bandwidth of the KV cache is the limit there. With wide heads, the sums of
+more rows would not fit in registers."""
+_WIDE = 1024
+"""Size of a padded head from which it counts as wide."""
 SPLIT = 256
 """Keys of a split. It does not depend on the size of the batch, so neither do the bits of a row."""
 _TILE_BYTES = 16384
@@ -44,12 +47,14 @@ class Plan:
 
     group: int
     """Query heads that share a KV head."""
+    tile_rows: int
+    """Rows of each tile."""
     query_start: Tensor
     context_len: Tensor
     whole: Tensor
     """[tiles, 3]: tiles for which one program reads all visible keys. See `device.attention` for the columns."""
     apart: Tensor
-    """[tiles, 3]: tiles, each of a whole request, for which every split has a program of its own."""
+    """[tiles, 3]: tiles for which every split has a program of its own."""
     rows: int
     """Rows of all tiles in `apart`."""
     most_rows: int
@@ -58,31 +63,38 @@ class Plan:
     """Most splits of one request in `apart`."""
 
 
-def make_plan(batch: AttentionBatch, group: int, device: torch.device) -> Plan:
+def tile_rows(head_dim: int) -> int:
+    """Return the rows of a tile for heads of this size."""
+    return _WIDE_ROWS if _padded(head_dim) >= _WIDE else _ROWS
+
+
+def make_plan(batch: AttentionBatch, group: int, tile_rows: int, device: torch.device) -> Plan:
     """Return the plan of a batch, whose KV heads are shared by `group` query heads each.
 
-    If a request's queries fit in one tile and its context does not fit in one split, each split has a program of its
-    own. This matters for speed only. A `StaticBatch` may have tiles without queries, which do nothing.
+    If a request has one query, or all its queries fit in one tile, and its context does not fit in one split, each
+    split has a program of its own. This matters for speed only. A `StaticBatch` may have tiles without queries, which
+    do nothing.
     """
     whole: list[int] = []
     apart: list[int] = []
     rows = most_rows = splits = 0
     for request, context in enumerate(batch.context_len):
         own = (batch.query_start[request + 1] - batch.query_start[request]) * group
-        if own > ROWS or context <= SPLIT:
-            for first in range(0, own, ROWS):
+        if own > max(tile_rows, group) or context <= SPLIT:
+            for first in range(0, own, tile_rows):
                 whole += (request, first, 0)
         elif own:
-            apart += (request, 0, rows)
+            for first in range(0, own, tile_rows):
+                apart += (request, first, rows + first)
             rows += own
-            most_rows, splits = max(most_rows, own), max(splits, -(-context // SPLIT))
+            most_rows, splits = max(most_rows, min(own, tile_rows)), max(splits, -(-context // SPLIT))
     parts = (batch.query_start, batch.context_len, whole, apart)
     packed = to_device(torch.tensor([number for part in parts for number in part], dtype=torch.int32), device)
     query_start, context_len, whole_tiles, apart_tiles = torch.split(packed, [len(part) for part in parts])
     tiles = whole_tiles.view(-1, 3), apart_tiles.view(-1, 3)
     if isinstance(batch, StaticBatch):
         query_start, context_len = batch.own_query_start, batch.own_context_len
-    return Plan(group, query_start, context_len, *tiles, rows, most_rows, splits)
+    return Plan(group, tile_rows, query_start, context_len, *tiles, rows, most_rows, splits)
 
 
 def attention(
@@ -100,8 +112,8 @@ def attention(
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
-    shape = {"WINDOW": tables.window, "GROUP": plan.group, "HEAD_DIM": head_dim, "ROWS": ROWS, "SPLIT": SPLIT}
-    shape |= {"DIM": max(16, triton.next_power_of_2(head_dim)), "enable_fp_fusion": False}
+    shape = {"WINDOW": tables.window, "GROUP": plan.group, "HEAD_DIM": head_dim, "ROWS": plan.tile_rows, "SPLIT": SPLIT}
+    shape |= {"DIM": _padded(head_dim), "enable_fp_fusion": False}
     shape["SINKS"] = sinks is not None
     tile = shape | _tile_options(shape["DIM"] * cache.keys.itemsize, cache.keys.itemsize)
     tile |= {"CAPPED": softcap != 0, "BLOCK_TOKENS": tables.block_tokens, "INTERPRETED": INTERPRETED}
@@ -115,7 +127,7 @@ def attention(
         device.attend[len(plan.whole), kv_heads](out, out, out, *sources, plan.whole, 0, *scalars, APART=False, **tile)
     if len(plan.apart):
         # A window that begins inside a split touches one split more than it could fill.
-        splits = min(plan.splits, -(-(tables.window + ROWS) // SPLIT) + 1) if tables.window else plan.splits
+        splits = min(plan.splits, -(-(tables.window + plan.tile_rows) // SPLIT) + 1) if tables.window else plan.splits
         states = torch.empty(splits, kv_heads, plan.rows, 2, dtype=torch.float32, device=queries.device)
         accs = torch.empty(splits, kv_heads, plan.rows, head_dim, dtype=torch.float32, device=queries.device)
         device.attend[len(plan.apart), kv_heads, splits](
@@ -125,6 +137,12 @@ def attention(
             out, states, accs, own_sinks, *sources[-2:], plan.apart, plan.rows, num_warps=1, **shape
         )
     return out
+
+
+def _padded(head_dim: int) -> int:
+    """Return the size of a tile's rows in elements."""
+    padded: int = triton.next_power_of_2(head_dim)
+    return max(16, padded)
 
 
 def _tile_options(row_bytes: int, itemsize: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, Hea
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels import rowwise
-from paceline.kernels.triton_kernels.attention import Plan, attention, make_plan
+from paceline.kernels.triton_kernels.attention import Plan, attention, make_plan, tile_rows
 from paceline.kernels.triton_kernels.device import INTERPRETED, matmul
 from paceline.kernels.triton_kernels.graphs import CalledAgain, CudaRecorder, Graphs
 from paceline.kernels.triton_kernels.sampling import TritonChooser
@@ -41,9 +41,9 @@ class TritonKernels(ReferenceKernels):
         self._tuner = gpu_tuner(device) if device.type == "cuda" and torch.cuda.is_available() else Untuned()
         self._batch_invariant = batch_invariant
         self._planned: AttentionBatch | None = None
-        self._plans: dict[int, Plan] = {}
-        """Plans of the last batch, by the number of query heads per KV head. Layers of a step share them. Each batch
-        has a new dict, which a recording can keep."""
+        self._plans: dict[tuple[int, int], Plan] = {}
+        """Plans of the last batch, by the number of query heads per KV head and the rows of a tile. Layers of a step
+        share them. Each batch has a new dict, which a recording can keep."""
 
     @property
     def chooser(self) -> TritonChooser:
@@ -59,6 +59,9 @@ class TritonKernels(ReferenceKernels):
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return _invariant_linear(x, weight.data, bias) if self._batch_invariant else super().linear(x, weight, bias)
+
+    def linear_heads(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        return _invariant_heads(x, weight.data) if self._batch_invariant else super().linear_heads(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         return rowwise.rms_norm(x, weight, eps, unit_offset)
@@ -97,12 +100,12 @@ class TritonKernels(ReferenceKernels):
         softcap: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        per_kv_head = queries.shape[1] // cache.keys.shape[1]
+        shape = queries.shape[1] // cache.keys.shape[1], tile_rows(queries.shape[2])
         if self._planned is not batch:
             self._planned, self._plans = batch, {}
-        if per_kv_head not in self._plans:
-            self._plans[per_kv_head] = make_plan(batch, per_kv_head, queries.device)
-        return attention(queries, cache, self._plans[per_kv_head], group, scale, softcap, sinks)
+        if shape not in self._plans:
+            self._plans[shape] = make_plan(batch, *shape, queries.device)
+        return attention(queries, cache, self._plans[shape], group, scale, softcap, sinks)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return rowwise.gated(gate, up, False, self._tuner)
@@ -113,18 +116,34 @@ class TritonKernels(ReferenceKernels):
 
 def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute F.linear of x [tokens, in] and weight [out, in]. Tiles have the same shape for any number of tokens."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    assert weight.stride(1) == 1
-    size_out, size_in = weight.shape
-    out = torch.empty(len(x), size_out, dtype=x.dtype, device=x.device)
+    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    _multiply(out.unsqueeze(1), x.unsqueeze(1), weight.unsqueeze(0), bias)
+    return out
+
+
+def _invariant_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute the products of x [tokens, heads, in] and weight [heads, out, in] in the same way."""
+    out = torch.empty(len(x), *weight.shape[:2], dtype=x.dtype, device=x.device)
+    _multiply(out, x, weight, None)
+    return out
+
+
+def _multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Compute out [tokens, heads, out], contiguous."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    assert weight.stride(2) == 1
+    heads, size_out, size_in = weight.shape
     tile = {"ROWS": 64, "COLUMNS": 64, "STEP": 128 // x.itemsize}
-    matmul.matmul[triton.cdiv(len(x), tile["ROWS"]), triton.cdiv(size_out, tile["COLUMNS"])](
+    matmul.matmul[triton.cdiv(len(x), tile["ROWS"]), triton.cdiv(size_out, tile["COLUMNS"]), heads](
         out,
         x,
         weight,
         weight if bias is None else bias,
         len(x),
         x.stride(0),
+        weight.stride(1),
+        out.stride(0),
+        x.stride(1),
         weight.stride(0),
         SIZE_IN=size_in,
         SIZE_OUT=size_out,
@@ -133,4 +152,3 @@ def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_stages=4,
         **tile,
     )
-    return out

@@ -143,20 +143,22 @@ def combine(
     SPLIT: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Merge the states of one row. Grid: (tiles, kv_heads, most rows of a tile); a tile is a whole request."""
-    kv_head, row, kv_heads = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+    """Merge the states of one row. Grid: (tiles, kv_heads, most rows of a tile)."""
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     tile = tiles + 3 * tl.program_id(0)
-    request = tl.load(tile)
+    request, first_row = tl.load(tile), tl.load(tile + 1)
+    row = first_row + tl.program_id(2)
     token = tl.load(query_start + request) + row // GROUP
     if token >= tl.load(query_start + request + 1):
         return
-    _, position, _ = _rows(query_start, context_len, request, 0, GROUP, ROWS)
+    _, position, _ = _rows(query_start, context_len, request, first_row, GROUP, ROWS)
     first_key = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) if WINDOW else 0
     splits = tl.cdiv(tl.max(position, 0) + 1, SPLIT) - first_key // SPLIT
     dim = tl.arange(0, DIM)[None, :]
     row_max, row_sum, acc = _nothing(1, DIM)
     for split in range(splits):
-        place = (split * kv_heads + kv_head).to(tl.int64) * rows + tl.load(tile + 2) + row + tl.arange(0, 1)
+        first = (split * kv_heads + kv_head).to(tl.int64) * rows + tl.load(tile + 2)
+        place = first + tl.program_id(2) + tl.arange(0, 1)
         own_max, own_sum = tl.load(states + 2 * place), tl.load(states + 2 * place + 1)
         own_acc = tl.load(accs + place[:, None] * HEAD_DIM + dim, dim < HEAD_DIM, 0.0)
         row_max, row_sum, acc = _merge(row_max, row_sum, acc, own_max, own_sum, own_acc)

@@ -17,6 +17,9 @@ def matmul(
     tokens,
     x_stride,
     weight_stride,
+    out_stride,
+    x_head_stride,
+    weight_head_stride,
     SIZE_IN: tl.constexpr,
     SIZE_OUT: tl.constexpr,
     BIAS: tl.constexpr,
@@ -29,12 +32,16 @@ def matmul(
 
     One program takes each sum, in order of the input dimension. Grid: (tiles of rows, tiles of columns), so that
     programs that run at the same time share a part of the weight.
+
+    With a third dimension of the grid, the heads, each head has vectors [tokens, SIZE_IN] and a weight of its own, and
+    its results follow those of the head before it.
     """
+    head = tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, STEP)
-    x_tile = x + row.to(tl.int64)[:, None] * x_stride + step[None, :]
-    weight_tile = weight + column.to(tl.int64)[None, :] * weight_stride + step[:, None]
+    x_tile = x + head * x_head_stride + row.to(tl.int64)[:, None] * x_stride + step[None, :]
+    weight_tile = weight + head * weight_head_stride + column.to(tl.int64)[None, :] * weight_stride + step[:, None]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, SIZE_IN, STEP):
         inside = step < SIZE_IN - first
@@ -43,5 +50,5 @@ def matmul(
         acc = dot(left, right, acc, INTERPRETED)
     if BIAS:
         acc += tl.load(bias + column, column < SIZE_OUT, 0.0).to(tl.float32)[None, :]
-    place = out + row.to(tl.int64)[:, None] * SIZE_OUT + column[None, :]
+    place = out + head * SIZE_OUT + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), (row < tokens)[:, None] & (column < SIZE_OUT)[None, :])
