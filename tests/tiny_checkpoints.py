@@ -39,6 +39,13 @@ def write_llama(
     return _save(transformers.LlamaForCausalLM, config, folder, max_shard_size, dtype)
 
 
+DIVIDED: dict[str, object] = {
+    "num_hidden_layers": 10,
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"] + ["sliding_attention"] * 5,
+}
+"""A Gemma 3 whose sliding layers have two KV groups, because they cache nine times as much as the other layers."""
+
+
 @pytest.fixture
 def save_gemma3(tmp_path: Path) -> SaveTiny:
     """Save a tiny random Gemma 3 to tmp_path and return the `transformers` model."""
@@ -174,12 +181,16 @@ def write_deepseek_v2(
 def save_deepseek_v3(tmp_path: Path) -> SaveTiny:
     """Save a tiny random DeepSeek V3 to tmp_path and return the `transformers` model."""
 
-    def save(max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object) -> object:
-        fields: dict[str, object] = {**_SMALL, **_LATENT, "n_group": 4, "topk_group": 2, "q_lora_rank": 28}
-        config = transformers.DeepseekV3Config(**{**fields, **changes})
-        return _save(transformers.DeepseekV3ForCausalLM, config, tmp_path, max_shard_size, dtype)
+    return functools.partial(write_deepseek_v3, tmp_path)
 
-    return save
+
+def write_deepseek_v3(
+    folder: Path, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
+) -> transformers.PreTrainedModel:
+    """Save a tiny random DeepSeek V3 to a folder and return the `transformers` model."""
+    fields: dict[str, object] = {**_SMALL, **_LATENT, "n_group": 4, "topk_group": 2, "q_lora_rank": 28}
+    config = transformers.DeepseekV3Config(**{**fields, **changes})
+    return _save(transformers.DeepseekV3ForCausalLM, config, folder, max_shard_size, dtype)
 
 
 _LATENT: dict[str, object] = {

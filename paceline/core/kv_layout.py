@@ -54,7 +54,7 @@ _ITEMSIZE = 2
 because only the size of one group relative to another counts."""
 
 _MOST_PARTS = 16
-"""Most groups into which one group is divided."""
+"""A group is divided into about this many at most."""
 
 _GROUP_PRICE = 1 / 200
 """Share of the cache's memory that one more group must save: it has block tables and names of blocks of its own."""
@@ -225,8 +225,11 @@ def divide_groups(shapes: tuple[GroupShape, ...]) -> tuple[GroupShape, ...]:
     """
     if not shapes or make_layout(shapes, _ITEMSIZE, "").alignment <= _FINE_TOKENS:
         return shapes
-    largest = max(shape.block_bytes(BASE_TOKENS, _ITEMSIZE) for shape in shapes)
-    choices = {_divided(shapes, largest // parts): None for parts in range(1, _MOST_PARTS + 1)}
+    largest = max(shapes, key=lambda shape: shape.block_bytes(BASE_TOKENS, _ITEMSIZE))
+    layers = len(largest.layers)
+    layer_bytes = largest.block_bytes(BASE_TOKENS, _ITEMSIZE) // layers
+    sizes = range(max(1, layers // _MOST_PARTS), layers + 1)
+    choices = {_divided(shapes, size * layer_bytes): None for size in sizes}
     return min(choices, key=lambda own: (max(_FINE_TOKENS, make_layout(own, _ITEMSIZE, "").alignment), _price(own)))
 
 
@@ -253,9 +256,10 @@ def state_groups(
         return (whole,)
     room = max(shape.block_bytes(_MOST_STATE_TOKENS, _ITEMSIZE) for shape in others)
     fewest = -(-total // _MOST_STATE_GROUPS)
-    fit = max(fewest, min(total, 1 + room * total // whole.state_bytes))
-    counts = sorted({-(-total // size) for size in range(fewest, fit + 1)})
-    return min((whole.divided(count) for count in counts), key=lambda own: _price((*others, *own)))
+    fit = max(fewest, min(total, room * total // whole.state_bytes))
+    # With one layer more, the others' longest blocks do not fill a slot, but sometimes states fill theirs better.
+    choices = [whole.divided(-(-total // size)) for size in (fit, fit + 1)]
+    return min(choices, key=lambda own: _price((*others, *own)))
 
 
 def _price(shapes: tuple[GroupShape, ...]) -> float:

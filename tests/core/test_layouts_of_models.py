@@ -53,7 +53,7 @@ def test_any_two_groups_are_divided_until_reuse_is_fine() -> None:
         layout = make_layout(divided, ITEMSIZE, "pair")
         assert padding(layout) < 0.25
         sizes = [shape.block_bytes(1, ITEMSIZE) for shape in shapes]
-        # Sixteen parts are the most.
+        # There are about sixteen parts at most.
         assert layout.alignment <= 64 or max(sizes) > 16 * 8 * min(sizes)
         assert sorted(layer for shape in divided for layer in shape.layers) == list(
             range(sum(len(shape.layers) for shape in shapes))

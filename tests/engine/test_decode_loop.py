@@ -11,6 +11,7 @@ import pytest
 from paceline.core.types import SamplingParams
 from paceline.models.base import Model
 from tests.engine.loops import Asked, Loop, assert_same, expected, load
+from tests.tiny_checkpoints import DIVIDED
 
 
 def requests(vocab_size: int) -> list[Asked]:
@@ -72,6 +73,28 @@ def test_tokens_of_a_hybrid_do_not_depend_on_how_the_loop_runs(save_granite_hybr
         assert_same(loop.run(asked), wanted)
         loop.engine.stop()
         assert loop.given_back
+
+
+OTHER_LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
+    "latent vectors": ("save_deepseek_v2", {"first_k_dense_replace": 3}),
+    "divided groups": ("save_gemma3", DIVIDED),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_tokens_of_other_layouts_do_not_depend_on_how_the_loop_runs(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str
+) -> None:
+    family, changes = OTHER_LAYOUTS[name]
+    request.getfixturevalue(family)(**changes)
+    model = load(tmp_path)
+    asked = requests(model.config.vocab_size)
+    wanted = expected(model, asked)
+    for drafter, contexts in (("early", None), ("none", 1), ("lookup", 2.5)):
+        loop = Loop(model, 2, drafter, contexts_on_device=contexts)
+        assert_same(loop.run(asked), wanted)
+        loop.engine.stop()
+        assert (loop.engine.stats.stored_blocks > 0) == (contexts is not None)
 
 
 def test_a_draft_model_that_is_the_target_is_always_right(model: Model) -> None:

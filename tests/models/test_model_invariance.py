@@ -24,7 +24,10 @@ class CalledOneByOne(NativeKernels):
         return forward
 
 
-@pytest.fixture(params=["save_llama", "save_gemma3", "save_granite_hybrid", "save_ministral3", "save_gpt_oss"])
+FAMILIES = ["llama", "gemma3", "granite_hybrid", "ministral3", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.fixture(params=[f"save_{family}" for family in FAMILIES])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     request.getfixturevalue(request.param)(dtype=torch.bfloat16)
     return tmp_path

@@ -15,6 +15,7 @@ from paceline.kernels.interface import Forward, Taps
 from paceline.kernels.native import NativeKernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
+from tests.tiny_checkpoints import DIVIDED
 
 CPU = torch.device("cpu")
 Load = Callable[[Path], Model]
@@ -50,6 +51,7 @@ GEMMAS: dict[str, dict[str, Any]] = {
     },
     "only-sliding": {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2},
     "biases": {"attention_bias": True},
+    "divided-groups": DIVIDED,
 }
 
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -67,11 +69,21 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_moe": ("save_granite_moe", {}),
     "mixtral": ("save_mixtral", {"num_experts_per_tok": 5}),
 }
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
 DEEPSEEKS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2-lite": ("save_deepseek_v2", {}),
     "v2-dense": ("save_deepseek_v2", {"q_lora_rank": 28, "first_k_dense_replace": 3, "mlp_bias": True}),
     "v2-groups": ("save_deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
-    "v3": ("save_deepseek_v3", {}),
+    "v3-yarn": ("save_deepseek_v3", {"rope_parameters": DEEPSEEK_YARN}),
     "v3-own-order": ("save_deepseek_v3", {"rope_interleave": False, "n_group": 1, "topk_group": 1}),
 }
 
@@ -185,7 +197,7 @@ def test_deepseek(tmp_path: Path, request: pytest.FixtureRequest, paged_contexts
     check_against_reference(request.getfixturevalue(family)(**changes), load(tmp_path), paged_contexts, 5e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid", "deepseek_v2"])
 def test_taps_receive_the_hidden_states_of_the_reference(
     tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, load: Load, family: str
 ) -> None:
@@ -237,6 +249,23 @@ def test_groups_of_gemma3(tmp_path: Path, save_gemma3: Any, load: Load) -> None:
         ("full", (5,), 0),
     ]
     assert model.layer_groups == (0, 0, 0, 0, 0, 1, 0)
+
+
+def test_groups_of_layers_that_cache_much_more_than_others(tmp_path: Path, save_gemma3: Any, load: Load) -> None:
+    save_gemma3(**DIVIDED)
+    model = load(tmp_path)
+    assert [(shape.name, shape.layers, shape.window) for shape in model.group_shapes] == [
+        ("sliding-0", (0, 1, 2, 3), 20),
+        ("sliding-1", (5, 6, 7, 8, 9), 20),
+        ("full", (4,), 0),
+    ]
+    assert model.layer_groups == (0, 0, 0, 0, 2, 1, 1, 1, 1, 1)
+
+
+def test_groups_of_deepseek(tmp_path: Path, save_deepseek_v3: Any, load: Load) -> None:
+    save_deepseek_v3()
+    (shape,) = load(tmp_path).group_shapes
+    assert (shape.name, shape.layers, shape.kv_heads, shape.head_dim, shape.planes) == ("full", (0, 1, 2), 1, 48, 1)
 
 
 def test_groups_of_granite_hybrid(tmp_path: Path, save_granite_hybrid: Any, load: Load) -> None:

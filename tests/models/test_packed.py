@@ -72,6 +72,18 @@ def test_the_first_packs_and_all_compute_the_same(
     assert len(packed_files(tmp_path / "packed")) == 1
 
 
+def test_matrices_of_heads_are_shared_too(
+    tmp_path: Path, save_deepseek_v2: Any, paged_contexts: Any, dtype: torch.dtype
+) -> None:
+    save_deepseek_v2(first_k_dense_replace=3)
+    kernels = [Counting() for _ in range(3)]
+    folders = (None, tmp_path / "packed", tmp_path / "packed")
+    models = [load_model(tmp_path, dtype, own, CPU, folder) for own, folder in zip(kernels, folders)]
+    assert [own.packed for own in kernels] == [kernels[0].packed, kernels[0].packed, 0]
+    private, *shared = (logits(model, paged_contexts, dtype) for model in models)
+    assert all(torch.equal(private, each) for each in shared)
+
+
 def test_instruction_sets_of_another_form_have_another_file(
     tmp_path: Path, save_llama: Any, paged_contexts: Any, dtype: torch.dtype
 ) -> None:

@@ -105,6 +105,16 @@ def test_int8_is_near_the_whole_model_on_every_backend(
             assert 0 < error < 0.05
 
 
+def test_int8_is_near_a_whole_model_with_matrices_of_heads(
+    tmp_path: Path, save_deepseek_v2: Any, paged_contexts: Any
+) -> None:
+    save_deepseek_v2(first_k_dense_replace=3)
+    whole, rounded = (logits(load(tmp_path, how, torch.float32), paged_contexts, torch.float32)
+                      for how in ("none", "int8"))  # fmt: skip
+    for request in PROMPTS:
+        assert 0 < (rounded[request] - whole[request]).norm() < 0.05 * whole[request].norm()
+
+
 def test_int8_is_near_a_whole_hybrid(tmp_path: Path, save_granite_hybrid: Any, paged_contexts: Any) -> None:
     save_granite_hybrid(vocab_size=256)
     models = [load(tmp_path, how, torch.float32) for how in ("none", "int8")]

@@ -33,7 +33,7 @@ from tests.stack.cluster import Cluster
 from tests.stack.processes import serve
 from tests.stack.reference import PROMPTS
 from tests.stack.stacks import NGRAM
-from tests.tiny_checkpoints import write_gemma3, write_granite_hybrid, write_llama
+from tests.tiny_checkpoints import write_deepseek_v2, write_deepseek_v3, write_gemma3, write_granite_hybrid, write_llama
 
 Write = Callable[..., transformers.PreTrainedModel]
 
@@ -41,6 +41,8 @@ FAMILIES: Mapping[str, Write] = {
     "llama": write_llama,
     "gemma3": write_gemma3,
     "granite-hybrid": write_granite_hybrid,
+    "deepseek-v2": write_deepseek_v2,
+    "deepseek-v3": write_deepseek_v3,
 }
 """Writers of checkpoints, each of which returns the `transformers` model."""
 

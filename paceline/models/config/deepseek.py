@@ -11,8 +11,24 @@ from paceline.core.experts import Routing
 from paceline.models.config.fields import Fields
 from paceline.models.model_config import AttentionConfig, Experts, Latent, LayerType, ModelConfig
 
+_LATENT = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
 
 def deepseek_v2(fields: Fields) -> ModelConfig:
+    fields = fields.with_defaults(
+        **_LATENT,
+        max_position_embeddings=2048,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        moe_intermediate_size=1407,
+        first_k_dense_replace=0,
+    )
     if fields.get("norm_topk_prob", False):
         raise ModelError(f"normalized weights of experts (norm_topk_prob) are not supported for {fields.architecture}")
     method = fields.get("topk_method", "greedy")
@@ -25,11 +41,18 @@ def deepseek_v2(fields: Fields) -> ModelConfig:
         top_groups=fields.size("topk_group") if limited else 1,
         factor=float(fields.get("routed_scaling_factor", 1.0)),
     )
-    config = _deepseek(fields, routing, experts=64, shared=2, dense=0)
-    return replace(config, mlp_bias=bool(fields.get("mlp_bias", False)))
+    return replace(_deepseek(fields, routing), mlp_bias=bool(fields.get("mlp_bias", False)))
 
 
 def deepseek_v3(fields: Fields) -> ModelConfig:
+    fields = fields.with_defaults(
+        **_LATENT,
+        max_position_embeddings=4096,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+    )
     method, scores = fields.get("topk_method", "noaux_tc"), fields.get("scoring_func", "sigmoid")
     if (method, scores) != ("noaux_tc", "sigmoid"):
         raise ModelError(f"topk_method {method} with scoring_func {scores} is not supported for {fields.architecture}")
@@ -42,11 +65,11 @@ def deepseek_v3(fields: Fields) -> ModelConfig:
         group_score="top2",
         factor=float(fields.get("routed_scaling_factor", 2.5)),
     )
-    return _deepseek(fields, routing, experts=256, shared=1, dense=3)
+    return _deepseek(fields, routing)
 
 
-def _deepseek(fields: Fields, routing: Routing, experts: int, shared: int, dense: int) -> ModelConfig:
-    """Return the configuration of a model of either version, whose defaults for experts are given."""
+def _deepseek(fields: Fields, routing: Routing) -> ModelConfig:
+    """Return the configuration of a model of either version, whose defaults are among the fields."""
     if fields.get("attention_bias", False):
         raise ModelError(f"attention_bias is not supported for {fields.architecture}")
     if fields.size("moe_layer_freq", 1) != 1:
@@ -54,40 +77,38 @@ def _deepseek(fields: Fields, routing: Routing, experts: int, shared: int, dense
     layers, full = fields.size("num_hidden_layers"), _full(fields)
     kind: LayerType = "full"
     activation = fields.activation("hidden_act", "silu")
-    dense_layers = frozenset(range(min(layers, int(fields.get("first_k_dense_replace", dense)))))
+    dense_layers = frozenset(range(min(layers, int(fields.get("first_k_dense_replace", 0)))))
     return ModelConfig(
         **fields.common(),
         activation=activation,
         layer_types=(kind,) * layers,
         attention={kind: full},
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        max_position=_max_position(fields),
+        max_position=fields.size("max_position_embeddings"),
         experts=None
         if len(dense_layers) == layers
         else Experts(
-            count=_count(fields.size("n_routed_experts", experts), routing),
+            count=_count(fields.size("n_routed_experts"), routing),
             inner_size=fields.size("moe_intermediate_size"),
             routing=routing,
             activation=activation,
-            shared_size=int(fields.get("n_shared_experts", shared)) * fields.size("moe_intermediate_size"),
+            shared_size=int(fields.get("n_shared_experts", 0)) * fields.size("moe_intermediate_size"),
             dense_layers=dense_layers,
         ),
     )
 
 
 def _full(fields: Fields) -> AttentionConfig:
-    # A null is no low-rank projection, but a missing field has a default.
-    query_rank = fields.raw.get("q_lora_rank", 1536)
     latent = Latent(
-        rank=fields.size("kv_lora_rank", 512),
-        query_rank=0 if query_rank is None else fields.size("q_lora_rank", 1536),
-        plain_dim=fields.size("qk_nope_head_dim", 128),
-        rotated_dim=fields.size("qk_rope_head_dim", 64),
-        value_dim=fields.size("v_head_dim", 128),
+        rank=fields.size("kv_lora_rank"),
+        query_rank=0 if fields.raw["q_lora_rank"] is None else fields.size("q_lora_rank"),
+        plain_dim=fields.size("qk_nope_head_dim"),
+        rotated_dim=fields.size("qk_rope_head_dim"),
+        value_dim=fields.size("v_head_dim"),
     )
     if latent.rotated_dim % 2:
         raise ModelError(f"qk_rope_head_dim must be even, not {latent.rotated_dim}")
-    rope = fields.rope(10_000.0, _max_position(fields))
+    rope = fields.rope(10_000.0, fields.size("max_position_embeddings"))
     return AttentionConfig(
         num_heads=fields.size("num_attention_heads"),
         num_kv_heads=1,
@@ -96,10 +117,6 @@ def _full(fields: Fields) -> AttentionConfig:
         rope=replace(rope, interleaved=bool(fields.get("rope_interleave", True))),
         latent=latent,
     )
-
-
-def _max_position(fields: Fields) -> int:
-    return fields.size("max_position_embeddings", 2048 if fields.architecture.startswith("DeepseekV2") else 4096)
 
 
 def _scale_of_yarn(fields: Fields) -> float:
