@@ -52,7 +52,8 @@ def load_model(
         checkpoint = Checkpoint(weight_files(path), dtype, device, pack)
         weights = quantized(checkpoint, path, quantization, kernels)
         model = MODELS[config.architecture](config, weights, kernels)
-        checkpoint.finish(may_remain=("lm_head.weight",) if config.tie_word_embeddings else ())
+        layers = range(config.num_layers, config.num_layers + config.unused_layers)
+        checkpoint.finish(("lm_head.weight",) * config.tie_word_embeddings, tuple(f"model.layers.{n}." for n in layers))
         return model
 
     pack: Pack = partial(_pack, kernels)
@@ -157,15 +158,21 @@ class Checkpoint:
         if self._file_of.pop(name, None) is None:
             self._missing.append(name)
 
-    def finish(self, may_remain: tuple[str, ...] = ()) -> None:
+    def finish(self, may_remain: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> None:
         """Close the files.
+
+        Args:
+            may_remain: names of tensors that need not be taken.
+            unused: beginnings of names of tensors that need not be taken.
 
         Raises:
             ModelError: names the tensors that are missing, have another shape, or were not taken.
         """
         # Old checkpoints hold rotary frequencies, which are computed from the config here.
         surplus = [
-            name for name in self._file_of if name not in may_remain and not name.endswith("rotary_emb.inv_freq")
+            name
+            for name in self._file_of
+            if name not in may_remain and not name.startswith(unused) and not name.endswith("rotary_emb.inv_freq")
         ]
         self._file_of.clear()
         complaints = [

@@ -149,6 +149,8 @@ class ModelConfig:
     """Sizes of the Mamba layers; None if there are none."""
     experts: Experts | None = None
     """The experts of layers; None if there are none."""
+    unused_layers: int = 0
+    """Layers that the checkpoint has after the model's, to predict several tokens. They are not loaded."""
     mlp_bias: bool = False
     logit_softcap: float = 0.0
     """Bound of logits: they become bound * tanh(logits / bound); 0 is off."""

@@ -80,6 +80,23 @@ def test_tensors_that_follow_from_others_may_be_there(tmp_path: Path, save_llama
     assert load(tmp_path).config.tie_word_embeddings
 
 
+def test_layers_that_predict_several_tokens_may_be_there(tmp_path: Path, save_deepseek_v3: Any) -> None:
+    save_deepseek_v3(num_mtp_layers=1)
+    change_tensors(tmp_path, model__layers__3__eh_proj__weight=torch.zeros(4))
+    assert load(tmp_path).config.num_layers == 3
+    change_tensors(tmp_path, model__layers__4__eh_proj__weight=torch.zeros(4))
+    with pytest.raises(ModelError, match=r"unexpected tensors: model\.layers\.4\.eh_proj\.weight$"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["self_attn__kv_b_proj__weight", "self_attn__q_b_proj__weight", "mlp__gate__weight"])
+def test_what_a_deepseek_layer_lacks_is_named(tmp_path: Path, save_deepseek_v3: Any, name: str) -> None:
+    save_deepseek_v3()
+    change_tensors(tmp_path, **{f"model__layers__1__{name}": None})
+    with pytest.raises(ModelError, match=f"missing tensors: model.layers.1.{name.replace('__', '.')}$"):
+        load(tmp_path)
+
+
 def test_a_quantised_tensor_is_refused(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
     change_tensors(tmp_path, model__norm__weight=torch.zeros(48, dtype=torch.int8))

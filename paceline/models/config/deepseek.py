@@ -65,7 +65,9 @@ def deepseek_v3(fields: Fields) -> ModelConfig:
         group_score="top2",
         factor=float(fields.get("routed_scaling_factor", 2.5)),
     )
-    return _deepseek(fields, routing)
+    # transformers 5 writes `num_mtp_layers`.
+    unused = int(fields.get("num_nextn_predict_layers", fields.get("num_mtp_layers", 0)))
+    return replace(_deepseek(fields, routing), unused_layers=unused)
 
 
 def _deepseek(fields: Fields, routing: Routing) -> ModelConfig:
