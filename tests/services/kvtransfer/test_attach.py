@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.core.kv_layout import GroupShape, make_layout, state_groups
+from paceline.core.kv_layout import GroupShape, divide_groups, make_layout, state_groups
 from paceline.core.turns import PAGE_BYTES
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.layout import layout_from_pb
@@ -140,6 +140,10 @@ WIDE = (GroupShape("wide", (0, 1), 8, 256), GroupShape("narrow", (2,), 1, 24, 20
 ODD = {
     "head sizes": (*WIDE, GroupShape("one", (3,), 1, 1, 1)),
     "a layer that others read": (GroupShape("full", (0,), 1, 64, readers=((1, 0), (2, 0))),),
+    "latent vectors": (GroupShape("latent", (0, 1, 2), 1, 576, planes=1), *WIDE),
+    "divided groups": divide_groups(
+        (GroupShape("sliding", tuple(range(40)), 8, 256, 1024), GroupShape("full", (40,), 1, 512))
+    ),
     "states alone": state(48),
     "states beside little": (*state(80, WIDE[1:]), *WIDE[1:]),
     "states and a draft model": (*WIDE, *state(3, WIDE), *(shape.of_drafter(6) for shape in WIDE)),
