@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.core.experts import ExpertActivation, Routing
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 LEAST_SUM = 1e-20
 """Added to the sum by which weights are divided, so that scores which all are zero give no NaN."""
-SWIGLU_FACTOR, SWIGLU_LIMIT = 1.702, 7.0
+_SWIGLU_FACTOR, _SWIGLU_LIMIT = 1.702, 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,15 @@ class ExpertWeights:
     """The backend's own index of these weights; see `ExpertKernels.index_experts`."""
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return GPT-OSS's activation, computed in fp32 and rounded once; see `ExpertActivation`."""
+    low = gate.float().clamp(max=_SWIGLU_LIMIT)
+    bounded = up.float().clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
+    return (low * torch.sigmoid(_SWIGLU_FACTOR * low) * (bounded + 1)).to(gate.dtype)
+
+
 class ExpertKernels(Protocol):
     """Operations of layers with experts. A token's results do not depend on the batch or on experts of other tokens."""
-
-    compiles_experts: bool
-    """Whether `compile` accepts forward passes with these operations."""
 
     def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """Return the result of `linear` in fp32, without rounding it to x's dtype: [tokens, experts]."""

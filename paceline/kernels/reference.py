@@ -14,9 +14,10 @@ from paceline.core.turns import Turns
 from paceline.kernels.composed import Composed
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
+from paceline.kernels.reference_experts import ReferenceExperts
 
 
-class ReferenceKernels(Composed):
+class ReferenceKernels(ReferenceExperts, Composed):
     """`Kernels` in plain torch.
 
     Row-wise operations and attention of a row do not depend on other rows of the batch. `linear` is as exact as the
@@ -42,9 +43,6 @@ class ReferenceKernels(Composed):
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.data, bias)
-
-    def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x.float(), weight.data.float(), None if bias is None else bias.float())
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, weight.data)

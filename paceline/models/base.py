@@ -114,7 +114,6 @@ class CompiledModel:
         self.layer_groups = model.layer_groups
         self.logits = model.logits
         compiles = kernels.compiles_states or not any(shape.state for shape in model.group_shapes)
-        compiles &= kernels.compiles_experts or model.config.experts is None
         self.forward = kernels.compile(model.forward) if compiles else model.forward
 
 

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
+from paceline.core.experts import Routing
 from paceline.core.turns import Turns
 from paceline.kernels.composed import Composed
+from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.interface import AttentionBatch, Draw, Forward, GroupTables, LayerCache, Logits, PackedWeight
+from paceline.kernels.native.experts import ACTIVATIONS, MOST_GROUPS, changes_of, choosing_format, index_experts
 from paceline.kernels.native.library import (
     COMPRESSED,
     ERRORS,
@@ -132,12 +135,55 @@ class NativeKernels(Composed):
         return Logits(self._multiply(Kind.LOGITS, x, weight, best, torch.float32), best)
 
     def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        return self.linear(x, weight, bias).float()
+        if bias is not None:
+            _need("the bias", bias, x.dtype, weight.size_out)
+        return self._multiply(Kind.ROUTER_LOGITS, x, weight, bias, torch.float32)
+
+    def choose_experts(
+        self, logits: Tensor, routing: Routing, correction: Tensor | None = None, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        tokens, experts = logits.shape
+        _need("the logits", logits, torch.float32, tokens, experts)
+        if routing.groups > MOST_GROUPS:
+            raise ConfigError(f"the native kernels take {MOST_GROUPS} groups of experts; choose --kernels reference")
+        changes = None if correction is None and scales is None else changes_of(correction, scales)
+        weights = logits.new_empty(tokens, routing.top_k)
+        ids = logits.new_empty(tokens, routing.top_k, dtype=torch.int64)
+        op = Op(Kind.CHOOSE_EXPERTS, rows=tokens, n0=experts, n1=routing.top_k, n2=routing.groups, f0=routing.factor)
+        op.cache.slots, op.format = routing.top_groups, choosing_format(routing)
+        self._run(op, weights, (logits.contiguous(), changes, ids))
+        return ids, weights
+
+    def index_experts(self, experts: ExpertWeights) -> ExpertWeights:
+        return index_experts(experts)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+        (tokens, hidden), top_k, gate = x.shape, ids.shape[1], experts.gate[0]
+        if experts.table is None or (gate.size_in, gate.dtype) != (hidden, x.dtype):
+            raise ValueError(f"x is {list(x.shape)} {x.dtype}; the experts take [tokens, {gate.size_in}] {gate.dtype}")
+        _need("the experts of tokens", ids, torch.int64, tokens, top_k)
+        _need("their weights", weights, torch.float32, tokens, top_k)
+        x = _with_dense_rows(x)
+        out = x.new_empty(tokens, hidden)
+        op = Op(Kind.EXPERTS, rows=tokens, n0=hidden, n1=gate.size_out, n2=x.stride(0))
+        op.format = ACTIVATIONS.index(experts.activation)
+        op.cache = Cache(experts.table.data_ptr(), None, len(experts.gate), top_k)
+        self._run(op, out, (x, ids.contiguous(), weights.contiguous()))
+        return out
+
+    def add_gated(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        tokens, size = x.shape
+        _need("the second operand", y, x.dtype, tokens, size)
+        _need("the gate", gate, x.dtype, tokens, 1)
+        out = x.new_empty(tokens, size)
+        operands = (x.contiguous(), y.contiguous(), gate.contiguous())
+        self._run(Op(Kind.ADD_GATED, rows=tokens, n0=size), out, operands)
+        return out
 
     def _multiply(
         self, kind: Kind, x: Tensor, weight: PackedWeight, other: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Return a product [tokens, out] in `dtype`. `other` is the bias of LINEAR, or the best tokens of LOGITS."""
+        """Return a product [tokens, out] in `dtype`. `other` is a bias, or the best tokens of LOGITS."""
         if x.dtype != weight.dtype or x.shape[1:] != (weight.size_in,):
             raise ValueError(
                 f"x is {list(x.shape)} {x.dtype}; the weight takes [tokens, {weight.size_in}] {weight.dtype}"

@@ -48,6 +48,10 @@ class Kind(IntEnum):
     CHOOSE = 16
     LINEAR_HEADS = 17
     CONCAT = 18
+    ROUTER_LOGITS = 19
+    CHOOSE_EXPERTS = 20
+    EXPERTS = 21
+    ADD_GATED = 22
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -56,6 +60,7 @@ ERRORS: dict[int, tuple[type[Exception], str]] = {
     1: (IndexError, "a token id lies outside the vocabulary"),
     2: (IndexError, "a block table or a write names a slot outside the pool"),
     3: (MemoryError, "there is no memory for the intermediate values of an operation"),
+    4: (IndexError, "an expert does not exist"),
 }
 
 

@@ -7,12 +7,15 @@ import triton
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
+from paceline.kernels.experts import ExpertWeights, clamped_swiglu
 from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, HeadNorms, LayerCache, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels import rowwise
 from paceline.kernels.triton_kernels.attention import Plan, attention, make_plan, tile_rows
 from paceline.kernels.triton_kernels.device import INTERPRETED, matmul
+from paceline.kernels.triton_kernels.experts import experts as compute_experts
+from paceline.kernels.triton_kernels.experts import index_experts
 from paceline.kernels.triton_kernels.graphs import CalledAgain, CudaRecorder, Graphs
 from paceline.kernels.triton_kernels.sampling import TritonChooser
 from paceline.kernels.triton_kernels.tuning import Untuned, gpu_tuner
@@ -112,6 +115,17 @@ class TritonKernels(ReferenceKernels):
 
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return rowwise.gated(gate, up, True, self._tuner)
+
+    def index_experts(self, experts: ExpertWeights) -> ExpertWeights:
+        return index_experts(experts)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+        activate = {
+            "silu": self.silu_and_mul,
+            "gelu_tanh": self.gelu_tanh_and_mul,
+            "clamped_swiglu": clamped_swiglu,
+        }
+        return compute_experts(x, ids, weights, experts, activate[experts.activation])
 
 
 def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -43,6 +43,16 @@ static inline BlockOfX round_block(const float* x, int16_t* to) {
     return block;
 }
 
+// Rounds the first `count` values of a row, and zeros after them up to whole blocks.
+template <class T>
+static void round_row(const T* row, int64_t count, int16_t* to, BlockOfX* blocks) {
+    for (int64_t k = 0; k < count; k += kDepth) {
+        alignas(64) float values[kDepth] = {};
+        copy_values(row + k, least(kDepth, count - k), values);
+        blocks[k / kDepth] = round_block(values, to + k);
+    }
+}
+
 template <class T>
 static IntegerInput integers_of(const Op& op, const Step& step, Team& team) {
     const int64_t rows = op.rows * step.tokens, count = op.n0, stride = op.n2;
@@ -51,11 +61,7 @@ static IntegerInput integers_of(const Op& op, const Step& step, Team& team) {
     auto* blocks = reinterpret_cast<BlockOfX*>(memory + rows * in);
     const T* x = static_cast<const T*>(op.a);
     for_each_row(team, rows, in, [&](int64_t row) {
-        for (int64_t k = 0; k < in; k += kDepth) {
-            alignas(64) float values[kDepth] = {};
-            copy_values(x + row * stride + k, least(kDepth, count - k), values);
-            blocks[row * depth + k / kDepth] = round_block(values, memory + row * in + k);
-        }
+        round_row(x + row * stride, count, memory + row * in, blocks + row * depth);
     });
     return {Chunks(rows, in * sizeof(int16_t)), memory, blocks, in};
 }

@@ -29,6 +29,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "forms.h"
 #include "choose.h"
 #include "heads.h"
+#include "experts.h"
 
 template <class T>
 struct Table {
@@ -37,8 +38,7 @@ struct Table {
         linear<T>,   embed<T>,     rms_norm<T>,     rotation<T>,          rotate<T>,
         store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>, linear_silu_and_mul<T>,
         linear_gelu_tanh_and_mul<T>, scale<T>, causal_conv<T>, selective_scan<T>, logits<T>,
-        choose<T>,
-        linear_heads<T>, concat<T>,
+        choose<T>, linear_heads<T>, concat<T>, router_logits<T>, choose_experts<T>, experts<T>, add_gated<T>,
     };
 };
 

@@ -77,10 +77,22 @@ enum Kind : int32_t {
     kChoose,  // out: int64 tokens [rows]; a: fp32 logits [..., n0] with row stride n1; b: Draw [rows]
     kLinearHeads,  // out[rows, heads, n1]; a: x [rows, heads, n0], n2 apart; b: packed matrices [n1, n0] of the heads
     kConcat,       // out[rows, n0 + n1] = a[rows, n0], then b[rows, n1]
+    kRouterLogits,   // out: fp32 [rows, n1] = a * b + c as in kLinear, not rounded
+    kChooseExperts,  // out: fp32 weights [tokens, n1]; a: fp32 logits [tokens, n0 experts]; b: corrections and scales,
+                     // fp32 [2, n0], or null; c: int64 ids [tokens, n1]; n2: groups; cache.slots: groups of a token;
+                     // f0: factor; format: `Choosing`
+    kExperts,  // out[tokens, n0]; a: x with row stride n2; b: ids, c: weights, as above with cache.kv_heads of a token;
+               // cache.keys: cache.slots experts (see experts.h), each with inner size n1; format: `ExpertActivation`
+    kAddGated,  // out[rows, n0] = a + sigmoid(c[row]) * b
     kKinds,
 };
 
-enum Error : int { kNoSuchToken = 1, kNoSuchSlot = 2, kNoMemory = 3 };
+// See `Routing` of ../../../../core/experts.py.
+enum Choosing : int64_t { kScoresSigmoid = 1, kNormalize = 2, kScoreOfTwo = 4 };
+constexpr int64_t kMostGroups = 64;
+enum ExpertActivation : int64_t { kExpertSilu, kExpertGeluTanh, kExpertClampedSwiglu };
+
+enum Error : int { kNoSuchToken = 1, kNoSuchSlot = 2, kNoMemory = 3, kNoSuchExpert = 4 };
 
 enum Type : int32_t { kBf16, kFp32, kTypes };
 constexpr int64_t padded_in(int32_t type, int64_t in) { return type == kBf16 ? round_up(in, kDepth) : in; }

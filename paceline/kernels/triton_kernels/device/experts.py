@@ -1,0 +1,85 @@
+"""Products of tokens with the weights of their experts, and the weighted sum of the results."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paceline.kernels.triton_kernels.device.arithmetic import dot, rounded
+
+
+@triton.jit
+def expert_products(
+    out,
+    x,
+    table,
+    order,
+    starts,
+    tile_ends,
+    x_stride,
+    pairs,
+    FIRST: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+    PAIRS_OF_ROW: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Compute out[m, p] = x[p / PAIRS_OF_ROW] @ W.T + b for each pair p of a token and an expert, in equal tiles.
+
+    W [SIZE_OUT, SIZE_IN] and b are matrix and bias m of the pair's expert, dense, at the addresses table[FIRST + m, e]
+    and table[FIRST + m + 3, e]. Grid: (most tiles, tiles of columns, matrices).
+
+    Args:
+        out: [matrices, pairs, SIZE_OUT].
+        order: the pairs, sorted by expert.
+        starts: [EXPERTS + 1]: pairs order[starts[e]:starts[e + 1]] have expert e.
+        tile_ends: [EXPERTS]: number of tiles of all experts up to e.
+    """
+    tile, matrix = tl.program_id(0), tl.program_id(2)
+    experts = tl.arange(0, PADDED_EXPERTS)
+    ends = tl.load(tile_ends + experts, experts < EXPERTS, 2**31 - 1)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    if expert < EXPERTS:
+        first_tile = tl.load(tile_ends + expert - 1, expert > 0, 0)
+        row = tl.load(starts + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
+        inside_rows = row < tl.load(starts + expert + 1)
+        pair = tl.load(order + row, inside_rows, 0)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside_columns = column < SIZE_OUT
+        step = tl.arange(0, STEP)
+        dtype = out.dtype.element_ty
+        weight = tl.load(table + (FIRST + matrix) * EXPERTS + expert).to(tl.pointer_type(dtype))
+        x_tile = x + (pair // PAIRS_OF_ROW)[:, None] * x_stride + step[None, :]
+        weight_tile = weight + column.to(tl.int64)[None, :] * SIZE_IN + step[:, None]
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in range(0, SIZE_IN, STEP):
+            inside = step < SIZE_IN - first
+            left = tl.load(x_tile + first, inside_rows[:, None] & inside[None, :], 0.0)
+            right = tl.load(weight_tile + first, inside_columns[None, :] & inside[:, None], 0.0)
+            acc = dot(left, right, acc, INTERPRETED)
+        if BIAS:
+            bias = tl.load(table + (FIRST + matrix + 3) * EXPERTS + expert).to(tl.pointer_type(dtype))
+            acc += tl.load(bias + column, inside_columns, 0.0).to(tl.float32)[None, :]
+        place = out + (matrix.to(tl.int64) * pairs + pair)[:, None] * SIZE_OUT + column[None, :]
+        tl.store(place, rounded(acc, dtype), inside_rows[:, None] & inside_columns[None, :])
+
+
+@triton.jit
+def weighted_sum(out, parts, weights, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute out[t] = sum of weights[t, k] * parts[t, k] in the order of k. All are contiguous, weights are fp32.
+
+    Grid: (tokens, SIZE / BLOCK).
+    """
+    token = tl.program_id(0).to(tl.int64)
+    dim = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in range(TOP_K):
+        part = tl.load(parts + (token * TOP_K + place) * SIZE + dim, dim < SIZE, 0.0).to(tl.float32)
+        total += tl.load(weights + token * TOP_K + place) * part
+    tl.store(out + token * SIZE + dim, rounded(total, out.dtype.element_ty), dim < SIZE)

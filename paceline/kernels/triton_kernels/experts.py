@@ -1,0 +1,106 @@
+"""The launch of the kernels of layers with experts. Nothing here waits for the device, so that graphs can record it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from paceline.kernels.experts import ExpertWeights
+from paceline.kernels.interface import PackedWeight
+from paceline.kernels.triton_kernels.device import INTERPRETED
+from paceline.kernels.triton_kernels.device import experts as device
+
+_ROWS, _COLUMNS, _SUM_BLOCK = 64, 64, 1024
+"""The shape of a tile is always the same, so that a row has the same bits in any batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Pairs of a token and one of its experts, sorted by expert, on the device; see `device.experts`."""
+
+    order: Tensor
+    starts: Tensor
+    tile_ends: Tensor
+    most_tiles: int
+    """A bound of the number of tiles that depends on the number of pairs only."""
+
+
+def index_experts(experts: ExpertWeights) -> ExpertWeights:
+    """Return the weights as dense matrices, with a table of their addresses and those of biases: int64 [6, experts]."""
+    gate, up, down = (tuple(map(_dense, own)) for own in (experts.gate, experts.up, experts.down))
+    if any(weight.data.is_meta for own in (gate, up, down) for weight in own):
+        return experts  # a missing tensor, which the loader reports
+    rows = [[weight.data.data_ptr() for weight in own] for own in (gate, up, down)]
+    for bias in (experts.gate_bias, experts.up_bias, experts.down_bias):
+        rows.append([0] * len(gate) if bias is None else [own.data_ptr() for own in bias])
+    table = torch.tensor(rows, dtype=torch.int64, device=gate[0].data.device)
+    return replace(experts, gate=gate, up=up, down=down, table=table)
+
+
+def _dense(weight: PackedWeight) -> PackedWeight:
+    return replace(weight, data=weight.data.contiguous())
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, own: ExpertWeights, activate: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Compute `ExpertKernels.experts` with this activation function."""
+    (tokens, hidden), top_k = x.shape, ids.shape[1]
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    groups = _group(ids, len(own.gate))
+    x = x if x.stride(1) == 1 else x.contiguous()
+    gate, up = _products(x, groups, own, first=0, matrices=2, pairs_of_row=top_k)
+    (parts,) = _products(activate(gate, up), groups, own, first=2, matrices=1, pairs_of_row=1)
+    device.weighted_sum[tokens, triton.cdiv(hidden, _SUM_BLOCK)](
+        out, parts, weights.contiguous(), SIZE=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK
+    )
+    return out
+
+
+def _group(ids: Tensor, experts: int) -> _Groups:
+    flat = ids.flatten()
+    by_expert, order = torch.sort(flat, stable=True)
+    starts = torch.searchsorted(by_expert, torch.arange(experts + 1, device=ids.device))
+    tiles = (starts[1:] - starts[:-1] + _ROWS - 1) // _ROWS
+    pairs = len(flat)
+    return _Groups(order, starts, tiles.cumsum(0), pairs // _ROWS + min(experts, pairs))
+
+
+def _products(x: Tensor, groups: _Groups, own: ExpertWeights, first: int, matrices: int, pairs_of_row: int) -> Tensor:
+    """Return the products of each pair's row of x with its expert's matrices: [matrices, pairs, outputs].
+
+    Args:
+        first: the first of the matrices: 0 is gate, 1 is up, 2 is down.
+        pairs_of_row: number of consecutive pairs that have the same row of x.
+    """
+    weight, pairs = (own.gate if first == 0 else own.down)[0], len(groups.order)
+    out = torch.empty(matrices, pairs, weight.size_out, dtype=x.dtype, device=x.device)
+    device.expert_products[groups.most_tiles, triton.cdiv(weight.size_out, _COLUMNS), matrices](
+        out,
+        x,
+        own.table,
+        groups.order,
+        groups.starts,
+        groups.tile_ends,
+        x.stride(0),
+        pairs,
+        FIRST=first,
+        EXPERTS=len(own.gate),
+        PADDED_EXPERTS=triton.next_power_of_2(len(own.gate)),
+        PAIRS_OF_ROW=pairs_of_row,
+        SIZE_IN=weight.size_in,
+        SIZE_OUT=weight.size_out,
+        BIAS=own.gate_bias is not None,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        STEP=128 // x.itemsize,
+        INTERPRETED=INTERPRETED,
+        num_stages=4,
+    )
+    return out
