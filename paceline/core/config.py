@@ -29,6 +29,8 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], B
 """The lowest severity of messages that are logged."""
 GenerationConfig = Literal["auto", "none"]
 """The source of the sampling parameters that a request leaves out."""
+ModelImpl = Literal["auto", "native", "transformers"]
+"""The code that computes a model: the files of `paceline/models`, or the model's own code in `transformers`."""
 DType = Literal["auto", "bfloat16", "float32"]
 """Data type of weights, activations and KV blocks."""
 
@@ -142,6 +144,19 @@ class WorkerConfig(ServiceConfig):
         "the matrices are rounded. gguf: the blocks of the GGUF file from which the model was converted",
         "model",
     )
+    model_impl: ModelImpl = option(
+        "auto",
+        "code that computes the model. native: this program's own, which is fast and has few families. transformers: "
+        "the model's code in the package transformers, with this program's attention and matrix products. auto: native "
+        "if it has the model's architecture, else transformers",
+        "model",
+    )
+    trust_remote_code: bool = option(
+        False,
+        "with --model-impl auto or transformers: run the Python code in the model's folder if its config.json names "
+        "such code (auto_map). It can do whatever the user of this process can do. Native models never need it",
+        "model",
+    )
     max_model_len: int = option(
         0,
         "longest context in tokens (prompt and output); 0 takes the model's limit, or less if the KV memory is too "
@@ -209,8 +224,9 @@ class WorkerConfig(ServiceConfig):
     )
 
     @model_validator(mode="after")
-    def _check_step(self) -> WorkerConfig:
+    def _check_together(self) -> WorkerConfig:
         check_step_size(self.max_batched_tokens, self.max_seqs)
+        check_model_code(self)
         return self
 
 
@@ -272,6 +288,8 @@ class ServeConfig(Options):
     served_model_name: str = same_option(GatewayConfig, "served_model_name")
     dtype: DType = same_option(WorkerConfig, "dtype")
     quantization: Quantization = same_option(WorkerConfig, "quantization")
+    model_impl: ModelImpl = same_option(WorkerConfig, "model_impl")
+    trust_remote_code: bool = same_option(WorkerConfig, "trust_remote_code")
     max_model_len: int = same_option(WorkerConfig, "max_model_len")
     chat_template: str = same_option(GatewayConfig, "chat_template")
     generation_config: GenerationConfig = same_option(GatewayConfig, "generation_config")
@@ -311,6 +329,7 @@ class ServeConfig(Options):
     @model_validator(mode="after")
     def _check_together(self) -> ServeConfig:
         check_step_size(self.max_batched_tokens, self.max_seqs)
+        check_model_code(self)
         if has_pools(self) and self.kv_pool_memory == "auto" != self.kv_memory:
             raise ConfigError(
                 "with --kv-pool device, --kv-memory is the size of the shared memory below the pools and not, as "
@@ -340,3 +359,11 @@ def check_step_size(max_batched_tokens: int, max_seqs: int) -> None:
             f"--max-batched-tokens {max_batched_tokens} is less than --max-seqs {max_seqs}: "
             "each step computes a token of every running sequence; raise the first or lower the second"
         )
+
+
+def check_model_code(config: WorkerConfig | ServeConfig) -> None:
+    """Raise ConfigError if --model-impl contradicts other options."""
+    if config.trust_remote_code and config.model_impl == "native":
+        raise ConfigError("--trust-remote-code needs --model-impl auto or transformers; native code is never the folder's")
+    if config.quantization == "gguf" and config.model_impl == "transformers":
+        raise ConfigError("--quantization gguf needs --model-impl auto or native; transformers computes with int8 or none")

@@ -20,10 +20,13 @@ class Numerics:
     quantization: str
     """"int8" if weights were rounded when they were loaded, "gguf" if blocks of a GGUF file are multiplied in integers,
     else "none". Other products with such blocks have the bits of "none"."""
+    implementation: str = "native"
+    """The code that computes the model: "native" for ours, or "transformers" and its version."""
 
     def __str__(self) -> str:
         rounding = "" if self.quantization == "none" else f" {self.quantization}"
-        return f"{self.instruction_set} {self.dtype}{rounding}"
+        code = "" if self.implementation == "native" else f" {self.implementation}"
+        return f"{self.instruction_set} {self.dtype}{rounding}{code}"
 
 
 def may_differ(before: Numerics | None, now: Numerics | None) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.core.config import Quantization
+from paceline.core.config import ModelImpl, Quantization
 from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.constraint import Grammars
@@ -17,8 +17,8 @@ from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.scheduler import Limits
 from paceline.kernels.interface import Kernels, TokenChooser
 from paceline.models.base import Model
-from paceline.models.draft import check_speculative
-from paceline.models.identity import model_identity
+from paceline.models.draft import check_speculative, check_vocabularies
+from paceline.models.identity import implementation_name, model_identity
 from paceline.models.loader import load_model
 
 
@@ -61,7 +61,7 @@ class Loaded:
         draws = config.is_probabilistic
         if self.draft_model is None:
             return ModelDrafter(self.model, caches, draws, layers=config.num_layers, chooser=self.chooser)
-        own, first_group = caches[self.model.config.num_layers :], len(self.model.group_shapes)
+        own, first_group = caches[len(self.model.layer_groups) :], len(self.model.group_shapes)
         return ModelDrafter(self.draft_model, own, draws, first_group, chooser=self.chooser)
 
 
@@ -73,29 +73,35 @@ def load(
     speculative: SpeculativeConfig | None,
     packed_dir: Path | None = None,
     quantization: Quantization = "none",
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
 ) -> Loaded:
     """Load a model, and a draft model if `speculative` names one. The draft model is never quantized.
 
     Args:
         packed_dir: folder in which the workers of a host share packed weights; None shares none. Quantized weights are
             never shared.
+        model_impl, trust_remote_code: see `load_model`; they also apply to the draft model.
 
     Raises:
         ConfigError: the options do not go with the model or with each other.
         ModelError: a model cannot be read.
     """
-    check_speculative(speculative, folder)
-    model = load_model(folder, dtype, kernels, device, packed_dir, quantization)
-    shapes, identity = model.group_shapes, model_identity(folder, str(dtype), quantization)
+    check_speculative(speculative, folder, model_impl)
+    code = (model_impl, trust_remote_code)
+    model = load_model(folder, dtype, kernels, device, packed_dir, quantization, *code)
+    shapes = model.group_shapes
+    identity = model_identity(folder, str(dtype), quantization, implementation_name(folder, model_impl))
     draft_model = None
     if speculative is None:
         layout = make_layout(shapes, dtype.itemsize, identity)
         return Loaded(model, None, layout, None, Grammars(folder), kernels.chooser)
     if speculative.method == "draft_model":
         draft_folder = Path(speculative.model)
-        draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir)
-        first = model.config.num_layers
+        draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir, "none", *code)
+        check_vocabularies(draft_model.config, model.config)
+        first = len(model.layer_groups)
         shapes += tuple(shape.of_drafter(first) for shape in draft_model.group_shapes)
-        identity += model_identity(draft_folder, str(dtype))
+        identity += model_identity(draft_folder, str(dtype), "none", implementation_name(draft_folder, model_impl))
     layout = make_layout(shapes, dtype.itemsize, identity)
     return Loaded(model, draft_model, layout, speculative, Grammars(folder), kernels.chooser)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape, divide_groups, state_groups
 from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, PackedWeight, Taps
-from paceline.models.model_config import LayerType, ModelConfig
+from paceline.models.model_config import LayerType, ModelConfig, ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Weights(Protocol):
 class Model(Protocol):
     """An architecture with its weights. Call it under `torch.inference_mode()`."""
 
-    config: ModelConfig
+    config: ModelFacts
     group_shapes: tuple[GroupShape, ...]
     """The KV groups; index into `AttentionBatch.groups`."""
     layer_groups: tuple[int, ...]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.core.config import ModelImpl
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.speculative import SpeculativeConfig
-from paceline.models.config import read_config
+from paceline.models.config import read_facts
 from paceline.models.folder import weight_files
-from paceline.models.model_config import ModelConfig
+from paceline.models.model_config import ModelConfig, ModelFacts
 
 
-def read_draft_config(speculative: SpeculativeConfig | None) -> ModelConfig | None:
+def read_draft_config(speculative: SpeculativeConfig | None, model_impl: ModelImpl = "auto") -> ModelFacts | None:
     """Return the draft model's configuration; None without a draft model. Raises ConfigError if it cannot be loaded."""
     if speculative is None or speculative.method != "draft_model":
         return None
@@ -23,12 +24,14 @@ def read_draft_config(speculative: SpeculativeConfig | None) -> ModelConfig | No
         )
     try:
         weight_files(folder)
-        return read_config(folder)
+        return read_facts(folder, model_impl)
     except ModelError as error:
         raise ConfigError(f"--speculative-config: the draft model cannot be used: {error}") from error
 
 
-def check_speculative(speculative: SpeculativeConfig | None, folder: Path) -> None:
+def check_speculative(
+    speculative: SpeculativeConfig | None, folder: Path, model_impl: ModelImpl = "auto"
+) -> None:
     """Check that a drafter fits the model in `folder`.
 
     Raises:
@@ -37,21 +40,36 @@ def check_speculative(speculative: SpeculativeConfig | None, folder: Path) -> No
     """
     if speculative is None:
         return
-    draft, target = read_draft_config(speculative), read_config(folder)
-    if target.mamba is not None:
+    draft, target = read_draft_config(speculative, model_impl), read_facts(folder, model_impl)
+    if _has_mamba(target):
         raise ConfigError(
             "--speculative-config: this model has Mamba layers, whose states cannot be rolled back after a rejected "
             "draft; serve it without the option"
         )
-    if draft is not None and draft.mamba is not None:
+    if draft is not None and _has_mamba(draft):
         raise ConfigError(
             "--speculative-config: the draft model has Mamba layers, whose states cannot be rolled back after a "
             "rejected draft; choose one that has attention layers only"
         )
-    if draft is not None and draft.vocab_size != target.vocab_size:
+    if draft is not None:
+        check_vocabularies(draft, target)
+    if speculative.method == "early_layers":
+        if not isinstance(target, ModelConfig):
+            raise ConfigError(
+                "--speculative-config: early_layers needs a native model (--model-impl); choose ngram or draft_model"
+            )
+        if speculative.num_layers >= target.num_layers:
+            raise ConfigError(f"--speculative-config: num_layers must be below the model's {target.num_layers}")
+
+
+def check_vocabularies(draft: ModelFacts, target: ModelFacts) -> None:
+    """Raise ConfigError if a draft model has another vocabulary than its target, as far as their sizes are known."""
+    if draft.vocab_size and target.vocab_size and draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"--speculative-config: the vocabulary of the draft model has {draft.vocab_size} tokens and the model's "
             f"{target.vocab_size}; choose one with the same vocabulary, such as a smaller model of the same family"
         )
-    if speculative.method == "early_layers" and speculative.num_layers >= target.num_layers:
-        raise ConfigError(f"--speculative-config: num_layers must be below the model's {target.num_layers}")
+
+
+def _has_mamba(config: ModelFacts) -> bool:
+    return isinstance(config, ModelConfig) and config.mamba is not None

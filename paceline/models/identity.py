@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 from pathlib import Path
 
-from paceline.core.config import Quantization
+from paceline.core.config import ModelImpl, Quantization
+from paceline.models.config import implementation
 
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
 
-def model_identity(folder: Path, dtype: str, quantization: Quantization = "none") -> str:
+def model_identity(
+    folder: Path, dtype: str, quantization: Quantization = "none", code: str = "native"
+) -> str:
     """Return a digest of a model folder's config and weights, and of the dtype and quantization that they run in.
+
+    Blocks of our own code and of a model's code in `transformers` differ in their last bits, so `code`, the
+    `implementation_name`, tells them apart. Code in the folder is part of such a model.
 
     "none" and "gguf" give the same digest: they have the same weights, so their workers may exchange blocks. Results
     are the same bits, or differ as those of two instruction sets do, if products with GGUF's blocks are in integers.
@@ -23,6 +30,10 @@ def model_identity(folder: Path, dtype: str, quantization: Quantization = "none"
     digest = hashlib.sha256(dtype.encode())
     if quantization == "int8":
         digest.update(quantization.encode())
+    if code != "native":
+        digest.update(code.encode())
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
     digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -32,3 +43,16 @@ def model_identity(folder: Path, dtype: str, quantization: Quantization = "none"
                 file.seek(index * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def implementation_name(folder: Path, model_impl: ModelImpl) -> str:
+    """Return the name of the code that computes a model, as in `Numerics.implementation`.
+
+    Raises:
+        ModelError: config.json cannot be read.
+    """
+    if implementation(folder, model_impl) == "native":
+        return "native"
+    # Another version may compute the same model with other operations. If it is not installed, loading says so.
+    version = next((own.version for own in importlib.metadata.distributions(name="transformers")), "")
+    return f"transformers {version}".strip()

@@ -12,13 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.core.config import Quantization
+from paceline.core.config import ModelImpl, Quantization
 from paceline.core.errors import ModelError
 from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 from paceline.models import mxfp4
 from paceline.models.base import CompiledModel, FusedExperts, Model
-from paceline.models.config import read_config
+from paceline.models.config import implementation, read_config
 from paceline.models.folder import weight_files
 from paceline.models.identity import model_identity
 from paceline.models.packed import Pack, packed_weights
@@ -36,16 +36,24 @@ def load_model(
     device: torch.device,
     packed_dir: Path | None = None,
     quantization: Quantization = "none",
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
 ) -> Model:
     """Load the model of a Hugging Face folder with safetensors.
 
     Args:
         packed_dir: folder in which processes share packed weights; None packs into memory of this process.
+        trust_remote_code: run code from the folder if `transformers` has none for the model.
 
     Raises:
         ConfigError: this folder or these kernels do not support `quantization`.
         ModelError: the folder cannot be read, or its tensors do not fit its config.json.
     """
+    if implementation(path, model_impl) == "transformers":
+        # Imported here, because other models do not need the package transformers.
+        from paceline.models.transformers_backend.loader import load_transformers
+
+        return load_transformers(path, dtype, kernels, device, packed_dir, quantization, trust_remote_code)
     config = read_config(path)
 
     def build(pack: Pack) -> Model:

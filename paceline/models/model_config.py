@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from paceline.core.experts import ExpertActivation, Routing
 
@@ -106,6 +106,19 @@ class Mamba:
     @property
     def conv_channels(self) -> int:
         return self.inner_size + 2 * self.state_size
+
+
+class ModelFacts(Protocol):
+    """The facts about a model that the engine needs, whatever code computes it."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

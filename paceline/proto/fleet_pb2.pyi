@@ -132,6 +132,7 @@ class Numerics(_message.Message):
     INSTRUCTION_SET_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    IMPLEMENTATION_FIELD_NUMBER: _builtins.int
     instruction_set: _builtins.str
     """Instruction set of the native kernels, such as avx2. For other kernels, their name and what they run on."""
     dtype: _builtins.str
@@ -140,16 +141,19 @@ class Numerics(_message.Message):
     """int8 if weights were rounded when they were loaded, gguf if blocks of a GGUF file are multiplied in integers, else
     none.
     """
+    implementation: _builtins.str
+    """The code that computes the model: native, or transformers and its version. Empty in earlier releases: native."""
     def __init__(
         self,
         *,
         instruction_set: _builtins.str = ...,
         dtype: _builtins.str = ...,
         quantization: _builtins.str = ...,
+        implementation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "instruction_set", b"instruction_set", "quantization", b"quantization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "implementation", b"implementation", "instruction_set", b"instruction_set", "quantization", b"quantization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

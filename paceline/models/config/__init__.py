@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
+from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
 from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
 from paceline.models.config.fields import Fields, Json
@@ -22,7 +24,8 @@ from paceline.models.config.mistral import ministral3, mistral
 from paceline.models.config.mixtral import mixtral
 from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
-from paceline.models.model_config import ModelConfig
+from paceline.models.config.transformers import read_transformers
+from paceline.models.model_config import ModelConfig, ModelFacts
 
 _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "LlamaForCausalLM": llama,
@@ -43,6 +46,28 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
 }
 
 
+def implementation(folder: Path, model_impl: ModelImpl) -> Literal["native", "transformers"]:
+    """Return the code that computes the model of a folder. Raises ModelError if config.json cannot be read."""
+    if model_impl != "auto":
+        return model_impl
+    return "native" if _architecture(_read_json(folder / "config.json")) in _READERS else "transformers"
+
+
+def read_facts(folder: Path, model_impl: ModelImpl) -> ModelFacts:
+    """Return what config.json says of a model, whatever code will compute it.
+
+    Raises:
+        ModelError: config.json cannot be read, or describes a model that this code does not compute.
+    """
+    if implementation(folder, model_impl) == "native":
+        return read_config(folder)
+    raw = _read_json(folder / "config.json")
+    try:
+        return read_transformers(raw, _architecture(raw))
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from None
+
+
 def read_config(folder: Path) -> ModelConfig:
     """Return the configuration of a Hugging Face model folder.
 
@@ -50,8 +75,7 @@ def read_config(folder: Path) -> ModelConfig:
         ModelError: config.json cannot be read, or describes a model that none of our model files computes.
     """
     raw = _read_json(folder / "config.json")
-    architectures = raw.get("architectures") or ["none"]
-    architecture = str(architectures[0])
+    architecture = _architecture(raw)
     reader = _READERS.get(architecture)
     if reader is None:
         known = ", ".join(_READERS)
@@ -66,6 +90,10 @@ def read_config(folder: Path) -> ModelConfig:
     except (TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{folder / 'config.json'}: a field has a value of the wrong kind: {error}") from error
     return config
+
+
+def _architecture(raw: Json) -> str:
+    return str((raw.get("architectures") or ["none"])[0])
 
 
 def _check_shapes(config: ModelConfig) -> None:

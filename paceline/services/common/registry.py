@@ -83,7 +83,7 @@ class Member:
 
 def _numerics_from_pb(message: pb.Numerics) -> Numerics | None:
     values = message.instruction_set, message.dtype, message.quantization
-    return Numerics(*values) if all(values) else None
+    return Numerics(*values, message.implementation or "native") if all(values) else None
 
 
 _KINDS: dict[MetricKind, pb.MetricKind.ValueType] = {

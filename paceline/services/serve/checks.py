@@ -11,7 +11,7 @@ from paceline.core.config import GIB, ServeConfig, has_pools
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_bytes
 from paceline.core.speculative import parse_speculative_config
-from paceline.models.config import read_config
+from paceline.models.config import read_facts
 from paceline.models.draft import check_speculative, read_draft_config
 from paceline.models.folder import BLOCKS_FILE, weight_files
 
@@ -26,12 +26,12 @@ _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 def check_config(config: ServeConfig) -> None:
     """Raise ConfigError for options that no stack can run with, whatever the model is."""
     find_policy(config.cache_policy)
-    read_draft_config(parse_speculative_config(config.speculative_config))
+    read_draft_config(parse_speculative_config(config.speculative_config), config.model_impl)
 
 
 def check_model(config: ServeConfig, folder: Path) -> None:
     """Raise ConfigError or ModelError for options that do not fit the model in `folder`."""
-    check_speculative(parse_speculative_config(config.speculative_config), folder)
+    check_speculative(parse_speculative_config(config.speculative_config), folder, config.model_impl)
 
 
 def check_port(host: str, port: int) -> None:
@@ -100,7 +100,7 @@ def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     weights, are a copy in each worker.
     """
     stored_bytes = sum(file.stat().st_size for file in weight_files(folder))
-    stored = read_config(folder).dtype
+    stored = read_facts(folder, config.model_impl).dtype
     dtype = stored if config.dtype == "auto" else config.dtype
     whole = stored_bytes * _ITEMSIZES[dtype] // _ITEMSIZES[stored]
     if config.quantization == "none":

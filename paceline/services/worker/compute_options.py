@@ -13,7 +13,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.numerics import Numerics
 from paceline.kernels import instruction_set_of, rounds_blocks, select_kernels
 from paceline.kernels.interface import Kernels
-from paceline.models.config import read_config
+from paceline.models.config import read_facts
+from paceline.models.identity import implementation_name
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -40,7 +41,9 @@ class ComputeOptions:
         dtype, kernels = _dtype(config), select_kernels(device, config.kernels)
         is_exact = config.quantization == "gguf" and rounds_blocks(kernels, dtype)
         quantization = "none" if is_exact else config.quantization
-        numerics = Numerics(instruction_set_of(kernels, device), str(dtype).removeprefix("torch."), quantization)
+        code = implementation_name(Path(config.model), config.model_impl)
+        type_name = str(dtype).removeprefix("torch.")
+        numerics = Numerics(instruction_set_of(kernels, device), type_name, quantization, code)
         return cls(device, dtype, kernels, has_pool, numerics)
 
 
@@ -52,7 +55,7 @@ def _device(config: WorkerConfig) -> torch.device:
 
 
 def _dtype(config: WorkerConfig) -> torch.dtype:
-    name = read_config(Path(config.model)).dtype if config.dtype == "auto" else config.dtype
+    name = read_facts(Path(config.model), config.model_impl).dtype if config.dtype == "auto" else config.dtype
     if name not in _DTYPES:
         raise ConfigError(f"dtype {name} is not supported; choose one with --dtype {' or --dtype '.join(_DTYPES)}")
     return _DTYPES[name]

@@ -221,7 +221,8 @@ def _load(config: WorkerConfig, compute: ComputeOptions) -> Loaded:
     speculative = parse_speculative_config(config.speculative_config)
     packed_dir = Path(config.packed_dir) if config.packed_dir else None
     folder, kernels = Path(config.model), compute.kernels
-    return load(folder, compute.dtype, compute.device, kernels, speculative, packed_dir, config.quantization)
+    how = config.quantization, config.model_impl, config.trust_remote_code
+    return load(folder, compute.dtype, compute.device, kernels, speculative, packed_dir, *how)
 
 
 def _turns(config: WorkerConfig, device: torch.device, role: Role, page: memoryview, session: int) -> Turns | None:

@@ -1,0 +1,45 @@
+"""The little that must be known of a model before `transformers` itself reads its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.core.errors import ModelError
+from paceline.models.config.fields import Json
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersConfig:
+    """What the engine knows of a model that runs in its own code; see `ModelFacts`."""
+
+    architecture: str
+    vocab_size: int
+    """0 if config.json does not say it; after loading it is known."""
+    max_position: int
+    """0 if config.json does not say it; after loading it is known."""
+    dtype: str
+
+
+def read_transformers(raw: Json, architecture: str) -> TransformersConfig:
+    """Read the fields of a config.json of any family.
+
+    Raises:
+        ModelError: the weights are quantized, or have a dtype that no code here computes with.
+    """
+    nested = raw.get("text_config")
+    text = {**raw, **nested} if isinstance(nested, Mapping) else raw
+    if text.get("quantization_config"):
+        raise ModelError("quantized checkpoints are not supported; use the bf16 one")
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32")
+    if dtype not in _DTYPES:
+        raise ModelError(f"dtype {dtype} is not supported; supported are: {', '.join(_DTYPES)}")
+    vocab_size, longest = text.get("vocab_size"), text.get("max_position_embeddings")
+    return TransformersConfig(
+        architecture=architecture,
+        vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
+        max_position=longest if isinstance(longest, int) else 0,
+        dtype=dtype,
+    )

@@ -1,0 +1,1 @@
+"""Models that run through their own code in `transformers`, with our attention over paged caches in place of theirs."""

@@ -1,0 +1,147 @@
+"""The loading of a model's own code and weights by `transformers`, and the refusal of models that it cannot give us."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.core.errors import ConfigError, ModelError
+from paceline.models.folder import weight_files
+from paceline.models.transformers_backend.attention import NAME, register
+
+_LONGEST_MESSAGE = 400
+
+_SWITCHING_ROPES = ("dynamic", "longrope")
+"""Types of rotary embeddings that change when a context grows beyond its original length."""
+
+
+def load_config(folder: Path, trust_remote_code: bool) -> Any:
+    """Return the `PretrainedConfig` of a folder.
+
+    Raises:
+        ConfigError: `transformers` is not installed.
+        ModelError: `transformers` does not know the model, or refuses its config.json.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"--model-impl transformers needs the package transformers ({error}): pip install 'paceline[convert]'"
+        ) from error
+    with _loading(folder, trust_remote_code):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{folder}: {_name(config)} has an encoder, and only decoders are supported")
+    return config
+
+
+def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+    """Return the `PreTrainedModel` of a folder, with our attention. Its weights are mapped if they have this dtype.
+
+    Raises:
+        ModelError: `transformers` has no causal model of this kind or cannot load it, or weights are missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    weight_files(folder)
+    register()
+    config.use_cache = False
+    config.return_dict = True
+    with _loading(folder, trust_remote_code):
+        causal, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"{folder}: the weights do not fit config.json: missing tensors: {', '.join(missing[:5])}")
+    if getattr(causal, "_is_stateful", False):
+        raise ModelError(f"{folder}: {_name(config)} keeps a state besides keys and values, which is not supported")
+    return causal.requires_grad_(False).eval().to(device)
+
+
+def longest_context(config: Any) -> int:
+    """Return the tokens of the longest context for which the model computes every token in the same way.
+
+    Raises:
+        ModelError: config.json does not say how long contexts may be.
+    """
+    text = config.get_text_config()
+    limits = [_size(text, "max_position_embeddings") or _size(text, "max_seq_len") or 0]
+    if not limits[0]:
+        raise ModelError(f"{_name(config)}: config.json does not say the longest context (max_position_embeddings)")
+    for rope in _ropes(getattr(text, "rope_parameters", None) or {}):
+        if rope.get("rope_type") in _SWITCHING_ROPES:
+            original = rope.get("original_max_position_embeddings") or _size(text, "original_max_position_embeddings")
+            limits.append(int(original or limits[0]))
+    return min(limits)
+
+
+def _ropes(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rotary embeddings of a config, which has one for all layers or one for each type of layer."""
+    if "rope_type" in parameters:
+        return [parameters]
+    return [rope for rope in parameters.values() if isinstance(rope, Mapping)]
+
+
+def _size(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _name(config: Any) -> str:
+    return str((getattr(config, "architectures", None) or [config.model_type])[0])
+
+
+@contextlib.contextmanager
+def foreign_code(what: str) -> Iterator[None]:
+    """Turn whatever code of `transformers` or of a checkpoint raises into a ModelError that begins with `what`."""
+    try:
+        yield
+    except (ConfigError, ModelError):
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_MESSAGE]}"
+        raise ModelError(f"{what} ({told})") from error
+
+
+@contextlib.contextmanager
+def _loading(folder: Path, trust_remote_code: bool) -> Iterator[None]:
+    try:
+        with _quiet(), foreign_code(f"{folder}: transformers cannot load this model"):
+            yield
+    except ModelError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ModelError(
+            f"{folder}: this model needs Python code from its folder (auto_map in config.json), which does not run "
+            "unless --trust-remote-code is given; give it only if you would run that code as a program"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep progress bars and warnings of `transformers` off the terminal."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,145 @@
+"""`Model` for the causal models of `transformers` that have no file here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import ConfigError, ModelError
+from paceline.core.kv_layout import GroupShape
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, LayerCache, Logits, Taps
+from paceline.models.config.transformers import TransformersConfig
+from paceline.models.packed import Pack
+from paceline.models.transformers_backend.attention import NAME, PagedAttention
+from paceline.models.transformers_backend.linear import pack_linears
+from paceline.models.transformers_backend.loading import foreign_code, load_config, load_module, longest_context
+from paceline.models.transformers_backend.self_test import check_results
+from paceline.models.transformers_backend.structure import find_decoder, kv_groups
+
+_PROBE_TOKENS = 4
+
+
+class TransformersModel:
+    """A causal model in its own code; see `Model`. `prepare` must be called before the first step.
+
+    Args:
+        pack: packs the matrices of linear layers. All else stays in torch.
+
+    Raises:
+        ConfigError: `transformers` is not installed.
+        ModelError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        device: torch.device,
+        pack: Pack,
+        trust_remote_code: bool = False,
+    ) -> None:
+        own = load_config(folder, trust_remote_code)
+        causal = load_module(folder, own, dtype, device, trust_remote_code)
+        pack_linears(causal, kernels, pack)
+        self.config = TransformersConfig(
+            architecture=type(causal).__name__,
+            vocab_size=int(own.get_text_config().vocab_size),
+            max_position=longest_context(own),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        self.dtype, self.device = dtype, device
+        self.group_shapes: tuple[GroupShape, ...] = ()
+        self.layer_groups: tuple[int, ...] = ()
+        self._causal = causal
+        self._attention = PagedAttention(causal, kernels)
+
+    def prepare(self) -> None:
+        """Find the layers, their KV groups and the head by running the model on a few tokens, and test the result.
+
+        Raises:
+            ModelError: the model does something that our attention cannot do.
+        """
+        try:
+            with torch.inference_mode(), foreign_code("its code does not work with our attention"):
+                self._split()
+                check_results(self, self._own_hidden, self.dtype)
+        except ModelError as error:
+            raise ModelError(f"{self.config.architecture} cannot run: {error}") from error
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[AnyCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
+        taps: Taps | None = None,
+    ) -> Tensor:
+        if layers is not None or (taps is not None and taps.depths):
+            raise ConfigError("a model that runs in transformers cannot show states between its layers")
+        with self._attention.over(cast(Sequence[LayerCache], caches), batch, self.layer_groups):
+            return self._hidden(token_ids, positions)
+
+    def logits(self, hidden: Tensor) -> Logits:
+        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        with self._given.holding(hidden[None]):
+            values: Tensor = self._causal(input_ids=tokens, use_cache=False).logits[0]
+        return Logits(values.float())
+
+    def _split(self) -> None:
+        """Find the decoder by the attention calls of the whole model, and put `_given` into its place."""
+        tokens = torch.arange(_PROBE_TOKENS, device=self.device) % self.config.vocab_size
+        with self._attention.watching() as calls:
+            self._causal(input_ids=tokens[None], position_ids=tokens[None], use_cache=False)
+        place, self._decoder = find_decoder(self._causal, calls)
+        self.group_shapes, self.layer_groups = kv_groups(calls, self.config.max_position)
+        self._attention.number(calls)
+        with self._attention.watching():
+            self._given = _Given(type(self._run(tokens, tokens)))
+        self._causal.set_submodule(place, self._given)
+
+    def _run(self, token_ids: Tensor, positions: Tensor) -> Any:
+        return self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+
+    def _hidden(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden: Tensor = self._run(token_ids, positions).last_hidden_state[0]
+        return hidden
+
+    def _own_hidden(self, token_ids: Tensor) -> Tensor:
+        """Return the hidden states of one context [tokens], computed with the model's own attention."""
+        self._decoder.set_attn_implementation("eager")
+        try:
+            return self._hidden(token_ids, torch.arange(len(token_ids), device=self.device))
+        finally:
+            self._decoder.set_attn_implementation(NAME)
+
+
+class _Given(nn.Module):
+    """A module in the place of the decoder, which returns hidden states that were computed before.
+
+    Args:
+        kind: class of the decoder's results.
+    """
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self._kind = kind
+        self._hidden: Tensor | None = None
+
+    @contextmanager
+    def holding(self, hidden: Tensor) -> Iterator[None]:
+        """Return hidden [1, tokens, hidden] from calls meanwhile."""
+        self._hidden = hidden
+        try:
+            yield
+        finally:
+            self._hidden = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._kind(last_hidden_state=self._hidden)

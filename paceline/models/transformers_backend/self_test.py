@@ -1,0 +1,72 @@
+"""A test of a loaded model: our attention in chunks and mixed batches gives what its own gives for a whole context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+from paceline.core.kv_layout import BASE_TOKENS, make_layout
+from paceline.kernels.interface import AttentionBatch, GroupTables, view_pool
+from paceline.models.base import Model
+
+_TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Most that hidden states may differ, relative to their size. Wrong attention and lost states differ by far more."""
+_CHUNKS = ((0, 5), (5, 6), (6, BASE_TOKENS))
+"""The chunks in which two contexts are computed together."""
+
+
+def check_results(model: Model, own_hidden: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """Compare a model's hidden states over paged caches with those of the same model with its own attention.
+
+    This finds whatever nothing else refuses: states besides keys and values, positions that count differently, biases
+    of attention scores, and tokens that see later ones or those of other requests.
+
+    Args:
+        own_hidden: computes the hidden states [tokens, hidden] of one context [tokens].
+
+    Raises:
+        ModelError: they differ.
+    """
+    vocab_size = model.config.vocab_size
+    contexts = [(torch.arange(BASE_TOKENS) * step + 3) % vocab_size for step in (7, 11)]
+    for own, paged in zip(map(own_hidden, contexts), _in_chunks(model, contexts, dtype)):
+        errors = (paged.float() - own.float()).norm(dim=1) / own.float().norm(dim=1)
+        # The median, because rounding sends a token to another expert now and then.
+        if not (error := float(errors.median())) <= _TOLERANCES[dtype]:
+            raise ModelError(
+                f"with our attention, its hidden states differ by {error:.1%} from those with its own, so its tokens "
+                "depend on something else than keys and values of the tokens before"
+            )
+
+
+def _in_chunks(model: Model, contexts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the hidden states of contexts of at most one block each, computed chunk by chunk in one batch."""
+    layout = make_layout(model.group_shapes, dtype.itemsize, "")
+    count, slot_elements = len(contexts), layout.slot_bytes // dtype.itemsize
+    pool = torch.zeros(count * len(layout.groups) * slot_elements, dtype=dtype)
+    caches = {}
+    for group in layout.groups:
+        shape = group.shape
+        views = view_pool(pool, slot_elements, len(shape.layers), shape.kv_heads, group.block_tokens, shape.head_dim)
+        caches.update(zip(shape.layers, views))
+    parts: list[list[Tensor]] = [[] for _ in contexts]
+    for begin, end in _CHUNKS:
+        positions = torch.arange(begin, end).repeat(count)
+        tables = []
+        for index, group in enumerate(layout.groups):
+            slots = torch.arange(count) + index * count
+            written = slots.repeat_interleave(end - begin)
+            table = slots[:, None].int()
+            tables.append(GroupTables(group.block_tokens, group.shape.window, table, written, positions))
+        starts = tuple(accumulate([0] + [end - begin] * count))
+        batch = AttentionBatch(starts, (end,) * count, tuple(tables))
+        tokens = torch.cat([context[begin:end] for context in contexts])
+        hidden = model.forward(tokens, positions, [caches[layer] for layer in sorted(caches)], batch)
+        for own, part in zip(parts, hidden.split(end - begin)):
+            own.append(part)
+    model.logits(parts[0][0])
+    return [torch.cat(own) for own in parts]
