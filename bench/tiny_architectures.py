@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+FAMILIES = (
+    *("llama", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "mistral"),
+    *("mixtral", "ministral", "phi", "phi3", "phimoe", "olmo", "olmo2", "olmo3", "olmoe", "stablelm", "starcoder2"),
+    *("gpt_neox", "gpt2", "gpt_bigcode", "gptj", "gpt_oss", "opt", "bloom", "falcon", "falcon_h1", "cohere", "cohere2"),
+    *("glm", "glm4", "glm4_moe", "granite", "granitemoe", "granitemoehybrid", "nemotron", "nemotron_h", "smollm3"),
+    *("exaone4", "helium", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "seed_oss", "apertus", "arcee", "persimmon"),
+    *("deepseek_v2", "deepseek_v3", "bamba", "jamba", "mamba2", "recurrent_gemma", "rwkv", "lfm2", "llama4_text"),
+    *("mpt", "biogpt", "ctrl", "bert", "t5", "whisper"),
+)
+"""Model types of the table: most decoders that people serve, and some that cannot be served."""
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 101,
@@ -38,8 +50,8 @@ _NO_GROUPS = {"n_group": 1, "topk_group": 1}
 OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_d_head": 32, "attn_layer_indices": [1, 3]},
     "bloom": {"hidden_size": 64, "n_layer": 4, "n_head": 4},
-    "deepseek_v2": {**_LATENT, **_NO_GROUPS, "first_k_dense_replace": 1},
-    "deepseek_v3": {**_LATENT, **_NO_GROUPS, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "deepseek_v2": {**_LATENT, **_NO_GROUPS, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8},
+    "deepseek_v3": {**_LATENT, **_NO_GROUPS, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8},
     "dots1": {**_NO_GROUPS, "first_k_dense_replace": 1},
     "exaone4": {"sliding_window_pattern": 4},
     "falcon": {"new_decoder_architecture": False, "multi_query": True, "alibi": False, "ffn_hidden_size": 96},
@@ -72,7 +84,13 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "rwkv": {"attention_hidden_size": 64, "context_length": 512},
     "smollm3": {"no_rope_layer_interval": 2},
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
-    "whisper": {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "max_source_positions": 64},
+    "whisper": {
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    },
 }
 """Sizes that one family names in its own way, or needs besides."""
 
@@ -80,8 +98,8 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
 def tiny_config(family: str) -> Any:
     """Return the config of a tiny model of a family, which is named as its `model_type`."""
     kind = transformers.CONFIG_MAPPING[family]
-    known = kind()
-    sizes = {name: value for name, value in SIZES.items() if hasattr(known, name)}
+    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    sizes = {name: value for name, value in SIZES.items() if name in known}
     return kind(**{**sizes, **OWN_SIZES.get(family, {})})
 
 

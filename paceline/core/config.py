@@ -364,6 +364,10 @@ def check_step_size(max_batched_tokens: int, max_seqs: int) -> None:
 def check_model_code(config: WorkerConfig | ServeConfig) -> None:
     """Raise ConfigError if --model-impl contradicts other options."""
     if config.trust_remote_code and config.model_impl == "native":
-        raise ConfigError("--trust-remote-code needs --model-impl auto or transformers; native code is never the folder's")
+        raise ConfigError(
+            "--trust-remote-code needs --model-impl auto or transformers; native models need no such code"
+        )
     if config.quantization == "gguf" and config.model_impl == "transformers":
-        raise ConfigError("--quantization gguf needs --model-impl auto or native; transformers computes with int8 or none")
+        raise ConfigError(
+            "--quantization gguf needs --model-impl native or auto; with transformers, choose int8 or none"
+        )

@@ -74,7 +74,9 @@ class Weights(Protocol):
 class Model(Protocol):
     """An architecture with its weights. Call it under `torch.inference_mode()`."""
 
-    config: ModelFacts
+    @property
+    def config(self) -> ModelFacts: ...
+
     group_shapes: tuple[GroupShape, ...]
     """The KV groups; index into `AttentionBatch.groups`."""
     layer_groups: tuple[int, ...]

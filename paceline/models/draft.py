@@ -29,9 +29,7 @@ def read_draft_config(speculative: SpeculativeConfig | None, model_impl: ModelIm
         raise ConfigError(f"--speculative-config: the draft model cannot be used: {error}") from error
 
 
-def check_speculative(
-    speculative: SpeculativeConfig | None, folder: Path, model_impl: ModelImpl = "auto"
-) -> None:
+def check_speculative(speculative: SpeculativeConfig | None, folder: Path, model_impl: ModelImpl = "auto") -> None:
     """Check that a drafter fits the model in `folder`.
 
     Raises:

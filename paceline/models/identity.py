@@ -13,9 +13,7 @@ _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
 
-def model_identity(
-    folder: Path, dtype: str, quantization: Quantization = "none", code: str = "native"
-) -> str:
+def model_identity(folder: Path, dtype: str, quantization: Quantization = "none", code: str = "native") -> str:
     """Return a digest of a model folder's config and weights, and of the dtype and quantization that they run in.
 
     Blocks of our own code and of a model's code in `transformers` differ in their last bits, so `code`, the

@@ -34,7 +34,7 @@ _NEUTRAL = frozenset(
 class Mask:
     """A mask that a model asked `transformers` for. It goes through the model's layers in place of a tensor."""
 
-    allows: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    allows: Callable[..., Any]
     """Whether a query attends to a key: (batch, head, query position, key position) -> bool, elementwise."""
 
     def window(self, max_position: int) -> int:
@@ -55,7 +55,8 @@ class Mask:
 
     def _row(self, query: int, keys: int) -> Tensor:
         zero = torch.tensor(0)
-        return self.allows(zero, zero, torch.tensor(query), torch.arange(keys)).expand(keys)
+        row: Tensor = self.allows(zero, zero, torch.tensor(query), torch.arange(keys))
+        return row.expand(keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,7 @@ class PagedAttention:
         self._scales = [(call.scale, call.softcap) for call in calls]
 
     @contextmanager
-    def over(
-        self, caches: Sequence[LayerCache], batch: AttentionBatch, layer_groups: Sequence[int]
-    ) -> Iterator[None]:
+    def over(self, caches: Sequence[LayerCache], batch: AttentionBatch, layer_groups: Sequence[int]) -> Iterator[None]:
         """Let attention read and write these caches, one for each layer."""
         self._step = caches, batch, layer_groups
         try:
@@ -144,11 +143,9 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _mask)
 
 
-def _mask(*_: Any, mask_function: Any = None, **__: Any) -> Mask:
-    from transformers.masking_utils import causal_mask_function
-
+def _mask(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
     # A mask of padding may come along. No token of ours is padding, and a model's own one allows all tokens.
-    return Mask(mask_function or causal_mask_function)
+    return Mask(mask_function)
 
 
 def _attention(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,24 +62,23 @@ def pack_linears(causal: Any, kernels: Kernels, pack: Pack) -> None:
     """
     from transformers.pytorch_utils import Conv1D
 
-    head, packed_of = causal.get_output_embeddings(), {}
+    head, packed_of = causal.get_output_embeddings(), dict[Tensor, PackedWeight]()
     head_weight = getattr(head, "weight", None)
 
-    def packed(name: str, weight: nn.Parameter, matrix: Callable[[], Tensor]) -> PackedWeight:
+    def packed(name: str, weight: Tensor, transposed: bool = False) -> PackedWeight:
         if weight not in packed_of:
-            packed_of[weight] = pack(f"{name}.weight", matrix())
+            matrix = weight.detach()
+            packed_of[weight] = pack(f"{name}.weight", matrix.T if transposed else matrix)
         return packed_of[weight]
 
     for name, module in list(causal.named_modules()):
         new: nn.Module
         if type(module) is nn.Linear:
-            weight = packed(name, module.weight, lambda own=module.weight: own.detach())
-            new = PackedLinear(weight, _vector(module.bias), kernels, wide=module is head)
+            new = PackedLinear(packed(name, module.weight), _vector(module.bias), kernels, wide=module is head)
         elif type(module) is Conv1D:
-            weight = packed(name, module.weight, lambda own=module.weight: own.detach().T)
-            new = PackedLinear(weight, _vector(module.bias), kernels)
+            new = PackedLinear(packed(name, module.weight, transposed=True), _vector(module.bias), kernels)
         elif type(module) is nn.Embedding and module.weight is head_weight:
-            new = PackedEmbedding(packed(name, module.weight, lambda own=module.weight: own.detach()), kernels)
+            new = PackedEmbedding(packed(name, module.weight), kernels)
         else:
             continue
         causal.set_submodule(name, new)

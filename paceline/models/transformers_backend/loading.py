@@ -53,20 +53,20 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
     config.use_cache = False
     config.return_dict = True
     with _loading(folder, trust_remote_code):
-        causal, report = AutoModelForCausalLM.from_pretrained(
+        auto: Any = AutoModelForCausalLM
+        causal, report = auto.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=NAME,
+            attn_implementation="eager",
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
+        causal.set_attn_implementation(NAME)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{folder}: the weights do not fit config.json: missing tensors: {', '.join(missing[:5])}")
-    if getattr(causal, "_is_stateful", False):
-        raise ModelError(f"{folder}: {_name(config)} keeps a state besides keys and values, which is not supported")
     return causal.requires_grad_(False).eval().to(device)
 
 
@@ -79,7 +79,7 @@ def longest_context(config: Any) -> int:
     text = config.get_text_config()
     limits = [_size(text, "max_position_embeddings") or _size(text, "max_seq_len") or 0]
     if not limits[0]:
-        raise ModelError(f"{_name(config)}: config.json does not say the longest context (max_position_embeddings)")
+        raise ModelError("config.json does not say the longest context (max_position_embeddings)")
     for rope in _ropes(getattr(text, "rope_parameters", None) or {}):
         if rope.get("rope_type") in _SWITCHING_ROPES:
             original = rope.get("original_max_position_embeddings") or _size(text, "original_max_position_embeddings")
@@ -132,8 +132,9 @@ def _loading(folder: Path, trust_remote_code: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep progress bars and warnings of `transformers` off the terminal."""
-    from transformers.utils import logging
+    import transformers
 
+    logging: Any = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

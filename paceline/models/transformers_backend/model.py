@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,12 +51,13 @@ class TransformersModel:
         self.config = TransformersConfig(
             architecture=type(causal).__name__,
             vocab_size=int(own.get_text_config().vocab_size),
-            max_position=longest_context(own),
+            max_position=0,
             dtype=str(dtype).removeprefix("torch."),
         )
         self.dtype, self.device = dtype, device
         self.group_shapes: tuple[GroupShape, ...] = ()
         self.layer_groups: tuple[int, ...] = ()
+        self._own_config = own
         self._causal = causal
         self._attention = PagedAttention(causal, kernels)
 
@@ -96,8 +98,15 @@ class TransformersModel:
         """Find the decoder by the attention calls of the whole model, and put `_given` into its place."""
         tokens = torch.arange(_PROBE_TOKENS, device=self.device) % self.config.vocab_size
         with self._attention.watching() as calls:
-            self._causal(input_ids=tokens[None], position_ids=tokens[None], use_cache=False)
+            try:
+                self._causal(input_ids=tokens[None], position_ids=tokens[None], use_cache=False)
+            except ModelError:
+                raise
+            except Exception:
+                if calls:
+                    raise
         place, self._decoder = find_decoder(self._causal, calls)
+        self.config = replace(self.config, max_position=longest_context(self._own_config))
         self.group_shapes, self.layer_groups = kv_groups(calls, self.config.max_position)
         self._attention.number(calls)
         with self._attention.watching():

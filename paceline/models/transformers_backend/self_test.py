@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.core.kv_layout import BASE_TOKENS, make_layout
-from paceline.kernels.interface import AttentionBatch, GroupTables, view_pool
+from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, view_pool
 from paceline.models.base import Model
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -48,7 +48,7 @@ def _in_chunks(model: Model, contexts: Sequence[Tensor], dtype: torch.dtype) -> 
     layout = make_layout(model.group_shapes, dtype.itemsize, "")
     count, slot_elements = len(contexts), layout.slot_bytes // dtype.itemsize
     pool = torch.zeros(count * len(layout.groups) * slot_elements, dtype=dtype)
-    caches = {}
+    caches: dict[int, LayerCache] = {}
     for group in layout.groups:
         shape = group.shape
         views = view_pool(pool, slot_elements, len(shape.layers), shape.kv_heads, group.block_tokens, shape.head_dim)
@@ -66,7 +66,7 @@ def _in_chunks(model: Model, contexts: Sequence[Tensor], dtype: torch.dtype) -> 
         batch = AttentionBatch(starts, (end,) * count, tuple(tables))
         tokens = torch.cat([context[begin:end] for context in contexts])
         hidden = model.forward(tokens, positions, [caches[layer] for layer in sorted(caches)], batch)
-        for own, part in zip(parts, hidden.split(end - begin)):
+        for own, part in zip(parts, torch.split(hidden, end - begin)):
             own.append(part)
     model.logits(parts[0][0])
     return [torch.cat(own) for own in parts]

@@ -15,6 +15,8 @@ from paceline.models.transformers_backend.attention import AttentionCall
 
 _LAYER = re.compile(r"(.+?)\.(\d+)(?:\.|$)")
 """The name of a module within a layer: the list of layers, and the layer's index in it."""
+_TOKENWISE = re.compile("Norm|Mlp|MLP|MoE|Moe|Experts|FeedForward|Dropout")
+"""Classes of parts that compute each token by itself, by their names."""
 
 
 def find_decoder(causal: nn.Module, calls: Sequence[AttentionCall]) -> tuple[str, Any]:
@@ -34,18 +36,18 @@ def find_decoder(causal: nn.Module, calls: Sequence[AttentionCall]) -> tuple[str
         if index in own:
             raise ModelError(f"layer {index} calls attention more than once")
         own.add(index)
-    if not stacks:
-        raise ModelError("its layers do not call attention through the attention interface of transformers")
+    stacks = stacks or {_first_stack(causal): set()}
     if len(stacks) > 1:
         raise ModelError(f"its attention is not in one stack of layers, but in {' and '.join(stacks)}")
     ((stack, attending),) = stacks.items()
     for index, layer in enumerate(causal.get_submodule(stack).children()):
         if index not in attending:
-            parts = ", ".join(type(part).__name__ for part in layer.children())
             raise ModelError(
-                f"layer {index} ({type(layer).__name__} of {parts}) does not call attention through the attention "
-                "interface of transformers; states other than keys and values are not kept"
+                f"layer {index} ({_mixers(layer)}) does not call the attention interface of transformers; other "
+                "attention is not supported, and no states but keys and values are kept"
             )
+    if getattr(causal, "_is_stateful", False):
+        raise ModelError("its layers keep states besides keys and values, which is not supported")
     place = stack
     while place := place.rpartition(".")[0]:
         decoder = causal.get_submodule(place)
@@ -57,9 +59,7 @@ def find_decoder(causal: nn.Module, calls: Sequence[AttentionCall]) -> tuple[str
     raise ModelError(f"no part of it takes token ids and computes the layers {stack}")
 
 
-def kv_groups(
-    calls: Sequence[AttentionCall], max_position: int
-) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
+def kv_groups(calls: Sequence[AttentionCall], max_position: int) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
     """Return the KV groups of layers that make these attention calls, and the group index of each layer."""
     windows = [call.mask.window(max_position) for call in calls]
     kinds = [(window, call.num_kv_heads, call.head_dim) for window, call in zip(windows, calls)]
@@ -75,6 +75,21 @@ def kv_groups(
         for index, kind in enumerate(different)
     )
     return shapes, tuple(different.index(kind) for kind in kinds)
+
+
+def _mixers(layer: nn.Module) -> str:
+    """Return the classes of a layer's parts that may mix tokens, or of the layer if it has no other parts."""
+    parts = dict.fromkeys(type(part).__name__ for part in layer.children())
+    return ", ".join(part for part in parts if not _TOKENWISE.search(part)) or type(layer).__name__
+
+
+def _first_stack(causal: nn.Module) -> str:
+    """Return the name of the first list of layers in a model that never calls attention."""
+    name: str
+    for name, module in causal.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            return name
+    raise ModelError("it has no stack of layers")
 
 
 def _place(name: str, module: nn.Module) -> tuple[str, int]:
