@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=FAMILIES, help="model types; default: all of the table")
     parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the models are so small that threads would only wait for each other
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     outcomes = []

@@ -95,17 +95,21 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
 """Sizes that one family names in its own way, or needs besides."""
 
 
-def tiny_config(family: str) -> Any:
+def tiny_config(family: str, **changes: Any) -> Any:
     """Return the config of a tiny model of a family, which is named as its `model_type`."""
     kind = transformers.CONFIG_MAPPING[family]
     known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
     sizes = {name: value for name, value in SIZES.items() if name in known}
-    return kind(**{**sizes, **OWN_SIZES.get(family, {})})
+    return kind(**{**sizes, **OWN_SIZES.get(family, {}), **changes})
 
 
-def save_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Save a tiny random model of a family to a folder. Return the `transformers` model."""
-    config = tiny_config(family)
+def save_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Save a tiny random model of a family to a folder. Return the `transformers` model.
+
+    Args:
+        changes: fields of the config.
+    """
+    config = tiny_config(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         try:

@@ -16,25 +16,18 @@ class PackedLinear(nn.Module):
 
     Args:
         weight: the packed matrix. Code that reads the module's `weight` sees a tensor without data.
-        wide: return fp32, for the head whose results are logits.
     """
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None, kernels: Kernels, wide: bool = False) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, kernels: Kernels) -> None:
         super().__init__()
         self._packed = weight
         self._kernels = kernels
-        self._wide = wide
         self.in_features, self.out_features = weight.size_in, weight.size_out
         self.weight = torch.empty(weight.size_out, weight.size_in, dtype=weight.dtype, device="meta")
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if self._wide:
-            out = self._kernels.logits(rows, self._packed).values
-            out = out if self.bias is None else out + self.bias.float()
-        else:
-            out = self._kernels.linear(rows, self._packed, self.bias)
+        out = self._kernels.linear(x.reshape(-1, self.in_features), self._packed, self.bias)
         return out.view(*x.shape[:-1], self.out_features)
 
 
@@ -62,8 +55,8 @@ def pack_linears(causal: Any, kernels: Kernels, pack: Pack) -> None:
     """
     from transformers.pytorch_utils import Conv1D
 
-    head, packed_of = causal.get_output_embeddings(), dict[Tensor, PackedWeight]()
-    head_weight = getattr(head, "weight", None)
+    head_weight = getattr(causal.get_output_embeddings(), "weight", None)
+    packed_of: dict[Tensor, PackedWeight] = {}
 
     def packed(name: str, weight: Tensor, transposed: bool = False) -> PackedWeight:
         if weight not in packed_of:
@@ -74,7 +67,7 @@ def pack_linears(causal: Any, kernels: Kernels, pack: Pack) -> None:
     for name, module in list(causal.named_modules()):
         new: nn.Module
         if type(module) is nn.Linear:
-            new = PackedLinear(packed(name, module.weight), _vector(module.bias), kernels, wide=module is head)
+            new = PackedLinear(packed(name, module.weight), _vector(module.bias), kernels)
         elif type(module) is Conv1D:
             new = PackedLinear(packed(name, module.weight, transposed=True), _vector(module.bias), kernels)
         elif type(module) is nn.Embedding and module.weight is head_weight:

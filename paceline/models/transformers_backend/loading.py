@@ -121,7 +121,7 @@ def _loading(folder: Path, trust_remote_code: bool) -> Iterator[None]:
         with _quiet(), foreign_code(f"{folder}: transformers cannot load this model"):
             yield
     except ModelError as error:
-        if trust_remote_code or "trust_remote_code" not in str(error):
+        if trust_remote_code or "trust_remote_code" not in str(error.__cause__):
             raise
         raise ModelError(
             f"{folder}: this model needs Python code from its folder (auto_map in config.json), which does not run "

@@ -43,8 +43,8 @@ def find_decoder(causal: nn.Module, calls: Sequence[AttentionCall]) -> tuple[str
     for index, layer in enumerate(causal.get_submodule(stack).children()):
         if index not in attending:
             raise ModelError(
-                f"layer {index} ({_mixers(layer)}) does not call the attention interface of transformers; other "
-                "attention is not supported, and no states but keys and values are kept"
+                f"layer {index} ({_mixers(layer)}) does not call the attention interface of transformers, so there are "
+                "no keys and values of it to keep"
             )
     if getattr(causal, "_is_stateful", False):
         raise ModelError("its layers keep states besides keys and values, which is not supported")

@@ -42,6 +42,9 @@ MIB = 1 << 20
         ({"dtype": "int3"}, "--dtype"),
         ({"cache_policy": "lur"}, "'lur'; --cache-policy takes one of forecast, lru, arc, priority"),
         ({"kv_memory": "lots"}, "'lots' is not an amount of memory"),
+        ({"model_impl": "vllm"}, "--model-impl must be auto, native or transformers"),
+        ({"model_impl": "native", "trust_remote_code": True}, "--trust-remote-code needs --model-impl auto or"),
+        ({"model_impl": "transformers", "quantization": "gguf"}, "--quantization gguf needs --model-impl native or"),
     ],
 )
 def test_numbers_that_make_no_stack_are_refused(options: dict[str, Any], flag: str) -> None:
@@ -69,6 +72,17 @@ def test_a_draft_model_that_fits_passes(model_folder: Path, draft_folder: Path) 
     check_model(ServeConfig(speculative_config='{"method": "early_layers", "num_layers": 1}'), two_layers(model_folder))
 
 
+def test_options_are_checked_for_a_model_that_runs_in_transformers(model_folder: Path, draft_folder: Path) -> None:
+    change(draft_folder, architectures=["OtherForCausalLM"], text_config={"vocab_size": 7, "dtype": "bfloat16"})
+    check_config(drafting(draft_folder))
+    with pytest.raises(ConfigError, match="the vocabulary of the draft model has 7 tokens"):
+        check_model(drafting(draft_folder), model_folder)
+    early = ServeConfig(speculative_config='{"method": "early_layers", "num_layers": 1}')
+    with pytest.raises(ConfigError, match="early_layers needs a native model"):
+        check_model(early, draft_folder)
+    check_memory(ServeConfig(), draft_folder, 1 << 40)
+
+
 def two_layers(folder: Path) -> Path:
     change(folder, num_hidden_layers=2)
     return folder
@@ -79,8 +93,8 @@ def test_a_draft_model_that_cannot_be_loaded_is_refused_whatever_the_model(draft
         ConfigError, match=r"--speculative-config: model .*/nothing is not a folder; .*paceline prepare"
     ):
         check_config(drafting(draft_folder / "nothing"))
-    change(draft_folder, architectures=["MambaForCausalLM"])
-    with pytest.raises(ConfigError, match=r"--speculative-config: .*MambaForCausalLM is not supported"):
+    change(draft_folder, architectures=["OtherForCausalLM"], quantization_config={"bits": 4})
+    with pytest.raises(ConfigError, match=r"--speculative-config: .*quantized checkpoints are not supported"):
         check_config(drafting(draft_folder))
     (draft_folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"--speculative-config: .*has no weights"):

@@ -1,0 +1,63 @@
+"""A family without a file here in real stacks: handoff, reused prefixes and drafts, on one host and on two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.namespaces import ONE_HOST
+from bench.tiny_architectures import save_tiny
+from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
+from tests.stack.cluster import Cluster
+from tests.stack.processes import serve
+from tests.stack.reference import PROMPTS
+from tests.stack.test_hybrid import complete_all, generated
+
+pytestmark = pytest.mark.stack
+
+ASKED = PROMPTS[:10]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_toy_model(tmp_path / "olmo3")
+
+
+@pytest.fixture
+def reference(model: Path) -> Any:
+    """Write weights of Olmo 3, which has layers with a window and layers without, and return the model."""
+    return save_tiny("olmo3", model, vocab_size=VOCAB_SIZE, eos_token_id=256, max_position_embeddings=2048)
+
+
+async def test_tokens_are_those_of_transformers(model: Path, reference: Any, tmp_path: Path) -> None:
+    expected = [generated(reference, prompt) for prompt in ASKED]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    options = ("--threads=1", "--max-batched-tokens=64", "--max-seqs=32", "--kv-memory=64MiB")
+    with serve(tmp_path / "log", str(model), *options, f"--speculative-config={json.dumps(drafts)}") as stack:
+        assert [tokens for tokens, _ in await complete_all(stack.url, ASKED)] == expected
+        ((tokens, cached),) = await complete_all(stack.url, ASKED[7:8])
+        assert tokens == expected[7]
+        assert cached == 512  # of 540 tokens
+
+
+async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
+    model: Path, reference: Any, tmp_path: Path
+) -> None:
+    first, other = list(PROMPTS[7].encode()), list(PROMPTS[5].encode())
+    answer = generated(reference, first)
+    turns = [first, [*first, *answer, *other], other]
+    expected = [answer, *(generated(reference, turn) for turn in turns[1:])]
+    with Cluster(tmp_path, model, ONE_HOST) as cluster:
+        names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
+        cluster.start_gateway("--router-mode=round-robin")
+        cluster.wait_ready(*names)
+        await cluster.wait_workers(2)
+        for turn, wanted in zip(turns, expected):
+            ((tokens, _),) = await complete_all(cluster.url, [turn])
+            assert tokens == wanted
+        numerics = {worker["numerics"] for worker in (await cluster.fleet())["workers"] if worker["numerics"]}
+        assert all("transformers" in each for each in numerics)
+        await cluster.settled()
