@@ -61,7 +61,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The properties of one attention module, as it calls attention."""
+    """One call of attention by a module of a model, without its tensors."""
 
     module: nn.Module
     num_heads: int
@@ -85,7 +85,6 @@ class PagedAttention:
         self._kernels = kernels
         self._calls: list[AttentionCall] | None = None
         self._layer_of: dict[nn.Module, int] = {}
-        self._scales: list[tuple[float, float]] = []
         self._step: tuple[Sequence[LayerCache], AttentionBatch, Sequence[int]] | None = None
         for module in root.modules():
             setattr(module, _OWNER, self)
@@ -102,7 +101,6 @@ class PagedAttention:
     def number(self, calls: Sequence[AttentionCall]) -> None:
         """Give the modules of these calls their layers' numbers, in this order."""
         self._layer_of = {call.module: layer for layer, call in enumerate(calls)}
-        self._scales = [(call.scale, call.softcap) for call in calls]
 
     @contextmanager
     def over(self, caches: Sequence[LayerCache], batch: AttentionBatch, layer_groups: Sequence[int]) -> Iterator[None]:
@@ -123,10 +121,9 @@ class PagedAttention:
         caches, batch, layer_groups = self._step
         layer = self._layer_of[call.module]
         cache, group = caches[layer], batch.groups[layer_groups[layer]]
-        scale, softcap = self._scales[layer]
         queries, keys, values = (_rows(x, call.head_dim, cache.keys.dtype) for x in (query, key, value))
         self._kernels.store_kv(keys, values, cache, group)
-        out = self._kernels.attention(queries, cache, batch, group, scale, softcap)
+        out = self._kernels.attention(queries, cache, batch, group, call.scale, call.softcap)
         return out[None, :, :, : call.value_dim].to(query.dtype)
 
 
@@ -162,7 +159,7 @@ def _attention(
     if unknown:
         raise ModelError(f"its attention ({type(module).__name__}) depends on {', '.join(sorted(unknown))}")
     if not isinstance(attention_mask, Mask):
-        raise ModelError(f"its attention ({type(module).__name__}) has a mask of its own")
+        raise ModelError(f"its attention ({type(module).__name__}) has a mask that transformers did not make")
     call = AttentionCall(
         module,
         query.shape[1],

@@ -54,7 +54,7 @@ class TransformersModel:
             max_position=0,
             dtype=str(dtype).removeprefix("torch."),
         )
-        self.dtype, self.device = dtype, device
+        self._dtype, self._device = dtype, device
         self.group_shapes: tuple[GroupShape, ...] = ()
         self.layer_groups: tuple[int, ...] = ()
         self._own_config = own
@@ -68,9 +68,9 @@ class TransformersModel:
             ModelError: the model does something that our attention cannot do.
         """
         try:
-            with torch.inference_mode(), foreign_code("its code does not work with our attention"):
+            with torch.inference_mode(), self._device, foreign_code("its code does not work with our attention"):
                 self._split()
-                check_results(self, self._own_hidden, self.dtype)
+                check_results(self, self._own_hidden, self._dtype)
         except ModelError as error:
             raise ModelError(f"{self.config.architecture} cannot run: {error}") from error
 
@@ -98,13 +98,14 @@ class TransformersModel:
 
     def _split(self) -> None:
         """Find the decoder by the attention calls of the whole model, and put `_given` into its place."""
-        tokens = torch.arange(_PROBE_TOKENS, device=self.device) % self.config.vocab_size
+        tokens = torch.arange(_PROBE_TOKENS) % self.config.vocab_size
         with self._attention.watching() as calls:
             try:
                 self._causal(input_ids=tokens[None], position_ids=tokens[None], use_cache=False)
             except ModelError:
                 raise
             except Exception:
+                # A model that never calls attention often fails at the mask. Then its layers say more than the error.
                 if calls:
                     raise
         place, self._decoder = find_decoder(self._causal, calls)
@@ -113,7 +114,7 @@ class TransformersModel:
         self._attention.number(calls)
         with self._attention.watching():
             output = self._run(tokens, tokens)
-        self._no_hidden = output.last_hidden_state[0, :0]
+        self._no_hidden: Tensor = output.last_hidden_state[0, :0]
         self._given = _Given(type(output))
         self._causal.set_submodule(place, self._given)
 
@@ -128,7 +129,7 @@ class TransformersModel:
         """Return the hidden states of one context [tokens], computed with the model's own attention."""
         self._decoder.set_attn_implementation("eager")
         try:
-            return self._hidden(token_ids, torch.arange(len(token_ids), device=self.device))
+            return self._hidden(token_ids, torch.arange(len(token_ids)))
         finally:
             self._decoder.set_attn_implementation(NAME)
 
