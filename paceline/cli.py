@@ -210,7 +210,8 @@ def _prepare(live: bool, config: ServeConfig) -> None:
     # SIGTERM becomes an exception, so that a half-made folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report, live = StatusLines(sys.stderr), live or sys.stderr.isatty()
-    folder = resolve_model(config.model, Path(config.cache_dir), report, config.quantization, config.revision, live)
+    how = config.quantization, config.revision, live, config.model_impl, config.trust_remote_code
+    folder = resolve_model(config.model, Path(config.cache_dir), report, *how)
     print(folder)
 
 

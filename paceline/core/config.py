@@ -343,7 +343,7 @@ class ServeConfig(Options):
         return self
 
 
-PREPARE_OPTIONS = ("revision", "cache_dir", "quantization")
+PREPARE_OPTIONS = ("revision", "cache_dir", "quantization", "model_impl", "trust_remote_code")
 """Options of `serve` that its command `prepare` also has."""
 
 

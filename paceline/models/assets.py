@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from paceline.core.config import Quantization
+from paceline.core.config import ModelImpl, Quantization
 from paceline.core.errors import ConfigError, ModelError
 from paceline.models.conversion import Report, make_once, require_modules, run_converter
 from paceline.models.folder import BLOCKS_FILE, check_folder, weight_files
@@ -43,6 +43,8 @@ def resolve_model(
     quantization: Quantization = "none",
     revision: str = "",
     live: bool = False,
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
 ) -> Path:
     """Return the Hugging Face folder of a model: config.json, tokenizer.json and safetensors.
 
@@ -54,6 +56,8 @@ def resolve_model(
         quantization: "gguf" converts a model again if an older version has converted it without BLOCKS_FILE.
         revision: branch, tag or commit of a model on the hub; "" for its main branch.
         live: whether progress is reported as a bar that is replaced in place (see StatusLines).
+        model_impl: the code that will compute the model. A model of the hub that it cannot compute is refused.
+        trust_remote_code: also fetch Python code from the hub, for that code.
 
     Raises:
         ConfigError: a revision is given for a model that is not on the hub.
@@ -74,7 +78,9 @@ def resolve_model(
         folder = _convert_gguf(name_or_path, cache_dir, report, fetch, quantization)
         write_sampling_defaults(folder, bundled.sampling)
         return folder
-    path = Path(name_or_path).expanduser() if name is None else fetch_from_hub(name, revision, report, live)
+    path = Path(name_or_path).expanduser()
+    if name is not None:
+        path = fetch_from_hub(name, revision, report, live, model_impl, trust_remote_code)
     if path.is_dir():
         return _with_tokenizer(path, cache_dir, report)
     if path.is_file() and path.suffix.lower() == ".gguf":

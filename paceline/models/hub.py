@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
-from paceline.models.config import read_config
+from paceline.models.config import implementation, read_facts
 from paceline.models.folder import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, indexed_files, weight_files
 from paceline.models.hub_download import check_space, download, missing_files
 from paceline.models.hub_errors import HubUnreachableError, hub_site, mapped_errors
@@ -17,7 +18,14 @@ _CONFIG = "config.json"
 _SETTINGS = ("generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
 
 
-def fetch_from_hub(name: HubName, revision: str, report: Callable[[str], None], live: bool) -> Path:
+def fetch_from_hub(
+    name: HubName,
+    revision: str,
+    report: Callable[[str], None],
+    live: bool,
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
+) -> Path:
     """Return the folder of a model, or its GGUF file, in the hub's cache. Download what the cache lacks.
 
     A model that cannot be served is refused before its weights are downloaded.
@@ -26,6 +34,7 @@ def fetch_from_hub(name: HubName, revision: str, report: Callable[[str], None], 
         revision: a branch, tag or commit; "" for the main branch.
         report: gets a sentence about each slow operation.
         live: whether progress is reported as a bar that is replaced in place (see StatusLines).
+        model_impl, trust_remote_code: see `resolve_model`.
 
     Raises:
         ModelError: says what is wrong and what to do.
@@ -39,7 +48,7 @@ def fetch_from_hub(name: HubName, revision: str, report: Callable[[str], None], 
         return _cached(name, revision)
     try:
         with mapped_errors(name, revision):
-            return _Repository(name, revision).fetch(report, live)
+            return _Repository(name, revision, model_impl, trust_remote_code).fetch(report, live)
     except HubUnreachableError as error:
         try:
             path = _cached(name, revision)
@@ -80,10 +89,12 @@ def _cached(name: HubName, revision: str) -> Path:
 class _Repository:
     """A repository at one commit. All methods raise exceptions of huggingface_hub, besides ModelError."""
 
-    def __init__(self, name: HubName, revision: str) -> None:
+    def __init__(self, name: HubName, revision: str, model_impl: ModelImpl, trust_remote_code: bool) -> None:
         from huggingface_hub import HfApi
 
         self._name = name
+        self._model_impl = model_impl
+        self._trust_remote_code = trust_remote_code
         self._id = name.repository
         api = HfApi(library_name="paceline")
         # This also writes to the cache to which commit a branch points, so that the cache can be used offline.
@@ -99,6 +110,10 @@ class _Repository:
             return self._fetch(self._name.gguf)
         weights, tokenizer = self._weights_entry(), self._tokenizer()
         folder = self._fetch(_CONFIG).parent
+        if self._trust_remote_code:
+            for name in sorted(self._listed):
+                if name.endswith(".py"):
+                    self._fetch(name)
         self._check_model(folder)
         for name in sorted(self._listed):
             if name in _SETTINGS or name in tokenizer or is_template(name):
@@ -148,7 +163,12 @@ class _Repository:
 
     def _check_model(self, folder: Path) -> None:
         try:
-            read_config(folder)
+            read_facts(folder, self._model_impl)
+            if implementation(folder, self._model_impl) == "transformers":
+                # Imported here, because it needs torch and transformers.
+                from paceline.models.transformers_backend.loading import check_config
+
+                check_config(folder, self._trust_remote_code)
         except ModelError as error:
             raise ModelError(str(error).replace(str(folder), self._id)) from error
 

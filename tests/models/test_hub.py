@@ -171,7 +171,15 @@ def test_shards_come_from_the_index(tmp_path: Path, hub: FakeHub, checkpoint: Pa
 def test_what_cannot_be_served_is_refused_before_its_weights(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
     (checkpoint / "config.json").write_text('{"architectures": ["GPT9ForCausalLM"]}')
     hub.add("org/unknown", checkpoint)
-    assert error_of(prepare("org/unknown")).startswith("org/unknown: architecture GPT9ForCausalLM is not supported")
+    refused = {"auto": "transformers cannot load", "native": "architecture GPT9ForCausalLM is not supported"}
+    for code, told in refused.items():
+        assert error_of(prepare("org/unknown", f"--model-impl={code}")).startswith(f"org/unknown: {told}")
+    (checkpoint / "config.json").write_text('{"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}')
+    hub.add("org/states", checkpoint)
+    assert "Mamba2ForCausalLM keeps states besides keys and values" in error_of(prepare("org/states"))
+    (checkpoint / "config.json").write_text('{"architectures": ["BertForMaskedLM"], "model_type": "vit"}')
+    hub.add("org/images", checkpoint)
+    assert "BertForMaskedLM is no causal language model" in error_of(prepare("org/images"))
     (checkpoint / "model.safetensors").unlink()
     hub.add("org/pickle", checkpoint)
     assert "weights only in a pickle format" in error_of(prepare("org/pickle"))
@@ -179,6 +187,13 @@ def test_what_cannot_be_served_is_refused_before_its_weights(hub: FakeHub, check
     assert "its GGUF files are: org/files/small.Q4_0.gguf; name one of them" in error_of(prepare("org/files"))
     assert "has no file other.gguf" in error_of(prepare("org/files/other.gguf"))
     assert set(hub.fetched()) == {"config.json"}
+
+
+def test_code_is_fetched_only_on_request(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    (checkpoint / "modeling_own.py").write_text("x = 1")
+    hub.add("org/code", checkpoint)
+    assert not (folder_of(prepare("org/code")) / "modeling_own.py").exists()
+    assert (folder_of(prepare("org/code", "--trust-remote-code")) / "modeling_own.py").exists()
 
 
 def test_a_full_disk_is_noticed_before_the_download(

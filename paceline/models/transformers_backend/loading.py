@@ -40,6 +40,26 @@ def load_config(folder: Path, trust_remote_code: bool) -> Any:
     return config
 
 
+def check_config(folder: Path, trust_remote_code: bool) -> None:
+    """Check, without weights, that `transformers` has a decoder for the model of a folder and that it keeps no states.
+
+    Code from the folder may run if `trust_remote_code` is set.
+
+    Raises:
+        ConfigError: `transformers` is not installed.
+        ModelError: the model cannot be served.
+    """
+    config = load_config(folder, trust_remote_code)
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if getattr(kind, "_is_stateful", False):
+            raise ModelError(f"{folder}: {kind.__name__} keeps states besides keys and values, which is not supported")
+    elif not trust_remote_code:
+        raise ModelError(f"{folder}: {_name(config)} is no causal language model of transformers")
+
+
 def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
     """Return the `PreTrainedModel` of a folder, with our attention. Its weights are mapped if they have this dtype.
 

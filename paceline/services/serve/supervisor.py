@@ -145,7 +145,9 @@ class Supervisor:
     async def _prepare(self) -> Path:
         """Prepare the model and return its folder. A separate process does this, so that its memory is free again."""
         config = self._config
-        arguments = [f"{flag(name)}={getattr(config, name)}" for name in PREPARE_OPTIONS]
+        options = {name: getattr(config, name) for name in PREPARE_OPTIONS}
+        arguments = [f"{flag(name)}={value}" for name, value in options.items() if not isinstance(value, bool)]
+        arguments += [flag(name) for name, value in options.items() if value is True]
         if sys.stderr.isatty():  # the child writes to a pipe, so it would not know
             arguments.append("--live-progress")
         command = self._command("prepare", config.model, *arguments)
