@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 # Architectures that transformers converts and we compute.
-_ARCHITECTURES = ("llama", "gemma3", "qwen2", "qwen3")
+_ARCHITECTURES = ("llama", "gemma3", "qwen2", "qwen3", "qwen3moe")
 
 # Head sizes that transformers takes for granted, or from which it takes the scale of attention.
 _HEAD_DIMS = {"gemma3": 256, "qwen3": 128}
@@ -60,6 +60,7 @@ def convert_gguf(source: Path, target: Path) -> None:
         gguf_file=source.name,
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(gguf_file=source.name, dequantize=True),
+        **_overlooked(metadata),
     )
     # The weights are not quantized any more, whatever the file's type was.
     if hasattr(model.config, "quantization_config"):
@@ -67,6 +68,8 @@ def convert_gguf(source: Path, target: Path) -> None:
     stops = _stop_token_ids(metadata)
     if stops:
         model.generation_config.eos_token_id = stops
+    # transformers saves each matrix of an expert under a name of its own, but not if the model comes from a GGUF file.
+    model._weight_conversions = None
     model.save_pretrained(target)
     write_blocks(reader, metadata["general.architecture"], model, target)
     tokenizer.save_pretrained(target)
@@ -96,6 +99,12 @@ def _named(source: Path) -> Iterator[None]:
         yield
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
         raise ModelError(f"{source.name} is damaged or not a GGUF file: {error}") from error
+
+
+def _overlooked(metadata: dict[str, Any]) -> dict[str, int]:
+    """Return fields of config.json that transformers does not read from the file's metadata."""
+    size = metadata.get("qwen3moe.expert_feed_forward_length")
+    return {} if size is None else {"moe_intermediate_size": int(size)}
 
 
 def _refuse_lossy(source: Path, metadata: dict[str, Any]) -> None:

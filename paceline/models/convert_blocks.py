@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,37 @@ def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path
     names = get_tensor_name_map(arch, model.config.num_hidden_layers)
     blocks: dict[str, Tensor] = {}
     types: dict[str, str] = {}
-    for name, weight in model.state_dict().items():
-        tensor = tensors.get(names.get_name(name, try_suffixes=(".weight",)) or "")
+    for name, own_name, weight, expert in _matrices(model):
+        tensor = tensors.get(names.get_name(own_name, try_suffixes=(".weight",)) or "")
         if tensor is None or tensor.tensor_type.name in _WHOLE_TYPES:
             continue
         type_name = tensor.tensor_type.name
         if type_name in BLOCK_TYPES:
-            raw = torch.from_numpy(tensor.data.copy())[_row_order(name, weight, architecture, model.config)]
+            data = tensor.data if expert is None else tensor.data[expert]
+            raw = torch.from_numpy(data.copy())[_row_order(name, weight, architecture, model.config)]
             if not torch.equal(decode_blocks(type_name, raw, torch.bfloat16).dequantize(), weight):
                 continue
             blocks[name] = raw
         types[name] = type_name
     save_file(blocks, target / BLOCKS_FILE, metadata=types)
+
+
+def _matrices(model: Any) -> Iterator[tuple[str, str, Tensor, int | None]]:
+    """Yield the name in safetensors, the name by which the file's tensor is found, the weight, and the expert's number.
+
+    transformers keeps the matrices of all experts in two tensors. safetensors have a matrix for each expert, and the
+    file a tensor of all experts for each of gate, up and down.
+    """
+    for name, weight in model.state_dict().items():
+        place, _, last = name.rpartition(".mlp.experts.")
+        if not place:
+            yield name, name, weight, None
+            continue
+        kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[last]
+        for expert, matrix in enumerate(weight):
+            for kind, part in zip(kinds, matrix.chunk(len(kinds))):
+                own_name = f"{place}.mlp.experts.{kind}.weight"
+                yield f"{place}.mlp.experts.{expert}.{kind}.weight", own_name, part, expert
 
 
 def _row_order(name: str, weight: Tensor, architecture: str, config: Any) -> Tensor:

@@ -62,7 +62,7 @@ def _add_weights(
 ) -> None:
     def add(name: str, weight: Tensor) -> None:
         data = weight.contiguous().numpy()
-        if quantized is not None and data.ndim == 2:
+        if quantized is not None and data.ndim >= 2 and "gate_inp" not in name:
             writer.add_tensor(name, gguf.quants.quantize(data, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(name, data)
@@ -78,7 +78,7 @@ def _add_weights(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_rope_dimension_count(head_dim)
-    if config.model_type == "qwen3":
+    if config.model_type in ("qwen3", "qwen3_moe"):
         writer.add_key_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     names = {
@@ -95,6 +95,16 @@ def _add_weights(
         "mlp.down_proj": "ffn_down",
     }
     state = reference.state_dict()
+    if config.model_type == "qwen3_moe":
+        names["mlp.gate"] = "ffn_gate_inp"
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        for layer in range(config.num_hidden_layers):
+            place = f"model.layers.{layer}.mlp.experts"
+            gate, up = state.pop(f"{place}.gate_up_proj").chunk(2, dim=1)
+            for name, weight in (("gate", gate), ("up", up), ("down", state.pop(f"{place}.down_proj"))):
+                add(f"blk.{layer}.ffn_{name}_exps.weight", weight)
     add("token_embd.weight", state["model.embed_tokens.weight"])
     add("output_norm.weight", state["model.norm.weight"])
     add("output.weight", state["lm_head.weight"])

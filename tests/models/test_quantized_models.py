@@ -93,6 +93,27 @@ def test_gguf_computes_the_bits_of_the_converted_model(
         assert_same(whole[request], quantized[request], dtype)
 
 
+def test_experts_keep_their_blocks(tmp_path: Path, save_qwen3_moe: Any, paged_contexts: Any) -> None:
+    reference = save_qwen3_moe(
+        vocab_size=261, hidden_size=64, head_dim=32, num_attention_heads=4, moe_intermediate_size=32, mlp_only_layers=[]
+    )
+    source = write_gguf(
+        tmp_path / "tiny.gguf", reference, "qwen3moe", "qwen2", quantized=gguf.GGMLQuantizationType["Q8_0"]
+    )
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    convert_gguf(source, folder)
+    with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
+        assert len(blocks.keys()) == 2 + 3 * (4 + 3 * reference.config.num_experts)
+    whole, quantized = (
+        logits(load(folder, how, torch.float32), paged_contexts, torch.float32) for how in ("none", "gguf")
+    )
+    original = logits(load(tmp_path, "none", torch.float32), paged_contexts, torch.float32)
+    for request in PROMPTS:
+        assert torch.equal(whole[request], quantized[request])
+        assert (whole[request] - original[request]).norm() / original[request].norm() < 0.05
+
+
 def test_int8_is_near_the_whole_model_on_every_backend(
     save_converted: Callable[..., Path], paged_contexts: Any
 ) -> None:
