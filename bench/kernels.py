@@ -142,7 +142,7 @@ def linear_case(
 
 def layers_pass(kernels: Kernels, weights: list[PackedWeight], x: Tensor) -> Callable[[], object]:
     """Compile a pass that multiplies by one weight after the other, each as an operation of its own."""
-    inputs, ids = kernels.pack(x), torch.arange(len(x))
+    packed, ids = kernels.pack(x), torch.arange(len(x))
     nowhere = [LayerState((torch.empty(0),))]
     batch = AttentionBatch((0, len(x)), (len(x),), ())
 
@@ -153,8 +153,10 @@ def layers_pass(kernels: Kernels, weights: list[PackedWeight], x: Tensor) -> Cal
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
+        begin: int = 0,
+        inputs: Sequence[Tensor] = (),
     ) -> Tensor:
-        rows = kernels.embed(token_ids, inputs)
+        rows = kernels.embed(token_ids, packed)
         # rows[:] makes a new tensor each time. Layers with the same input tensor would be joined into one operation.
         return [kernels.linear(rows[:], weight) for weight in weights][-1]
 

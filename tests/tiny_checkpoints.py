@@ -219,6 +219,89 @@ _SMALL: dict[str, object] = {
 }
 
 
+GEMMA4 = {
+    "vocab_size": 103,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "final_logit_softcapping": 3.0,
+    "max_position_embeddings": 4096,
+}
+"""The text of a small Gemma 4."""
+GEMMA4_KINDS: dict[str, dict[str, object]] = {
+    # As in 12B and 31B: full layers have fewer KV heads, and make values of the projection to keys.
+    "dense": {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    # As in E2B: the last layers read the KV of others and have wider MLPs.
+    "edge": {
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 103,
+    },
+    # As in 26B.
+    "experts": {
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
+}
+
+
+@pytest.fixture
+def save_gemma4(tmp_path: Path) -> SaveTiny:
+    """Save a tiny random Gemma 4 of the kind "edge" to tmp_path and return the `transformers` model."""
+    return functools.partial(write_gemma4, tmp_path, "edge")
+
+
+@pytest.fixture
+def save_gemma4_dense(tmp_path: Path) -> SaveTiny:
+    """Save a tiny random Gemma 4 of the kind "dense" to tmp_path and return the `transformers` model."""
+    return functools.partial(write_gemma4, tmp_path, "dense")
+
+
+def write_gemma4(
+    folder: Path, kind: str, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
+) -> transformers.PreTrainedModel:
+    """Save a tiny random Gemma 4 of one of GEMMA4_KINDS to a folder and return the `transformers` model."""
+    config = transformers.Gemma4TextConfig(**{**GEMMA4, **GEMMA4_KINDS[kind], **changes})
+    return _save(transformers.Gemma4ForCausalLM, config, folder, max_shard_size, dtype)
+
+
+def write_gemma4_with_media(
+    folder: Path, kind: str, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
+) -> transformers.PreTrainedModel:
+    """Save a tiny random Gemma 4 for text, images and audio to a folder and return the `transformers` model."""
+    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision = {**tower, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 16, "position_embedding_size": 9}
+    audio = {**tower, "subsampling_conv_channels": [4, 4], "output_proj_dims": 16}
+    config = transformers.Gemma4Config(
+        text_config={**GEMMA4, **GEMMA4_KINDS[kind], **changes}, vision_config=vision, audio_config=audio
+    )
+    return _save(transformers.Gemma4ForConditionalGeneration, config, folder, max_shard_size, dtype)
+
+
+def write_gemma4_unified(
+    folder: Path, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
+) -> transformers.PreTrainedModel:
+    """Save a tiny random unified Gemma 4 to a folder and return the `transformers` model."""
+    text = {**GEMMA4, **GEMMA4_KINDS["dense"], **changes}
+    del text["hidden_size_per_layer_input"]
+    vision = {"mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=text, vision_config=vision, audio_config={"audio_embed_dim": 16}
+    )
+    return _save(transformers.Gemma4UnifiedForConditionalGeneration, config, folder, max_shard_size, dtype)
+
+
 def _save(
     architecture: type[transformers.PreTrainedModel],
     config: transformers.PretrainedConfig,
@@ -237,7 +320,7 @@ def _save(
             scale = 0.2 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model = model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)

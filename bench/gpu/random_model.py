@@ -21,7 +21,7 @@ from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.constraint import Grammars
 from paceline.engine.loading import Loaded
 from paceline.kernels.interface import Kernels, PackedWeight
-from paceline.models.base import CompiledModel
+from paceline.models.compiled import CompiledModel
 from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig, Rope
 from paceline.models.registry import MODELS
 

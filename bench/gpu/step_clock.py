@@ -118,9 +118,10 @@ class WatchedModel:
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> Tensor:
         self._clock.mark_forward()
-        hidden = self._model.forward(token_ids, positions, caches, batch, layers, taps)
+        hidden = self._model.forward(token_ids, positions, caches, batch, layers, taps, wanted)
         self._clock.mark_forward()
         return hidden
 

@@ -131,8 +131,7 @@ class ModelDrafter:
             order = list(left)
             ends = {row: rows.lengths[row] + len(drafts[row]) for row in order}
             inputs = rows.span([(row, starts[row], ends[row]) for row in order])
-            hidden = self._forward(inputs)
-            logits = self._model.logits(hidden[[end - 1 for end in inputs.batch.query_start[1:]]]).values
+            logits = self._model.logits(self._forward(inputs, wanted_of_each=1)).values
             for index, (row, end) in enumerate(ends.items()):
                 fixed = rows.row(row)
                 context = SamplingRow(fixed.sampling, rows.context(row, end), fixed.prompt_len)
@@ -150,10 +149,13 @@ class ModelDrafter:
     def _catch_up(self, rows: Rows, ends: Mapping[int, int]) -> None:
         """Compute the draft model's KV of the tokens before ends[row]."""
         if ends:
-            self._forward(rows.span([(row, rows.drafter_lengths[row], end) for row, end in ends.items()]))
+            spans = [(row, rows.drafter_lengths[row], end) for row, end in ends.items()]
+            self._forward(rows.span(spans), wanted_of_each=0)
             for row, end in ends.items():
                 rows.drafter_lengths[row] = end
 
-    def _forward(self, inputs: Inputs) -> Tensor:
+    def _forward(self, inputs: Inputs, wanted_of_each: int) -> Tensor:
+        """Return the hidden states of the last `wanted_of_each` tokens of each row."""
         batch = inputs.batch.from_group(self._first_group)
-        return self._model.forward(inputs.token_ids, inputs.positions, self._caches, batch, self._layers)
+        wanted = (wanted_of_each,) * len(batch.context_len)
+        return self._model.forward(inputs.token_ids, inputs.positions, self._caches, batch, self._layers, wanted=wanted)

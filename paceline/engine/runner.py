@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -66,9 +67,12 @@ class ModelRunner:
             self._update(step)
             inputs = self._rows.form(step.chunks)
             taps = Taps(self._drafter.taps if self._drafter is not None else ())
+            wanted = _wanted(step.chunks, inputs)
             with self._in_model():
-                hidden = self._model.forward(inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps)
-            results = self._sample(hidden, step.chunks, inputs)
+                hidden = self._model.forward(
+                    inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps, wanted=wanted
+                )
+            results = self._sample(hidden, step.chunks, inputs, wanted)
             verified = time.perf_counter()
             drafted, drafter_lengths = 0, []
             if self._drafter is not None:
@@ -118,30 +122,45 @@ class ModelRunner:
         }
         return drafter.draft(self._rows, wanted) if wanted else 0
 
-    def _sample(self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs) -> list[ChunkResult]:
-        """Score prompts, and choose a token after each input that may be the newest token of its context."""
-        spans = list(zip(inputs.batch.query_start, inputs.batch.query_start[1:]))
+    def _sample(
+        self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs, wanted: Sequence[int]
+    ) -> list[ChunkResult]:
+        """Score prompts, and choose a token after each input that may be the newest token of its context.
+
+        Args:
+            hidden: [sum(wanted), hidden]: of the last wanted[i] tokens of each chunk.
+        """
+        spans = list(pairwise(inputs.batch.query_start))
         chosen_at = [range(end - 1 if not chunk.follows else begin, end) for chunk, (begin, end) in zip(chunks, spans)]
-        wanted = [index for chunk, span in zip(chunks, chosen_at) if chunk.samples for index in span]
         lengths = [start + span.start - begin + 1 for start, span, (begin, _) in zip(inputs.starts, chosen_at, spans)]
+        # What to add to a token's row among the inputs for its row in `hidden`.
+        shifts = [own_end - end for own_end, (_, end) in zip(accumulate(wanted), spans)]
+        places = [
+            (index, index + shift)
+            for chunk, span, shift in zip(chunks, chosen_at, shifts)
+            if chunk.samples
+            for index in span
+        ]
         chosen: dict[int, list[int]] = {}
         rows = hidden
-        if wanted:
-            is_all = len(wanted) == len(hidden)  # true in most steps, which then need no copy
-            logits = self._logits(hidden if is_all else hidden[wanted])
-            token_ids = inputs.token_ids if is_all else inputs.token_ids[wanted]
+        if places:
+            # In most steps these are all rows, and need no copy.
+            own = hidden if len(places) == len(hidden) else hidden[[row for _, row in places]]
+            is_all = len(places) == len(inputs.token_ids)
+            token_ids = inputs.token_ids if is_all else inputs.token_ids[[index for index, _ in places]]
+            logits = self._logits(own)
             chosen = self._choose(logits, token_ids, chunks, lengths, [len(span) for span in chosen_at])
             rows = logits.values
         results, first = [], 0
-        for chunk, span, (begin, _), length in zip(chunks, chosen_at, spans, lengths):
-            scores = self._score(hidden, chunk, begin)
+        for chunk, span, (begin, _), shift, length in zip(chunks, chosen_at, spans, shifts, lengths):
+            scores = self._score(hidden, chunk, begin + shift)
             if not chunk.samples:
                 results.append(ChunkResult(scores=scores))
                 continue
-            own = range(first, first + len(span))
-            first = own.stop
+            drawn = range(first, first + len(span))
+            first = drawn.stop
             try:
-                tokens, accepted = self._verify(rows, own, chunk.row, length, chosen.get(chunk.row))
+                tokens, accepted = self._verify(rows, drawn, chunk.row, length, chosen.get(chunk.row))
             except GrammarError as error:
                 self._rows.append(chunk.row, [], ended=True)
                 results.append(ChunkResult(scores=scores, failure=str(error)))
@@ -266,6 +285,17 @@ class ModelRunner:
             targets = self._rows.token_ids[chunk.row, position + first : position + end].tolist()
             tokens += score(logits, targets, top)
         return tokens
+
+
+def _wanted(chunks: Sequence[Chunk], inputs: Inputs) -> list[int]:
+    """Return for each chunk the number of its last tokens after which somebody needs logits."""
+
+    def of(chunk: Chunk, tokens: int) -> int:
+        if chunk.scored or (chunk.samples and chunk.follows):
+            return tokens
+        return int(chunk.samples)
+
+    return [of(chunk, end - begin) for chunk, (begin, end) in zip(chunks, pairwise(inputs.batch.query_start))]
 
 
 def layer_caches(layout: KVLayout, pool: Tensor) -> list[AnyCache]:

@@ -5,7 +5,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.kernels.interface import GroupTables, HeadNorms, Kernels, LayerCache, Logits, PackedWeight, TokenChooser
+from paceline.kernels.interface import (
+    GroupTables,
+    HeadNorms,
+    Kernels,
+    LayerCache,
+    Logits,
+    NormKind,
+    PackedWeight,
+    TokenChooser,
+)
 
 
 class Composed:
@@ -24,10 +33,10 @@ class Composed:
         return Logits(self.linear(x, weight).float())
 
     def add_rms_norm(
-        self: Kernels, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
+        self: Kernels, x: Tensor, y: Tensor, weight: Tensor, eps: float, kind: NormKind = NormKind.ROUNDED
     ) -> tuple[Tensor, Tensor]:
         total = self.add(x, y)
-        return total, self.rms_norm(total, weight, eps, unit_offset)
+        return total, self.rms_norm(total, weight, eps, kind)
 
     def rotate_and_store(
         self: Kernels,
@@ -41,8 +50,8 @@ class Composed:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         if norms is not None:
-            queries = self.rms_norm(queries, norms.queries, norms.eps, norms.unit_offset)
-            keys = self.rms_norm(keys, norms.keys, norms.eps, norms.unit_offset)
+            queries = self.rms_norm(queries, norms.queries, norms.eps, norms.kind)
+            keys = self.rms_norm(keys, norms.keys, norms.eps, norms.kind)
         queries, keys = self.rotate(queries, cos, sin), self.rotate(keys, cos, sin)
         self.store_kv(keys, values, cache, group)
         return queries

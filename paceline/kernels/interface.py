@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -114,6 +115,17 @@ class Logits:
     """int64 [rows]: the first token with the largest logit of each row; None if the kernel has not found it."""
 
 
+class NormKind(IntEnum):
+    """How `Kernels.rms_norm` multiplies by its weight. Device code has these numbers, too."""
+
+    ROUNDED = 0
+    """x / RMS is rounded to x's dtype, and multiplied in it (Llama)."""
+    UNIT_OFFSET = 1
+    """The factor is 1 + weight, and all is in fp32 (Gemma 1 to 3)."""
+    WIDE = 2
+    """The factor is the weight, and all is in fp32 (Gemma 4)."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Weights [head_dim] and options of the norms of queries and keys over each head; see `Kernels.rms_norm`."""
@@ -121,7 +133,7 @@ class HeadNorms:
     queries: Tensor
     keys: Tensor
     eps: float
-    unit_offset: bool
+    kind: NormKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +185,7 @@ class Taps:
 
 
 class Forward(Protocol):
-    """A model's forward pass; see `paceline.models.base.Model`."""
+    """The forward pass of an architecture; see `paceline.models.base.Architecture`."""
 
     def __call__(
         self,
@@ -183,6 +195,8 @@ class Forward(Protocol):
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
+        begin: int = 0,
+        inputs: Sequence[Tensor] = (),
     ) -> Tensor: ...
 
 
@@ -238,14 +252,11 @@ class Kernels(ExpertKernels, HeadKernels, Protocol):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Return x * factor, rounded to x's dtype."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension.
-
-        With unit_offset the factor is 1 + weight, all in fp32 (Gemma). Without, the product is in x's dtype (Llama).
-        """
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, kind: NormKind = NormKind.ROUNDED) -> Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension; `kind` says how it is rounded."""
 
     def add_rms_norm(
-        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
+        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, kind: NormKind = NormKind.ROUNDED
     ) -> tuple[Tensor, Tensor]:
         """Return x + y and the norm of this sum, with the bits of `add` and then `rms_norm`."""
 
@@ -311,7 +322,10 @@ class Kernels(ExpertKernels, HeadKernels, Protocol):
         """Return silu(gate) * up, elementwise."""
 
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return gelu(gate) * up, elementwise, with gelu in its tanh form."""
+        """Return gelu(gate) * up, elementwise, with gelu in its tanh form.
+
+        Both are [tokens, size]. Rows of `up` may be apart from each other.
+        """
 
     def causal_conv(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.turns import Turns
 from paceline.kernels.composed import Composed
-from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, PackedWeight
+from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, NormKind, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference_experts import ReferenceExperts
 
@@ -51,12 +51,13 @@ class ReferenceKernels(ReferenceExperts, Composed):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, kind: NormKind = NormKind.ROUNDED) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        if unit_offset:
-            return (normed * (1.0 + weight.float())).to(x.dtype)
-        return normed.to(x.dtype) * weight
+        if kind == NormKind.ROUNDED:
+            return normed.to(x.dtype) * weight
+        offset = 1.0 if kind == NormKind.UNIT_OFFSET else 0.0
+        return (normed * (offset + weight.float())).to(x.dtype)
 
     def rotation(
         self,

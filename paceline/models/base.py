@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape, divide_groups, state_groups
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, PackedWeight, Taps
+from paceline.kernels.interface import AnyCache, AttentionBatch, Logits, PackedWeight, Taps
 from paceline.models.model_config import LayerType, ModelConfig, ModelFacts
 
 
@@ -70,9 +70,12 @@ class Weights(Protocol):
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         """Return the matrices of a tensor that holds those of all experts, each packed by itself: [part][expert]."""
 
+    def take_table(self, name: str, rows: int, size: int) -> Tensor:
+        """Return the matrix of this name as the checkpoint has it: mapped, in its own dtype, not on the device."""
 
-class Model(Protocol):
-    """An architecture with its weights. Call it under `torch.inference_mode()`."""
+
+class _Parts(Protocol):
+    """What the engine and the loader both know of a model."""
 
     @property
     def config(self) -> ModelFacts: ...
@@ -82,6 +85,22 @@ class Model(Protocol):
     layer_groups: tuple[int, ...]
     """The group of each layer, as an index into `group_shapes`."""
 
+    def logits(self, hidden: Tensor) -> Logits:
+        """Return the logits of the token after each of hidden [n, hidden]."""
+
+
+class Architecture(_Parts, Protocol):
+    """A model file's class: an architecture with its weights. Its kernels may compile its forward pass."""
+
+    unread: Sequence[str]
+    """Beginnings of the names of tensors that a checkpoint may have and that the model does not read."""
+
+    def lookups(self, token_ids: Tensor, begin: int, layers: int | None) -> Sequence[Tensor]:
+        """Return what layers [begin, layers) read of these tokens from tables that are not on the device.
+
+        The result is [tokens, ...] for each table, on the device of int64 token_ids [tokens].
+        """
+
     def forward(
         self,
         token_ids: Tensor,
@@ -90,6 +109,32 @@ class Model(Protocol):
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
+        begin: int = 0,
+        inputs: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Compute the tokens of one step and store their KV. See `Model.forward`.
+
+        Args:
+            begin: first layer to run.
+            inputs: the result of `lookups`, and, if `begin` is not 0, the hidden states after `begin` layers.
+
+        Returns:
+            Hidden states after the final norm, [tokens, hidden] in the model's dtype.
+        """
+
+
+class Model(_Parts, Protocol):
+    """A model as the engine uses it. Call it under `torch.inference_mode()`."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[AnyCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
+        taps: Taps | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> Tensor:
         """Compute the tokens of one step and store their KV.
 
@@ -97,31 +142,23 @@ class Model(Protocol):
             token_ids, positions: int64 [tokens].
             caches: one for each layer.
             layers: number of layers to run, from the first; None runs all.
-            taps: gets the hidden states after chosen layers.
+            taps: gets the hidden states of all tokens after chosen layers.
+            wanted: [requests]: number of last tokens of each request whose result is wanted; None wants all tokens.
+                Other tokens stop before the layers at the model's end that have no KV of their own.
 
         Returns:
-            Hidden states after the final norm, [tokens, hidden] in the model's dtype.
+            Hidden states after the final norm, [wanted tokens, hidden] in the model's dtype.
         """
-
-    def logits(self, hidden: Tensor) -> Logits:
-        """Return the logits of the token after each of hidden [n, hidden]."""
-
-
-class CompiledModel:
-    """A model whose kernels compile its forward pass: they record it, or capture CUDA graphs. See `Model`."""
-
-    def __init__(self, model: Model, kernels: Kernels) -> None:
-        self.config = model.config
-        self.group_shapes = model.group_shapes
-        self.layer_groups = model.layer_groups
-        self.logits = model.logits
-        compiles = kernels.compiles_states or not any(shape.state for shape in model.group_shapes)
-        self.forward = kernels.compile(model.forward) if compiles else model.forward
 
 
 def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
-    """Return the KV groups of a model whose layers differ only in their type, and the group index of each layer."""
+    """Return the KV groups of a model whose layers differ only in their type, and the group index of each layer.
+
+    A layer that reads the KV of another layer is a reader in this layer's group.
+    """
     kinds = sorted({kind for kind in config.layer_types if kind != "mamba"}, reverse=True)
+    sources = config.kv_sources
+    storing = [layer for layer in range(config.num_layers) if layer not in sources]
     # Layers of two types whose caches have the same shape are one group.
     by_cache: dict[tuple[int, int, int, int], list[LayerType]] = {}
     for kind in kinds:
@@ -131,11 +168,12 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
     shapes = tuple(
         GroupShape(
             name="-".join(own_kinds),
-            layers=tuple(layer for layer, kind in enumerate(config.layer_types) if kind in own_kinds),
+            layers=tuple(layer for layer in storing if config.layer_types[layer] in own_kinds),
             kv_heads=kv_heads,
             head_dim=head_dim,
             window=window,
             planes=planes,
+            readers=tuple(pair for pair in sources.items() if config.layer_types[pair[1]] in own_kinds),
         )
         for (kv_heads, head_dim, window, planes), own_kinds in by_cache.items()
     )
@@ -146,5 +184,5 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
         shapes += state_groups("mamba", recurrent, state, shapes)
     else:
         shapes = divide_groups(shapes)
-    group_of = {layer: index for index, shape in enumerate(shapes) for layer in shape.layers}
+    group_of = {layer: index for index, shape in enumerate(shapes) for layer in (*shape.layers, *dict(shape.readers))}
     return shapes, tuple(group_of[layer] for layer in range(config.num_layers))

@@ -18,6 +18,7 @@ from paceline.kernels.interface import (
     LayerCache,
     LayerState,
     Logits,
+    NormKind,
     PackedWeight,
     Taps,
 )
@@ -69,19 +70,19 @@ class RMSNorm:
     """Root mean square norm over the last dimension."""
 
     def __init__(
-        self, weights: Weights, place: str, size: int, eps: float, kernels: Kernels, unit_offset: bool = False
+        self, weights: Weights, place: str, size: int, eps: float, kernels: Kernels, kind: NormKind = NormKind.ROUNDED
     ) -> None:
         self._weight = weights.take(f"{place}.weight", size)
         self._eps = eps
-        self._unit_offset = unit_offset
+        self._kind = kind
         self._kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.rms_norm(x, self._weight, self._eps, self._unit_offset)
+        return self._kernels.rms_norm(x, self._weight, self._eps, self._kind)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + y, and the norm of this sum."""
-        return self._kernels.add_rms_norm(x, y, self._weight, self._eps, self._unit_offset)
+        return self._kernels.add_rms_norm(x, y, self._weight, self._eps, self._kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +93,15 @@ class AttentionStep:
     """None if queries and keys are not rotated by their positions."""
     batch: AttentionBatch
     group: GroupTables
+    layer_input: Tensor | None = None
+    """[tokens, ...]: what only this layer reads of each token, in models that have this."""
 
 
 class Attention:
     """Grouped-query attention over the paged cache, with optional norms of queries and keys.
 
     Args:
-        unit_offset: queries and keys have norms (`q_norm` and `k_norm`), and this is their `unit_offset`; None if they
-            have none.
+        norms: the kind of the norms of queries and keys (`q_norm` and `k_norm`); None if they have none.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Attention:
         weights: Weights,
         place: str,
         kernels: Kernels,
-        unit_offset: bool | None = None,
+        norms: NormKind | None = None,
     ) -> None:
         own, hidden = config.attention[kind], config.hidden_size
         self._config = own
@@ -127,12 +129,12 @@ class Attention:
         )
         self._sinks = weights.take(f"{place}.sinks", own.num_heads).float() if own.sinks else None
         self._norms: HeadNorms | None = None
-        if unit_offset is not None:
+        if norms is not None:
             order = rotary_order(own.rope, 1, own.head_dim)
             q_norm, k_norm = (weights.take(f"{place}.{name}.weight", own.head_dim) for name in ("q_norm", "k_norm"))
             if order is not None:
                 q_norm, k_norm = q_norm[order], k_norm[order]
-            self._norms = HeadNorms(q_norm, k_norm, config.norm_eps, unit_offset)
+            self._norms = HeadNorms(q_norm, k_norm, config.norm_eps, norms)
 
     def __call__(self, x: Tensor, cache: AnyCache, step: AttentionStep) -> Tensor:
         own, kernels = self._config, self._kernels
@@ -220,9 +222,9 @@ class GatedMLP:
 class Embedding:
     """The token embedding and the projection of hidden states to logits, which may share one matrix."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, place: str = "model") -> None:
         shape = (config.vocab_size, config.hidden_size)
-        self._embedding = weights.take_packed("model.embed_tokens.weight", *shape)
+        self._embedding = weights.take_packed(f"{place}.embed_tokens.weight", *shape)
         tied = config.tie_word_embeddings
         self._head = self._embedding if tied else weights.take_packed("lm_head.weight", *shape)
         self._softcap = config.logit_softcap
@@ -272,22 +274,24 @@ def run_layers(
     caches: Sequence[AnyCache],
     steps: Sequence[AttentionStep],
     taps: Taps | None,
+    begin: int = 0,
 ) -> Tensor:
     """Run layers one after another and return [tokens, hidden] after `last_norm`.
 
     One pass over memory adds the output of a layer to the residual stream and applies the next layer's norm.
 
     Args:
-        x: [tokens, hidden], the embedded tokens.
+        x: [tokens, hidden], the embedded tokens, or the residual stream after `begin` layers.
         caches: one for each layer.
         steps: the attention inputs of each layer.
         taps: gets the hidden states after chosen layers.
+        begin: number of the model's layers before `layers`.
     """
     taps = taps or Taps()
-    taps.see(0, x)
+    taps.see(begin, x)
     norms = [*(layer.norm for layer in layers[1:]), last_norm]
     normed = layers[0].norm(x)
-    for depth, (layer, next_norm, cache, step) in enumerate(zip(layers, norms, caches, steps), 1):
+    for depth, (layer, next_norm, cache, step) in enumerate(zip(layers, norms, caches, steps), begin + 1):
         x, normed = layer(x, normed, next_norm, cache, step)
         taps.see(depth, x)
     return normed

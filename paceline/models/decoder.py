@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, Taps
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, NormKind, Taps
 from paceline.models.base import Weights, kv_groups
 from paceline.models.blocks import AttentionStep, Embedding, Layer, RMSNorm, run_layers
 from paceline.models.model_config import LayerType, ModelConfig
@@ -17,12 +17,15 @@ MakeLayer = Callable[[LayerType, str], Layer]
 
 
 class Decoder:
-    """A decoder of transformer layers; see `Model`. An architecture is a subclass that says how to make a layer.
+    """A decoder of transformer layers; see `Architecture`, which is a subclass that says how to make a layer.
 
     Args:
-        unit_offset: see `RMSNorm`, for the norm after the last layer.
+        norm_kind: of the norm after the last layer.
         embedding_scale: factor on the embeddings.
+        place: prefix of the names of all tensors but the head's.
     """
+
+    unread: Sequence[str] = ()
 
     def __init__(
         self,
@@ -30,16 +33,20 @@ class Decoder:
         weights: Weights,
         kernels: Kernels,
         make_layer: MakeLayer,
-        unit_offset: bool = False,
+        norm_kind: NormKind = NormKind.ROUNDED,
         embedding_scale: float = 1.0,
+        place: str = "model",
     ) -> None:
         self.config = config
         self.group_shapes, self.layer_groups = kv_groups(config)
-        self._embedding = Embedding(config, weights, kernels)
+        self._embedding = Embedding(config, weights, kernels, place)
         self._embedding_scale = embedding_scale
-        self._layers = [make_layer(kind, f"model.layers.{layer}") for layer, kind in enumerate(config.layer_types)]
-        self._norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps, kernels, unit_offset)
+        self._layers = [make_layer(kind, f"{place}.layers.{layer}") for layer, kind in enumerate(config.layer_types)]
+        self._norm = RMSNorm(weights, f"{place}.norm", config.hidden_size, config.norm_eps, kernels, norm_kind)
         self._rotary = Rotary(config, self._embedding.device, kernels)
+
+    def lookups(self, token_ids: Tensor, begin: int, layers: int | None) -> Sequence[Tensor]:
+        return ()
 
     def forward(
         self,
@@ -49,14 +56,35 @@ class Decoder:
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
+        begin: int = 0,
+        inputs: Sequence[Tensor] = (),
     ) -> Tensor:
+        embedded = self._embedding.embed(token_ids, self._embedding_scale)
+        x = inputs[-1] if begin else embedded
+        steps = self._steps(embedded, positions, batch, begin, layers, inputs)
+        own = slice(begin, layers)
+        return run_layers(self._layers[own], self._norm, x, caches[own], steps, taps, begin)
+
+    def _steps(
+        self,
+        embedded: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        begin: int,
+        layers: int | None,
+        inputs: Sequence[Tensor],
+    ) -> list[AttentionStep]:
+        """Return the attention inputs of layers [begin, layers).
+
+        Args:
+            embedded: [tokens, hidden], the embedded tokens.
+            inputs: see `Architecture.forward`.
+        """
         rotations = self._rotary(positions)
-        steps = [
+        return [
             AttentionStep(rotations.get(kind), batch, batch.groups[group])
-            for kind, group in zip(self.config.layer_types, self.layer_groups)
+            for kind, group in zip(self.config.layer_types[begin:layers], self.layer_groups[begin:layers])
         ]
-        x = self._embedding.embed(token_ids, self._embedding_scale)
-        return run_layers(self._layers[:layers], self._norm, x, caches, steps, taps)
 
     def logits(self, hidden: Tensor) -> Logits:
         return self._embedding.logits(hidden)

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, Kernels
+from paceline.kernels.interface import AnyCache, Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm
 from paceline.models.decoder import Decoder
@@ -22,16 +22,17 @@ class Gemma3(Decoder):
             weights,
             kernels,
             lambda kind, place: _Layer(config, kind, weights, place, kernels),
-            unit_offset=True,
+            norm_kind=NormKind.UNIT_OFFSET,
             embedding_scale=config.hidden_size**0.5,
         )
 
 
 class _Layer:
     def __init__(self, config: ModelConfig, kind: LayerType, weights: Weights, place: str, kernels: Kernels) -> None:
-        norm = partial(RMSNorm, size=config.hidden_size, eps=config.norm_eps, kernels=kernels, unit_offset=True)
+        kind_of_norm = NormKind.UNIT_OFFSET
+        norm = partial(RMSNorm, size=config.hidden_size, eps=config.norm_eps, kernels=kernels, kind=kind_of_norm)
         self.norm = norm(weights, f"{place}.input_layernorm")
-        self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels, unit_offset=True)
+        self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels, norms=kind_of_norm)
         self._post_attention = norm(weights, f"{place}.post_attention_layernorm")
         self._pre_mlp = norm(weights, f"{place}.pre_feedforward_layernorm")
         self._mlp = GatedMLP(config, weights, f"{place}.mlp", kernels)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, Kernels
+from paceline.kernels.interface import AnyCache, Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm
 from paceline.models.decoder import Decoder
@@ -51,9 +51,9 @@ class _Layer:
         head_norms: bool,
         make_mlp: MakeMLP,
     ) -> None:
-        size, eps, unit_offset = config.hidden_size, config.norm_eps, False if head_norms else None
+        size, eps, norms = config.hidden_size, config.norm_eps, NormKind.ROUNDED if head_norms else None
         self.norm = RMSNorm(weights, f"{place}.input_layernorm", size, eps, kernels)
-        self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels, unit_offset)
+        self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels, norms)
         self._mlp_norm = RMSNorm(weights, f"{place}.post_attention_layernorm", size, eps, kernels)
         self._mlp = make_mlp(f"{place}.mlp")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,8 @@ from paceline.core.errors import ModelError
 from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 from paceline.models import mxfp4
-from paceline.models.base import CompiledModel, FusedExperts, Model
+from paceline.models.base import Architecture, FusedExperts, Model
+from paceline.models.compiled import CompiledModel
 from paceline.models.config import implementation, read_config
 from paceline.models.folder import weight_files
 from paceline.models.identity import model_identity
@@ -27,6 +29,8 @@ from paceline.models.registry import MODELS
 
 _NAMED_AT_MOST = 5
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -56,12 +60,13 @@ def load_model(
         return load_transformers(path, dtype, kernels, device, packed_dir, quantization, trust_remote_code)
     config = read_config(path)
 
-    def build(pack: Pack) -> Model:
+    def build(pack: Pack) -> Architecture:
         checkpoint = Checkpoint(weight_files(path), dtype, device, pack)
         weights = quantized(checkpoint, path, quantization, kernels)
         model = MODELS[config.architecture](config, weights, kernels)
         layers = range(config.num_layers, config.num_layers + config.unused_layers)
-        checkpoint.finish(("lm_head.weight",) * config.tie_word_embeddings, tuple(f"model.layers.{n}." for n in layers))
+        unread = (*model.unread, *(f"model.layers.{layer}." for layer in layers))
+        checkpoint.finish((*unread, *(("lm_head.weight",) if config.tie_word_embeddings else ())))
         return model
 
     pack: Pack = partial(_pack, kernels)
@@ -92,12 +97,11 @@ class Checkpoint:
         self._misshaped: list[str] = []
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        tensor = self._view(name, *shape)
+        tensor = self.take_table(name, *shape)
         # A vector is copied, because a view of it would keep its whole file in memory.
         return tensor if tensor.is_meta else tensor.to(self._device, dtype or self.dtype, copy=tensor.dim() == 1)
 
-    def _view(self, name: str, *shape: int, dtypes: Sequence[torch.dtype] = _FLOATS) -> Tensor:
-        """Return a tensor in the memory of its file; one on the meta device if there is none of this shape."""
+    def take_table(self, name: str, *shape: int, dtypes: Sequence[torch.dtype] = _FLOATS) -> Tensor:
         if name not in self._file_of:
             self._missing.append(name)
             return torch.empty(shape, device="meta")
@@ -143,14 +147,14 @@ class Checkpoint:
         if f"{name}{mxfp4.BLOCKS}" in self._file_of:
             yield from self._mxfp4_parts(name, replace(shape, transposed=False))
             return
-        for matrix in self._view(name, *shape.shape):
+        for matrix in self.take_table(name, *shape.shape):
             yield shape.parts(matrix if matrix.is_meta else matrix.to(self._device, self.dtype))
 
     def _mxfp4_parts(self, name: str, shape: FusedExperts) -> Iterator[Sequence[Tensor | QuantizedMatrix]]:
         experts, size_out, size_in = shape.shape
         counts = (experts, size_out, -(-size_in // BLOCK))
-        blocks = self._view(f"{name}{mxfp4.BLOCKS}", *counts, mxfp4.BLOCK_BYTES, dtypes=(torch.uint8,))
-        scales = self._view(f"{name}{mxfp4.SCALES}", *counts, dtypes=(torch.uint8,))
+        blocks = self.take_table(f"{name}{mxfp4.BLOCKS}", *counts, mxfp4.BLOCK_BYTES, dtypes=(torch.uint8,))
+        scales = self.take_table(f"{name}{mxfp4.SCALES}", *counts, dtypes=(torch.uint8,))
         if blocks.is_meta or scales.is_meta:
             yield from (shape.parts(torch.empty(size_out, size_in, device="meta")) for _ in range(experts))
             return
@@ -166,22 +170,20 @@ class Checkpoint:
         if self._file_of.pop(name, None) is None:
             self._missing.append(name)
 
-    def finish(self, may_remain: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> None:
+    def finish(self, unread: Sequence[str] = ()) -> None:
         """Close the files.
 
         Args:
-            may_remain: names of tensors that need not be taken.
-            unused: beginnings of names of tensors that need not be taken.
+            unread: beginnings of the names of tensors that the model does not read.
 
         Raises:
             ModelError: names the tensors that are missing, have another shape, or were not taken.
         """
         # Old checkpoints hold rotary frequencies, which are computed from the config here.
-        surplus = [
-            name
-            for name in self._file_of
-            if name not in may_remain and not name.startswith(unused) and not name.endswith("rotary_emb.inv_freq")
-        ]
+        left = [name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")]
+        surplus = [name for name in left if not name.startswith(tuple(unread))]
+        if known := [name for name in left if name not in surplus]:
+            log.info("%d tensors of the checkpoint are not used by this model: %s", len(known), _enumerate(known))
         self._file_of.clear()
         complaints = [
             f"{what}: {_enumerate(names)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from paceline.core.experts import ExpertActivation, Routing
@@ -18,7 +18,9 @@ class Rope:
     """Rotary embedding of one type of layer."""
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
+    """With "proportional", the first `rotated_dims` / 2 pairs of dimensions i and i + head_dim / 2 turn, as in a head
+    that is rotated as a whole."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     """For kind "llama3" only, as is `high_freq_factor`."""
@@ -139,6 +141,20 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma4:
+    """What only Gemma 4 has."""
+
+    values_from_keys: tuple[LayerType, ...]
+    """Types of layers whose values are made of the projection to keys."""
+    reader_intermediate_size: int
+    """Width of the MLP in layers without KV of their own."""
+    layer_input_size: int
+    """Elements of a token that only one layer reads, for each layer; 0 if there are none."""
+    layer_input_vocab_size: int
+    """Rows of the table from which they come."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The configuration of a model: all that its model file and the engine know of the checkpoint."""
 
@@ -164,6 +180,9 @@ class ModelConfig:
     """The experts of layers; None if there are none."""
     unused_layers: int = 0
     """Layers that the checkpoint has after the model's, to predict several tokens. They are not loaded."""
+    gemma4: Gemma4 | None = None
+    kv_sources: Mapping[int, int] = field(default_factory=dict)
+    """The layers without KV of their own, and for each the layer whose KV it reads."""
     mlp_bias: bool = False
     logit_softcap: float = 0.0
     """Bound of logits: they become bound * tanh(logits / bound); 0 is off."""
@@ -175,3 +194,8 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layer_types)
+
+    @property
+    def storing_layers(self) -> int:
+        """Number of layers up to the last one with KV or a state of its own."""
+        return 1 + max(layer for layer in range(self.num_layers) if layer not in self.kv_sources)

@@ -44,7 +44,7 @@ class Int8Weights:
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
         self._checkpoint = checkpoint
         self._kernels = kernels
-        self.take = checkpoint.take
+        self.take, self.take_table = checkpoint.take, checkpoint.take_table
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self._checkpoint.take(name, *shape)
@@ -84,7 +84,7 @@ class GgufWeights:
         self._checkpoint = checkpoint
         self._file = file
         self._kernels = kernels
-        self.take = checkpoint.take
+        self.take, self.take_table = checkpoint.take, checkpoint.take_table
         # No architecture that we convert has such matrices.
         self.take_packed_parts = checkpoint.take_packed_parts
         self.take_packed_derived = checkpoint.take_packed_derived

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, Kernels
+from paceline.kernels.interface import AnyCache, Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, Layer, RMSNorm
 from paceline.models.decoder import Decoder
@@ -30,7 +30,7 @@ class _Layer:
     ) -> None:
         size, eps, mlp = config.hidden_size, config.norm_eps, f"{place}.mlp"
         self.norm = RMSNorm(weights, f"{place}.input_layernorm", size, eps, kernels)
-        self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels, unit_offset=False)
+        self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels, norms=NormKind.ROUNDED)
         self._mlp_norm = RMSNorm(weights, f"{place}.post_attention_layernorm", size, eps, kernels)
         self._mlp: GatedMLP | MixtureOfExperts
         if is_dense:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from paceline.kernels.interface import Kernels
-from paceline.models.base import Model, Weights
+from paceline.models.base import Architecture, Weights
 from paceline.models.deepseek import Deepseek
 from paceline.models.gemma3 import Gemma3
+from paceline.models.gemma4 import Gemma4
 from paceline.models.gpt_oss import GptOss
 from paceline.models.granite_hybrid import GraniteHybrid
 from paceline.models.llama import Llama
@@ -16,7 +17,7 @@ from paceline.models.mixtral import Mixtral
 from paceline.models.model_config import ModelConfig
 from paceline.models.qwen3_moe import Qwen3Moe
 
-MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Model]] = {
+MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Architecture]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Llama,
     "MinistralForCausalLM": Llama,
@@ -32,4 +33,8 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Model]] = {
     "GraniteMoeForCausalLM": GraniteHybrid,
     "MixtralForCausalLM": Mixtral,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "Gemma4ForCausalLM": Gemma4,
+    "Gemma4ForConditionalGeneration": Gemma4,
+    "Gemma4UnifiedForCausalLM": Gemma4,
+    "Gemma4UnifiedForConditionalGeneration": Gemma4,
 }

@@ -57,7 +57,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     Pairs that are not rotated come last and have 0.
     """
     rotated = rope.rotated_dims or head_dim
-    spread = rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    turned = head_dim if rope.kind == "proportional" else rotated
+    spread = rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / turned)
     return F.pad(_scaled(spread, rope), (0, (head_dim - rotated) // 2))
 
 
@@ -74,7 +75,7 @@ def _scaled(spread: Tensor, rope: Rope) -> Tensor:
         kept = 1.0 - _yarn_slowing(rope, len(spread))
         return (1.0 / (rope.factor * spread)) * (1.0 - kept) + frequencies * kept
     slowed = frequencies / rope.factor
-    if rope.kind == "linear":
+    if rope.kind in ("linear", "proportional"):
         return slowed
     turns = rope.original_max_position * frequencies / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -102,8 +103,9 @@ def rotary_order(rope: Rope | None, heads: int, head_dim: int) -> Sequence[int] 
 
     Kernels rotate dimension i of a head together with dimension i + head_dim / 2. Some checkpoints pair neighbours, and
     some rotate only a head's first dimensions. Queries and keys in another order have the same products.
+    "proportional" needs no other order: it turns the first pairs (i, i + head_dim / 2).
     """
-    if rope is None or not (rope.interleaved or rope.rotated_dims):
+    if rope is None or rope.kind == "proportional" or not (rope.interleaved or rope.rotated_dims):
         return None
     rotated = rope.rotated_dims or head_dim
     pairs = [(i, i + 1) if rope.interleaved else (i // 2, (i + rotated) // 2) for i in range(0, rotated, 2)]

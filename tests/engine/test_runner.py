@@ -112,7 +112,7 @@ class Bench:
                     self.pool.view(-1, self.layout.slot_bytes // 4)[slot] = float("nan")
 
 
-@pytest.fixture(params=["llama", "gemma3", "granite_hybrid", "deepseek_v2"])
+@pytest.fixture(params=["llama", "gemma3", "granite_hybrid", "deepseek_v2", "gemma4"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Model, transformers.PreTrainedModel]:
     """A tiny model, loaded by Paceline, and the reference that saved it."""
     reference = request.getfixturevalue(f"save_{request.param}")()

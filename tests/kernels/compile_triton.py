@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import KernelParam
 
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import AttentionBatch, Draw, GroupTables, HeadNorms, Kernels, view_pool
+from paceline.kernels.interface import AttentionBatch, Draw, GroupTables, HeadNorms, Kernels, NormKind, view_pool
 from paceline.kernels.triton_kernels.blocks import pack_blocks, unpack_blocks
 
 ARCHITECTURES = (80, 90)
@@ -35,11 +35,12 @@ def launches(
     head_dim: int,
     window: int,
     softcap: float,
-    dtype: torch.dtype,
+    norms: NormKind = NormKind.ROUNDED,
+    head_norms: bool = False,
     sinks: bool = False,
     planes: int = 2,
 ) -> list[Launch]:
-    """Return the launches of a layer of this shape for a step with a prompt and a long context."""
+    """Return the launches of a layer of this shape for a step with a prompt and a long context, in bf16."""
     recorded: list[Launch] = []
 
     def record(kernel: triton.JITFunction, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
@@ -47,12 +48,12 @@ def launches(
 
     triton.JITFunction.run = record
     kernels = select_kernels(torch.device("cuda"), "triton-invariant")
-    tokens, hidden = 101, heads * head_dim
+    tokens, hidden, dtype = 101, heads * head_dim, torch.bfloat16
     with torch.device("meta"):
         x, weight = torch.empty(tokens, hidden, dtype=dtype), torch.empty(hidden, hidden, dtype=dtype)
         queries = kernels.linear(x, weight, x[0]).view(tokens, heads, head_dim)
-        kernels.rms_norm(x, weight[0], 1e-5, unit_offset=softcap != 0)
-        kernels.add_rms_norm(x, x, weight[0], 1e-5, unit_offset=softcap != 0)
+        kernels.rms_norm(x, weight[0], 1e-5, norms)
+        kernels.add_rms_norm(x, x, weight[0], 1e-5, norms)
         kernels.silu_and_mul(x, x)
         kernels.gelu_tanh_and_mul(x, x)
         angles = torch.empty(tokens, head_dim)
@@ -64,8 +65,9 @@ def launches(
         group = GroupTables(16, window, torch.empty(2, 200, dtype=torch.int32), places, places)
         keys = torch.empty(tokens, kv_heads, head_dim, dtype=dtype)
         kernels.store_kv(keys, keys, cache[0], group)
-        norms = HeadNorms(weight[0, :head_dim], weight[0, :head_dim], 1e-5, unit_offset=True) if softcap else None
-        kernels.rotate_and_store(queries, keys, keys, angles, angles, cache[0], group, norms)
+        factors = weight[0, :head_dim]
+        own = HeadNorms(factors, factors, 1e-5, norms) if head_norms else None
+        kernels.rotate_and_store(queries, keys, keys, angles, angles, cache[0], group, own)
         batch = AttentionBatch((0, 100, 101), (100, 3000), (group,))
         own_sinks = torch.empty(heads) if sinks else None
         kernels.attention(queries, cache[0], batch, group, head_dim**-0.5, softcap, own_sinks)
@@ -117,15 +119,17 @@ def _type_of(value: object) -> str:
 
 
 def main() -> None:
-    llama = launches(32, 8, 128, 0, 0.0, torch.bfloat16)
-    differing = ("attend", "rotate_and_store")
-    gemma = [launch for launch in launches(4, 1, 256, 512, 50.0, torch.bfloat16) if launch[0].__name__ in differing]
-    gpt_oss = launches(64, 8, 64, 128, 0.0, torch.bfloat16, sinks=True)
+    llama = launches(32, 8, 128, 0, 0.0)
+    differing = ("rms_norm", "add_rms_norm", "attend", "combine", "rotate", "rotate_and_store")
+    gemma3 = launches(4, 1, 256, 512, 50.0, NormKind.UNIT_OFFSET, head_norms=True)
+    gemma4 = launches(8, 1, 512, 0, 0.0, NormKind.WIDE, head_norms=True)
+    gemma = [launch for launch in gemma3 + gemma4 if launch[0].__name__ in differing]
+    gpt_oss = launches(64, 8, 64, 128, 0.0, sinks=True)
     gpt_oss = [launch for launch in gpt_oss if launch[0].__name__ in ("attend", "combine")]
     # The queries of all heads are tokens of one KV head here, whose vectors are keys and values.
     deepseek = [
         launch
-        for launch in launches(16, 1, 576, 0, 0.0, torch.bfloat16, planes=1)
+        for launch in launches(16, 1, 576, 0, 0.0, planes=1)
         if launch[0].__name__ in ("attend", "combine", "store_kv", "matmul")
     ]
     for launch in llama + gemma + gpt_oss + deepseek:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels
+from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, NormKind
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 
@@ -94,8 +94,7 @@ def test_operations_on_rows_give_a_row_the_same_bits_beside_any_others(
         return kernels.rotate(heads[rows], *kernels.rotation(positions[rows], frequencies, 1.3, 0.1, 100))
 
     operations: list[Callable[[Kernels, slice], Tensor]] = [
-        lambda kernels, rows: kernels.rms_norm(x[rows], weight, 1e-5),
-        lambda kernels, rows: kernels.rms_norm(x[rows], weight, 1e-5, unit_offset=True),
+        *(lambda kernels, rows, kind=kind: kernels.rms_norm(x[rows], weight, 1e-5, kind) for kind in NormKind),
         lambda kernels, rows: kernels.silu_and_mul(x[rows], y[rows]),
         lambda kernels, rows: kernels.gelu_tanh_and_mul(x[rows], y[rows]),
         lambda kernels, rows: kernels.add(x[rows], y[rows]),

@@ -143,9 +143,7 @@ def test_layers_of_both_forms_are_replayed(kernels: NativeKernels, paged_case: A
     weights = [kernels.pack(matrix.to(BF16)) for matrix in matrices]
     assert [weight.format for weight in weights] == [COMPRESSED, None, COMPRESSED, COMPRESSED]
 
-    def forward(
-        token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: Any = None, taps: Any = None
-    ) -> Tensor:
+    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, *_: Any) -> Tensor:
         x = kernels.embed(token_ids, embedding)
         first, *others = [kernels.linear(x, own) for own in weights]
         for other in others:

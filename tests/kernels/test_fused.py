@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import GroupTables, HeadNorms, Kernels, LayerCache, view_pool
+from paceline.kernels.interface import GroupTables, HeadNorms, Kernels, LayerCache, NormKind, view_pool
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAN = float("nan")
@@ -23,16 +23,16 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("kind", NormKind)
 @pytest.mark.parametrize("shape", [(1, 63), (5, 60), (3, 576), (2, 1100), (0, 64)])
 def test_add_rms_norm_is_add_and_then_rms_norm(
-    kernels: Kernels, shape: tuple[int, int], unit_offset: bool, dtype: torch.dtype
+    kernels: Kernels, shape: tuple[int, int], kind: NormKind, dtype: torch.dtype
 ) -> None:
     x, y, weight = poisoned(*shape, dtype=dtype), poisoned(*shape, dtype=dtype), torch.randn(shape[1]).to(dtype)
     before = x.clone()
-    total, normed = kernels.add_rms_norm(x, y, weight, 1e-5, unit_offset)
+    total, normed = kernels.add_rms_norm(x, y, weight, 1e-5, kind)
     assert torch.equal(total, kernels.add(x, y))
-    assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-5, unit_offset))
+    assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-5, kind))
     assert torch.equal(x, before)
     assert not normed.isnan().any()
 
@@ -49,18 +49,18 @@ def one_by_one(
     kernels: Kernels, queries: Tensor, keys: Tensor, values: Tensor, angles: Any, *rest: Any, norms: HeadNorms | None
 ) -> Tensor:
     if norms is not None:
-        queries = kernels.rms_norm(queries, norms.queries, norms.eps, norms.unit_offset)
-        keys = kernels.rms_norm(keys, norms.keys, norms.eps, norms.unit_offset)
+        queries = kernels.rms_norm(queries, norms.queries, norms.eps, norms.kind)
+        keys = kernels.rms_norm(keys, norms.keys, norms.eps, norms.kind)
     kernels.store_kv(kernels.rotate(keys, *angles), values, *rest)
     return kernels.rotate(queries, *angles)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norms", [None, False, True], ids=["no norms", "norms", "norms with unit offset"])
+@pytest.mark.parametrize("norms", [None, *NormKind])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 20), (3, 1, 60), (4, 4, 64), (7, 1, 256)])
 def test_rotate_and_store_is_its_operations_one_by_one(
-    kernels: Kernels, heads: int, kv_heads: int, head_dim: int, norms: bool | None, dtype: torch.dtype
+    kernels: Kernels, heads: int, kv_heads: int, head_dim: int, norms: NormKind | None, dtype: torch.dtype
 ) -> None:
     tokens = 4
     queries, keys, values = (poisoned(tokens, n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))

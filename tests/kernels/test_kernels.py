@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_pool
+from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, NormKind, view_pool
 from paceline.kernels.reference import ReferenceKernels
 
 pytestmark = pytest.mark.slow
@@ -129,17 +129,28 @@ def test_store_kv_writes_the_named_places_and_nothing_else(kernels: Kernels) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("kind", NormKind)
 @pytest.mark.parametrize("shape", [(1, 63), (5, 60), (3, 2, 20)])
-def test_rms_norm(kernels: Kernels, shape: tuple[int, ...], unit_offset: bool, dtype: torch.dtype) -> None:
+def test_rms_norm(kernels: Kernels, shape: tuple[int, ...], kind: NormKind, dtype: torch.dtype) -> None:
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     wide = x.double()
-    factor = weight.double() + 1.0 if unit_offset else weight.double()
+    factor = weight.double() + 1.0 if kind == NormKind.UNIT_OFFSET else weight.double()
     expected = wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + 1e-5) * factor
-    actual = kernels.rms_norm(x, weight, 1e-5, unit_offset)
+    actual = kernels.rms_norm(x, weight, 1e-5, kind)
     assert actual.dtype == dtype
     close(actual, expected)
-    assert torch.equal(kernels.rms_norm(x[:1], weight, 1e-5, unit_offset), actual[:1])
+    assert torch.equal(kernels.rms_norm(x[:1], weight, 1e-5, kind), actual[:1])
+
+
+def test_rms_norm_rounds_as_its_kind_says(kernels: Kernels) -> None:
+    x, weight = torch.randn(5, 200).bfloat16(), torch.randn(200).bfloat16()
+    wide, factor = x.float(), weight.float()
+    normed = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    once = {NormKind.UNIT_OFFSET: normed * (1.0 + factor), NormKind.WIDE: normed * factor}
+    expected = {NormKind.ROUNDED: normed.bfloat16() * weight, **{kind: x.bfloat16() for kind, x in once.items()}}
+    for kind, rounded in expected.items():
+        # The sum may differ in its last bits, which changes few roundings. Another kind changes many.
+        assert (kernels.rms_norm(x, weight, 1e-5, kind) != rounded).sum() < 20
 
 
 def test_rms_norm_squares_in_fp32() -> None:

@@ -72,13 +72,15 @@ class Counting:
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
+        begin: int = 0,
+        inputs: Sequence[Tensor] = (),
     ) -> Tensor:
         self.calls += 1
         taps = taps or Taps()
         kernels, group = self._kernels, batch.groups[0]
-        x = kernels.embed(token_ids, self._embedding, 2.0)
+        x = inputs[-1] if begin else kernels.embed(token_ids, self._embedding, 2.0)
         cos, sin = kernels.rotation(positions, self._frequencies)
-        for depth, cache in enumerate(caches[:layers]):
+        for depth, cache in enumerate(caches[begin:layers], begin):
             taps.see(depth, x)
             heads = kernels.linear(kernels.rms_norm(x, self._norm, 1e-5), self._up).view(-1, 3, 20)
             heads = kernels.rotate(heads, cos, sin)
@@ -168,9 +170,7 @@ def test_what_is_computed_outside_of_the_kernels_is_refused(
 ) -> None:
     model = Counting(kernels)
 
-    def forward(
-        token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: Any = None, taps: Any = None
-    ) -> Tensor:
+    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, *_: Any) -> Tensor:
         return compute(model.forward(token_ids, positions, caches, batch))
 
     with pytest.raises(ConfigError, match="outside of its kernels"):
@@ -266,9 +266,7 @@ def test_a_gated_layer_is_one_operation_with_the_same_bits(
     up_weight = kernels.pack(quantize_int8(up) if "quantized" in how else up)
     bias = torch.randn(50, generator=generator).to(dtype) if how == "bias" else None
 
-    def forward(
-        token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: Any = None, taps: Any = None
-    ) -> Tensor:
+    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, *_: Any) -> Tensor:
         x = kernels.embed(token_ids, embedding)
         gate = kernels.linear(x, gate_weight, bias)
         up = kernels.linear(kernels.add(x, x) if how == "other input" else x, up_weight)
@@ -297,9 +295,7 @@ def test_layers_of_one_input_are_computed_together_with_the_same_bits(
     embedding, bias = kernels.pack(embedding), torch.randn(60, generator=generator).to(dtype)
     weights = [kernels.pack(quantize(each) if quantize and each is not layers[5] else each) for each in layers]
 
-    def forward(
-        token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, layers: Any = None, taps: Any = None
-    ) -> Tensor:
+    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, *_: Any) -> Tensor:
         x = kernels.embed(token_ids, embedding)
         first, *others = [kernels.linear(x, own, bias if own is weights[1] else None) for own in weights]
         for other in others:

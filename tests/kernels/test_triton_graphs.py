@@ -29,11 +29,9 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CONFIG = replace(
-    llama_config(hidden=40, inner=48, layers=2, heads=4, kv_heads=2, vocab=64),
-    layer_types=("sliding", "full"),
-    sliding_window=20,
-)
+LLAMA = llama_config(hidden=40, inner=48, layers=2, heads=4, kv_heads=2, vocab=64)
+FULL = LLAMA.attention["full"]
+CONFIG = replace(LLAMA, layer_types=("sliding", "full"), attention={"full": FULL, "sliding": replace(FULL, window=20)})
 SLOTS = 128
 STEPS = [
     [(1, 5)],

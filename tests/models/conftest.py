@@ -34,8 +34,13 @@ class PagedContexts:
         self._caches = layer_caches(layout, self._pool)
         self._lengths = [0] * requests
 
-    def step(self, tokens: dict[int, list[int]], taps: Taps | None = None) -> dict[int, Tensor]:
-        """Append tokens to some requests. Return the logits of each, fp32 [new tokens, vocab]."""
+    def step(
+        self, tokens: dict[int, list[int]], taps: Taps | None = None, wanted: dict[int, int] | None = None
+    ) -> dict[int, Tensor]:
+        """Append tokens to some requests. Return the logits of each, fp32 [new tokens, vocab].
+
+        With `wanted`, only the logits of the last wanted[request] tokens are computed.
+        """
         starts, positions = [0], []
         for request, new in tokens.items():
             positions.append(torch.arange(self._lengths[request], self._lengths[request] + len(new)))
@@ -46,10 +51,12 @@ class PagedContexts:
         batch = AttentionBatch(tuple(starts), contexts, groups)
         flat = torch.tensor([token for new in tokens.values() for token in new])
         with torch.inference_mode():
-            hidden = self._model.forward(flat, torch.cat(positions), self._caches, batch, taps=taps)
+            counts = None if wanted is None else [wanted[request] for request in tokens]
+            hidden = self._model.forward(flat, torch.cat(positions), self._caches, batch, taps=taps, wanted=counts)
             logits = self._model.logits(hidden).values
         self._trim()
-        return {request: logits[starts[row] : starts[row + 1]] for row, request in enumerate(tokens)}
+        parts = torch.split(logits, [len(new) for new in tokens.values()] if counts is None else counts)
+        return dict(zip(tokens, parts))
 
     def _group_tables(self, index: int, requests: list[int], positions: list[Tensor]) -> GroupTables:
         group, table = self._groups[index], self._tables[index]

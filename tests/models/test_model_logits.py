@@ -15,7 +15,7 @@ from paceline.kernels.interface import Forward, Taps
 from paceline.kernels.native import NativeKernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
-from tests.tiny_checkpoints import DIVIDED
+from tests.tiny_checkpoints import DIVIDED, GEMMA4_KINDS, write_gemma4
 
 CPU = torch.device("cpu")
 Load = Callable[[Path], Model]
@@ -195,6 +195,12 @@ def test_deepseek(tmp_path: Path, request: pytest.FixtureRequest, paged_contexts
     family, changes = DEEPSEEKS[name]
     # The reference computes the keys and values of each head, and so adds in another order.
     check_against_reference(request.getfixturevalue(family)(**changes), load(tmp_path), paged_contexts, 5e-5)
+
+
+@pytest.mark.parametrize("kind", GEMMA4_KINDS)
+def test_gemma4(tmp_path: Path, paged_contexts: Any, kind: str, load: Load) -> None:
+    # What a layer reads of a token is normed, and so are values, which makes small differences larger.
+    check_against_reference(write_gemma4(tmp_path, kind), load(tmp_path), paged_contexts, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid", "deepseek_v2"])

@@ -17,7 +17,16 @@ from paceline.core.experts import Routing
 from paceline.core.turns import Turns
 from paceline.kernels.composed import Composed
 from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.interface import AttentionBatch, Draw, Forward, GroupTables, LayerCache, Logits, PackedWeight
+from paceline.kernels.interface import (
+    AttentionBatch,
+    Draw,
+    Forward,
+    GroupTables,
+    LayerCache,
+    Logits,
+    NormKind,
+    PackedWeight,
+)
 from paceline.kernels.native.experts import ACTIVATIONS, MOST_GROUPS, changes_of, choosing_format, index_experts
 from paceline.kernels.native.library import (
     COMPRESSED,
@@ -204,12 +213,12 @@ class NativeKernels(Composed):
         self._run(op, out, (token_ids, weight.data))
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, kind: NormKind = NormKind.ROUNDED) -> Tensor:
         size = x.shape[-1]
         _need("the norm's weight", weight, x.dtype, size)
         rows = _with_dense_rows(x.reshape(-1, size))
         out = rows.new_empty(rows.shape)
-        op = Op(Kind.RMS_NORM, rows=len(rows), n0=size, n1=rows.stride(0), n2=unit_offset, f0=eps)
+        op = Op(Kind.RMS_NORM, rows=len(rows), n0=size, n1=rows.stride(0), n2=kind, f0=eps)
         self._run(op, out, (rows, weight))
         return out.view(x.shape)
 
@@ -335,9 +344,10 @@ class NativeKernels(Composed):
 
     def _elementwise(self, kind: Kind, a: Tensor, b: Tensor) -> Tensor:
         _need("the second operand", b, a.dtype, *a.shape)
-        a, b = a.contiguous(), b.contiguous()
+        a, size = a.contiguous(), a.shape[1:].numel()
+        b = _with_dense_rows(b) if b.dim() == 2 else b.contiguous()
         out = a.new_empty(a.shape)
-        self._run(Op(kind, rows=a.shape[0], n0=a.shape[1:].numel()), out, (a, b))
+        self._run(Op(kind, rows=a.shape[0], n0=size, n1=b.stride(0)), out, (a, b))
         return out
 
     def _run(

@@ -143,20 +143,29 @@ class Program:
         self._ops = (Op * len(operations))(*(op for op, _ in operations))
         self._rows = [((*result.shape[1:],), result.dtype) for result in results]
         self._inputs = {_buffer(tensor) for tensor in inputs}
-        self._results = {_buffer(result): index for index, result in enumerate(results)}
+        # Each step has other memory for the results, and for all inputs but token ids and positions.
+        self._outside = {_buffer(tensor): index for index, tensor in enumerate((*inputs[2:], *results))}
         self._offsets, self._bytes_per_token = self._plan()
         self._capacity = 0
-        self._result_places: list[tuple[Op, str, int, int]] = []
-        """Operation, operand, index of the result, and offset in the result in bytes."""
+        self._places: list[tuple[Op, str, int, int]] = []
+        """Operation, operand, index in `_outside`, and offset in this tensor in bytes."""
 
-    def run(self, executor: Executor, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> list[Tensor]:
+    def run(
+        self,
+        executor: Executor,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        inputs: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
         """Compute a step and return the results, each in new memory."""
         tokens = len(token_ids)
         if tokens > self._capacity:
             self._make_room(-(-tokens // _TOKENS_STEP) * _TOKENS_STEP)
         results = [torch.empty(tokens, *row, dtype=dtype) for row, dtype in self._rows]
-        for op, name, index, offset in self._result_places:
-            setattr(op, name, results[index].data_ptr() + offset)
+        outside = [*(tensor.contiguous() for tensor in inputs), *results]
+        for op, name, index, offset in self._places:
+            setattr(op, name, outside[index].data_ptr() + offset)
         if token_ids.dtype != torch.int64 or positions.dtype != torch.int64:
             raise ValueError(f"token ids and positions must be int64, not {token_ids.dtype} and {positions.dtype}")
         step = make_step(tokens, batch.query_start, batch.context_len, batch.groups)
@@ -190,7 +199,7 @@ class Program:
     def _make_room(self, capacity: int) -> None:
         self._memory = torch.empty(self._bytes_per_token * capacity + _CACHE_LINE, dtype=torch.uint8)
         base = -(-self._memory.data_ptr() // _CACHE_LINE) * _CACHE_LINE
-        self._result_places = []
+        self._places = []
         for op, operands in zip(self._ops, self._operands):
             for name, tensor in zip(POINTERS, operands):
                 if tensor is None:
@@ -199,8 +208,8 @@ class Program:
                     setattr(op, name, tensor.data_ptr())
                     continue
                 buffer, offset = _buffer(tensor), int(tensor.storage_offset()) * tensor.itemsize
-                if buffer in self._results:
-                    self._result_places.append((op, name, self._results[buffer], offset))
+                if buffer in self._outside:
+                    self._places.append((op, name, self._outside[buffer], offset))
                 elif buffer not in self._inputs:
                     setattr(op, name, base + self._offsets[buffer] * capacity + offset)
         self._capacity = capacity
@@ -222,34 +231,44 @@ class Replay:
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
+        begin: int = 0,
+        inputs: Sequence[Tensor] = (),
     ) -> Tensor:
         depths = taps.depths if taps is not None else ()
         ends = [cache.first for cache in (caches[0], caches[-1])]
         places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
-        key = (layers, depths, *places[0], *places[1])
+        forms = [(tensor.shape[1:], tensor.dtype) for tensor in inputs]
+        key = (layers, begin, depths, *forms, *places[0], *places[1])
         with self._executor.one_at_a_time:
             program = self._programs.get(key)
             if program is None:
                 if len(self._programs) == _MAX_PROGRAMS:
                     self._programs.clear()
-                program = self._programs[key] = self._record(caches, batch, layers, depths)
-            result, *states = program.run(self._executor, token_ids, positions, batch)
+                program = self._programs[key] = self._record(caches, batch, layers, depths, begin, inputs)
+            result, *states = program.run(self._executor, token_ids, positions, batch, inputs)
         if taps is not None:
             taps.states.update(zip(depths, states))
         return result
 
     def _record(
-        self, caches: Sequence[AnyCache], batch: AttentionBatch, layers: int | None, depths: tuple[int, ...]
+        self,
+        caches: Sequence[AnyCache],
+        batch: AttentionBatch,
+        layers: int | None,
+        depths: tuple[int, ...],
+        begin: int,
+        inputs: Sequence[Tensor],
     ) -> Program:
         taps = Taps(depths)
         token_ids, positions = (torch.empty(RECORDED_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
+        more = [torch.empty(RECORDED_TOKENS, *own.shape[1:], dtype=own.dtype, device="meta") for own in inputs]
         self._executor.recorder = recorder = Recorder(batch.groups)
         try:
             with _OnlyViews():  # type: ignore[no-untyped-call]
-                result = self._forward(token_ids, positions, caches, batch, layers, taps)
+                result = self._forward(token_ids, positions, caches, batch, layers, taps, begin, more)
         finally:
             self._executor.recorder = None
-        return Program(recorder, (token_ids, positions), [result, *(taps.states[depth] for depth in depths)])
+        return Program(recorder, (token_ids, positions, *more), [result, *(taps.states[depth] for depth in depths)])
 
 
 def _buffers(operands: Operands) -> list[Tensor]:

@@ -123,32 +123,35 @@ class Graphs:
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
+        begin: int = 0,
+        inputs: Sequence[Tensor] = (),
     ) -> Tensor:
         size = size_of(batch)
         if size is None:
-            return self._forward(token_ids, positions, caches, batch, layers, taps)
+            return self._forward(token_ids, positions, caches, batch, layers, taps, begin, inputs)
         depths = taps.depths if taps is not None else ()
         ends = [cache.first for cache in (caches[0], caches[-1])]
         places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
-        key = (size, layers, depths, *places)
+        forms = [(tensor.shape[1:], tensor.dtype) for tensor in inputs]
+        key = (size, layers, begin, depths, *forms, *places)
         if key not in self._graphs:
             if len(self._graphs) == _MAX_GRAPHS:
                 self._graphs.clear()
                 self._record = self._recorder()
-            inputs = _Inputs(size, batch.groups, token_ids.device)
-            inputs.fill(token_ids, positions, batch)
-            self._graphs[key] = _Graph(inputs, self._bound(inputs, caches, layers, depths), self._record, self._plans)
-        result, *states = self._graphs[key].run(token_ids, positions, batch)
+            own = _Inputs(size, batch.groups, token_ids.device, inputs)
+            own.fill(token_ids, positions, batch, inputs)
+            self._graphs[key] = _Graph(own, self._bound(own, caches, layers, depths, begin), self._record, self._plans)
+        result, *states = self._graphs[key].run(token_ids, positions, batch, inputs)
         if taps is not None:
             taps.states.update(zip(depths, states))
         return result
 
     def _bound(
-        self, inputs: _Inputs, caches: Sequence[AnyCache], layers: int | None, depths: tuple[int, ...]
+        self, own: _Inputs, caches: Sequence[AnyCache], layers: int | None, depths: tuple[int, ...], begin: int
     ) -> Callable[[], list[Tensor]]:
         def run() -> list[Tensor]:
             taps = Taps(depths)
-            result = self._forward(inputs.token_ids, inputs.positions, caches, inputs.batch, layers, taps)
+            result = self._forward(own.token_ids, own.positions, caches, own.batch, layers, taps, begin, own.further)
             return [result, *(taps.states[depth] for depth in depths)]
 
         return run
@@ -163,8 +166,10 @@ class _Graph:
         # The plans were made before the recording, outside of its pool. Nothing else keeps the memory that it reads.
         self._read_by_replays = plans()
 
-    def run(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> list[Tensor]:
-        self._inputs.fill(token_ids, positions, batch)
+    def run(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        self._inputs.fill(token_ids, positions, batch, inputs)
         self._recording.replay()
         # Clones, because the next replay writes to the same place.
         return [result[: len(token_ids)].clone() for result in self._recording.results]
@@ -175,12 +180,16 @@ class _Inputs:
 
     Args:
         groups: the groups of any batch of the model.
+        further: the inputs of any step beside token ids, positions and batch: [tokens, ...] each.
     """
 
-    def __init__(self, size: Size, groups: Sequence[GroupTables], device: torch.device) -> None:
+    def __init__(
+        self, size: Size, groups: Sequence[GroupTables], device: torch.device, further: Sequence[Tensor]
+    ) -> None:
         requests, tokens = size.requests, size.requests * size.queries
         self._device = device
         self.token_ids, self.positions = (torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(2))
+        self.further = [torch.zeros(tokens, *own.shape[1:], dtype=own.dtype, device=device) for own in further]
         self._lengths = torch.zeros(2 * requests + 1, dtype=torch.int32, device=device)
         query_start, context_len = torch.split(self._lengths, [requests + 1, requests])
         self.batch = StaticBatch(
@@ -191,11 +200,13 @@ class _Inputs:
             context_len,
         )
 
-    def fill(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
+    def fill(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, further: Sequence[Tensor]) -> None:
         """Copy a step in. Old tokens remain after the step's own, but have no slot and belong to no request."""
         tokens, missing = len(token_ids), len(self.batch.context_len) - len(batch.context_len)
         self.token_ids[:tokens].copy_(token_ids)
         self.positions[:tokens].copy_(positions)
+        for place, tensor in zip(self.further, further):
+            place[:tokens].copy_(tensor)
         lengths = (*batch.query_start, *(tokens,) * missing, *batch.context_len, *(0,) * missing)
         self._lengths.copy_(to_device(torch.tensor(lengths, dtype=torch.int32, device="cpu"), self._device))
         for own, group in zip(self.batch.groups, batch.groups):

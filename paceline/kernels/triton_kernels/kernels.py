@@ -8,7 +8,15 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.kernels.experts import ExpertWeights, clamped_swiglu
-from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, HeadNorms, LayerCache, PackedWeight
+from paceline.kernels.interface import (
+    AttentionBatch,
+    Forward,
+    GroupTables,
+    HeadNorms,
+    LayerCache,
+    NormKind,
+    PackedWeight,
+)
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels import rowwise
@@ -66,13 +74,13 @@ class TritonKernels(ReferenceKernels):
     def linear_heads(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return _invariant_heads(x, weight.data) if self._batch_invariant else super().linear_heads(x, weight)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-        return rowwise.rms_norm(x, weight, eps, unit_offset)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, kind: NormKind = NormKind.ROUNDED) -> Tensor:
+        return rowwise.rms_norm(x, weight, eps, kind)
 
     def add_rms_norm(
-        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
+        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, kind: NormKind = NormKind.ROUNDED
     ) -> tuple[Tensor, Tensor]:
-        return rowwise.add_rms_norm(x, y, weight, eps, unit_offset)
+        return rowwise.add_rms_norm(x, y, weight, eps, kind)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rowwise.rotate(x, cos, sin)

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels.interface import GroupTables, HeadNorms, LayerCache
+from paceline.kernels.interface import GroupTables, HeadNorms, LayerCache, NormKind
 from paceline.kernels.triton_kernels.device import rowwise as device
 from paceline.kernels.triton_kernels.tuning import Options, Tuner, Untuned
 
@@ -28,21 +28,21 @@ _EXACT = {"enable_fp_fusion": False}
 """For fused kernels and the kernels that they replace: both must compute the same bits."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
-    device.rms_norm[x.numel() // size,](out, x, weight, eps, UNIT_OFFSET=unit_offset, **_norm_shape(size))
+    device.rms_norm[x.numel() // size,](out, x, weight, eps, KIND=int(kind), **_norm_shape(size))
     return out
 
 
-def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, kind: NormKind) -> tuple[Tensor, Tensor]:
     assert x.shape == y.shape
     x, y = x.contiguous(), y.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
     size = x.shape[-1]
     grid = (x.numel() // size,)
-    device.add_rms_norm[grid](total, out, x, y, weight, eps, UNIT_OFFSET=unit_offset, **_norm_shape(size))
+    device.add_rms_norm[grid](total, out, x, y, weight, eps, KIND=int(kind), **_norm_shape(size))
     return total, out
 
 
@@ -125,7 +125,7 @@ def rotate_and_store(
         PADDED_HALF=triton.next_power_of_2(head_dim // 2),
         PADDED=padded,
         NORMS=norms is not None,
-        UNIT_OFFSET=norms is not None and norms.unit_offset,
+        KIND=int(norms.kind) if norms is not None else 0,
         num_warps=_norm_warps(padded),
         **_EXACT,
     )

@@ -16,6 +16,7 @@ from paceline.core.errors import ModelError
 from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
 from paceline.models.config.fields import Fields, Json
 from paceline.models.config.gemma3 import gemma3
+from paceline.models.config.gemma4 import gemma4
 from paceline.models.config.gpt_oss import gpt_oss
 from paceline.models.config.granite_hybrid import granite_hybrid
 from paceline.models.config.granite_moe import granite_moe
@@ -43,6 +44,10 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "GraniteMoeForCausalLM": granite_moe,
     "MixtralForCausalLM": mixtral,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4ForConditionalGeneration": gemma4,
+    "Gemma4UnifiedForCausalLM": gemma4,
+    "Gemma4UnifiedForConditionalGeneration": gemma4,
 }
 
 

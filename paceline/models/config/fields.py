@@ -44,6 +44,10 @@ class Fields:
             raise ModelError(f"{name} must be a positive whole number, not {value!r}")
         return value
 
+    def count(self, name: str, default: int) -> int:
+        """Return a whole number that may be 0. Raises ModelError if the field has another value."""
+        return 0 if self.get(name, default) == 0 else self.size(name, default)
+
     def common(self) -> dict[str, Any]:
         """Return the arguments of ModelConfig that all architectures read in the same way."""
         dtype = str(self.get("dtype", self.get("torch_dtype", "float32")))
@@ -80,7 +84,7 @@ class Fields:
         quantization = self.raw.get("quantization_config")
         if quantization and quantization.get("quant_method") != _QUANTIZED.get(self.architecture):
             raise ModelError("quantized checkpoints are not supported; use the bf16 one")
-        if self.raw.get("use_bidirectional_attention"):
+        if self.get("use_bidirectional_attention", "vision") not in (False, "vision"):  # images come in no request
             raise ModelError("bidirectional attention is not supported")
         if self.raw.get("rope_interleaved"):
             raise ModelError("an interleaved rotary embedding is not supported")

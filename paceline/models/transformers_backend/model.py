@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.kv_layout import GroupShape
 from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, LayerCache, Logits, Taps
+from paceline.models.compiled import wanted_rows
 from paceline.models.config.transformers import TransformersConfig
 from paceline.models.packed import Pack
 from paceline.models.transformers_backend.attention import NAME, PagedAttention
@@ -82,13 +83,15 @@ class TransformersModel:
         batch: AttentionBatch,
         layers: int | None = None,
         taps: Taps | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> Tensor:
         if layers is not None or (taps is not None and taps.depths):
             raise ConfigError("a model that runs in transformers cannot show states between its layers")
         if not len(token_ids):  # a step whose requests had all ended, which other code does not expect
             return self._no_hidden
         with self._attention.over(cast(Sequence[LayerCache], caches), batch, self.layer_groups):
-            return self._hidden(token_ids, positions)
+            hidden = self._hidden(token_ids, positions)
+        return hidden if wanted is None else wanted_rows(hidden, batch, wanted)
 
     def logits(self, hidden: Tensor) -> Logits:
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)

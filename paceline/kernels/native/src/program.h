@@ -59,15 +59,15 @@ struct CompressedLayout {
 enum Kind : int32_t {
     kLinear,      // out[rows, n1] = a[rows, n0] * b (packed) + c; n2: row stride of a
     kEmbed,       // out[tokens, n0] = rows of b (packed, n1 rows) * f0; a: int64 ids
-    kRmsNorm,     // out[rows, n0]; a: x with row stride n1; b: weight; n2: unit offset; f0: eps
+    kRmsNorm,     // out[rows, n0]; a: x with row stride n1; b: weight; n2: `NormKind`; f0: eps
     kRotation,    // out: fp32 cos [tokens, 2 * n0], c: sin; a: int64 positions; b: fp32 frequencies [n0]; f0: factor, f1:
                   // its growth, n1: tokens for each step of the growth
     kRotate,      // out[tokens, n0 heads, n1 dims]; a: x with token stride n2; b: cos, c: sin, fp32 [tokens, n1]
     kStoreKV,     // a: keys, b: values [tokens, kv_heads, head_dim] into the cache
     kAttention,   // out[tokens, heads, head_dim]; a: queries; b: fp32 sinks [heads], or null; f0: scale; f1: softcap
-    kSiluAndMul,  // out[rows, n0] = silu(a) * b
+    kSiluAndMul,  // out[rows, n0] = silu(a) * b; b has row stride n1
     kGeluTanhAndMul,
-    kAdd,
+    kAdd,  // likewise
     kLinearSiluAndMul,  // out[rows, n1] = silu(a * b) * (a * c), as kLinear
     kLinearGeluTanhAndMul,
     kScale,          // out[rows, n0] = a * f0
@@ -91,6 +91,9 @@ enum Kind : int32_t {
 enum Choosing : int64_t { kScoresSigmoid = 1, kNormalize = 2, kScoreOfTwo = 4 };
 constexpr int64_t kMostGroups = 64;
 enum ExpertActivation : int64_t { kExpertSilu, kExpertGeluTanh, kExpertClampedSwiglu };
+
+// See ../../interface.py.
+enum NormKind : int64_t { kNormRounded, kNormUnitOffset, kNormWide };
 
 enum Error : int { kNoSuchToken = 1, kNoSuchSlot = 2, kNoMemory = 3, kNoSuchExpert = 4 };
 

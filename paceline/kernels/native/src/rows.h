@@ -15,6 +15,8 @@ template <class T>
 static void rms_norm(const Op& op, const Step& step, Team& team) {
     const int64_t size = op.n0;
     const T* weight = static_cast<const T*>(op.b);
+    const bool rounds = op.n2 == kNormRounded;
+    const float offset = op.n2 == kNormUnitOffset ? 1.0f : 0.0f;
     for_each_row(team, op.rows * step.tokens, size, [&](int64_t row) {
         const T* x = static_cast<const T*>(op.a) + row * op.n1;
         T* out = static_cast<T*>(op.out) + row * size;
@@ -26,7 +28,7 @@ static void rms_norm(const Op& op, const Step& step, Team& team) {
         const float factor = 1.0f / __builtin_sqrtf(sum_lanes(squares) / static_cast<float>(size) + op.f0);
         for (int64_t i = 0; i < size; i += kLanes) {
             const f32x16 normed = load_some(x + i, size - i) * factor, w = load_some(weight + i, size - i);
-            store_some(out + i, op.n2 ? normed * (1.0f + w) : round_to(x, normed) * w, size - i);
+            store_some(out + i, rounds ? round_to(x, normed) * w : normed * (offset + w), size - i);
         }
     });
 }
@@ -72,13 +74,20 @@ static void rotate(const Op& op, const Step& step, Team& team) {
     });
 }
 
-// out[i] = f(a[i], b[i]) for all elements.
+// out[i] = f(a[i], b[i]) for all elements of rows of op.n0. Rows of b are op.n1 elements apart.
 template <class T, class F>
 static void elementwise(const Op& op, const Step& step, Team& team, const F& f) {
     const T* a = static_cast<const T*>(op.a);
     const T* b = static_cast<const T*>(op.b);
     T* out = static_cast<T*>(op.out);
-    const int64_t count = op.rows * step.tokens * op.n0;
+    const int64_t rows = op.rows * step.tokens, count = rows * op.n0;
+    if (op.n1 != op.n0)
+        return for_each_row(team, rows, op.n0, [&](int64_t row) {
+            const T *own_a = a + row * op.n0, *own_b = b + row * op.n1;
+            for (int64_t i = 0; i < op.n0; i += kLanes)
+                store_some(out + row * op.n0 + i, f(load_some(own_a + i, op.n0 - i), load_some(own_b + i, op.n0 - i)),
+                           op.n0 - i);
+        });
     team.for_each((count + kTaskElements - 1) / kTaskElements, [&](int64_t task, Worker&) {
         const int64_t end = least(count, (task + 1) * kTaskElements);
         int64_t i = task * kTaskElements;
@@ -123,5 +132,6 @@ template <class T>
 static void scale(const Op& op, const Step& step, Team& team) {
     Op same = op;
     same.b = op.a;
+    same.n1 = op.n0;
     elementwise<T>(same, step, team, [factor = op.f0](f32x16 a, f32x16) { return a * factor; });
 }

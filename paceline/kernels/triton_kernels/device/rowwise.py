@@ -14,19 +14,19 @@ from paceline.kernels.triton_kernels.device.arithmetic import rounded, tanh
 
 
 @triton.jit
-def rms_norm(out, x, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+def rms_norm(out, x, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):
     """Compute out = norm of x, both [rows, SIZE], contiguous. Grid: (rows,)."""
     dim = tl.arange(0, PADDED)
     inside = dim < SIZE
     offset = tl.program_id(0).to(tl.int64) * SIZE + dim
     wide = tl.load(x + offset, inside, 0.0).to(tl.float32)
     factor = tl.load(weight + dim, inside, 0.0).to(tl.float32)
-    normed = _scaled(wide, _inverse_rms(wide, eps, SIZE), factor, UNIT_OFFSET, out.dtype.element_ty)
+    normed = _scaled(wide, _inverse_rms(wide, eps, SIZE), factor, KIND, out.dtype.element_ty)
     tl.store(out + offset, normed, inside)
 
 
 @triton.jit
-def add_rms_norm(total, out, x, y, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+def add_rms_norm(total, out, x, y, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):
     """Compute total = x + y and out = rms_norm(total). All [rows, SIZE], contiguous. Grid: (rows,)."""
     dim = tl.arange(0, PADDED)
     inside = dim < SIZE
@@ -37,7 +37,7 @@ def add_rms_norm(total, out, x, y, weight, eps, SIZE: tl.constexpr, PADDED: tl.c
     tl.store(total + offset, added, inside)
     wide = added.to(tl.float32)
     factor = tl.load(weight + dim, inside, 0.0).to(tl.float32)
-    tl.store(out + offset, _scaled(wide, _inverse_rms(wide, eps, SIZE), factor, UNIT_OFFSET, dtype), inside)
+    tl.store(out + offset, _scaled(wide, _inverse_rms(wide, eps, SIZE), factor, KIND, dtype), inside)
 
 
 @triton.jit
@@ -47,13 +47,15 @@ def _inverse_rms(wide, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _scaled(wide, inverse_rms, factor, UNIT_OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+def _scaled(wide, inverse_rms, factor, KIND: tl.constexpr, DTYPE: tl.constexpr):
     normed = wide * inverse_rms
-    if UNIT_OFFSET:
+    # The numbers of `NormKind`.
+    if KIND == 0:
+        scaled = normed.to(DTYPE).to(tl.float32) * factor
+    elif KIND == 1:
         scaled = normed * (1.0 + factor)
     else:
-        # Rounded before and after the product, as in the models without a unit offset.
-        scaled = normed.to(DTYPE).to(tl.float32) * factor
+        scaled = normed * factor
     return scaled.to(DTYPE)
 
 
@@ -152,7 +154,7 @@ def rotate_and_store(
     PADDED_HALF: tl.constexpr,
     PADDED: tl.constexpr,
     NORMS: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Apply `rms_norm` to each head of queries and keys if NORMS, then `rotate` and `store_kv`.
 
@@ -165,9 +167,7 @@ def rotate_and_store(
     dtype = out.dtype.element_ty
     if head < HEADS:
         source = queries + token * query_token_stride + head * query_head_stride
-        first, second = _head(
-            source, query_norm, own_cos, own_sin, eps, HALF, PADDED_HALF, PADDED, NORMS, UNIT_OFFSET, dtype
-        )
+        first, second = _head(source, query_norm, own_cos, own_sin, eps, HALF, PADDED_HALF, PADDED, NORMS, KIND, dtype)
         target = out + (token * HEADS + head) * 2 * HALF + pair
         tl.store(target, first, real)
         tl.store(target + HALF, second, real)
@@ -176,9 +176,7 @@ def rotate_and_store(
         slot = tl.load(slots + token)
         stored = real & (slot >= 0)
         source = keys + token * key_token_stride + kv_head * key_head_stride
-        first, second = _head(
-            source, key_norm, own_cos, own_sin, eps, HALF, PADDED_HALF, PADDED, NORMS, UNIT_OFFSET, dtype
-        )
+        first, second = _head(source, key_norm, own_cos, own_sin, eps, HALF, PADDED_HALF, PADDED, NORMS, KIND, dtype)
         place = slot * slot_stride + tl.load(places + token) * place_stride + kv_head * cache_head_stride + pair
         tl.store(key_cache + place, first, stored)
         tl.store(key_cache + place + HALF, second, stored)
@@ -198,7 +196,7 @@ def _head(
     PADDED_HALF: tl.constexpr,
     PADDED: tl.constexpr,
     NORMS: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
+    KIND: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Return the two halves of one head, normed if NORMS, and rotated."""
@@ -210,9 +208,9 @@ def _head(
         # The sum is over the head as one vector, as `rms_norm` takes it.
         inverse_rms = _inverse_rms(tl.load(source + dim, dim < 2 * HALF, 0.0).to(tl.float32), eps, 2 * HALF)
         factor = tl.load(weight + pair, real, 0.0).to(tl.float32)
-        first = _scaled(first, inverse_rms, factor, UNIT_OFFSET, DTYPE).to(tl.float32)
+        first = _scaled(first, inverse_rms, factor, KIND, DTYPE).to(tl.float32)
         factor = tl.load(weight + HALF + pair, real, 0.0).to(tl.float32)
-        second = _scaled(second, inverse_rms, factor, UNIT_OFFSET, DTYPE).to(tl.float32)
+        second = _scaled(second, inverse_rms, factor, KIND, DTYPE).to(tl.float32)
     first_cos, first_sin = tl.load(cos + pair, real, 0.0), tl.load(sin + pair, real, 0.0)
     second_cos, second_sin = tl.load(cos + HALF + pair, real, 0.0), tl.load(sin + HALF + pair, real, 0.0)
     first, second = _turned(first, second, first_cos, first_sin, second_cos, second_sin)
