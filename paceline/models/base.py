@@ -92,6 +92,7 @@ class _Parts(Protocol):
 class Architecture(_Parts, Protocol):
     """A model file's class: an architecture with its weights. Its kernels may compile its forward pass."""
 
+    config: ModelConfig
     unread: Sequence[str]
     """Beginnings of the names of tensors that a checkpoint may have and that the model does not read."""
 

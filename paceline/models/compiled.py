@@ -58,9 +58,7 @@ class CompiledModel:
     def _can_stop(self, layers: int | None, taps: Taps | None) -> bool:
         """Return whether tokens may stop before the layers without KV of their own."""
         last = self._storing_layers
-        return (
-            layers is None and last < self._layers and all(depth <= last for depth in (taps or Taps()).depths)
-        )
+        return layers is None and last < self._layers and all(depth <= last for depth in (taps or Taps()).depths)
 
     def _store(
         self,

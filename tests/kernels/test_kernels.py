@@ -110,6 +110,18 @@ def test_attention_of_a_request_does_not_depend_on_its_batch_mates(
         assert torch.equal(alone, together[start:end])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_attention_of_large_heads(
+    kernels: Kernels, paged_case: Callable[..., Any], head_dim: int, dtype: torch.dtype
+) -> None:
+    case = paged_case(kernels, [(1, 300), (37, 50)], heads=8, kv_heads=1, head_dim=head_dim, dtype=dtype)
+    together = run_attention(kernels, case, scale=0.05)
+    close(together, naive_attention(case, 0.05, 0.0))
+    queries, batch, group = case.only(0)
+    assert torch.equal(kernels.attention(queries, case.cache, batch, group, 0.05, 0.0), together[:1])
+
+
 def test_attention_passes_over_a_request_without_queries(kernels: Kernels, paged_case: Callable[..., Any]) -> None:
     case = paged_case(kernels, [(3, 20), (0, 17), (2, 9)])
     close(run_attention(kernels, case), naive_attention(case, 0.25, 0.0))

@@ -185,6 +185,22 @@ def test_recording_imports_no_compiler() -> None:
     assert done.stdout.split() == []
 
 
+def test_a_pass_from_a_later_layer_on_reads_its_inputs(kernels: NativeKernels, paged_case: Callable[..., Any]) -> None:
+    model = Counting(kernels)
+    replay = kernels.compile(model.forward)
+    for lengths in LENGTHS:
+        case = paged_case(kernels, lengths)
+        tokens = case.batch.query_start[-1]
+        ids, caches, wide = torch.arange(tokens) % 50, [case.cache] * 3, torch.randn(tokens, 2 * HIDDEN)
+        # Rows that lie apart, as those of a slice do.
+        args = (ids, ids, caches, case.batch, None, None, 1, (torch.ones(tokens, 1), wide[:, :HIDDEN]))
+        expected = model.forward(*args)
+        assert torch.equal(replay(*args), expected)
+        assert not torch.equal(run(replay, case), expected)
+    with pytest.raises(IndexError):  # a pass with fewer inputs is another one
+        replay(*args[:-1])
+
+
 def test_an_error_leaves_the_replay_usable(kernels: NativeKernels, paged_case: Callable[..., Any]) -> None:
     replay = kernels.compile(Counting(kernels).forward)
     case = paged_case(kernels, [(2, 30)])

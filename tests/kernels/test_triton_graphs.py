@@ -117,6 +117,20 @@ def test_hidden_states_are_those_of_the_step() -> None:
         assert all(torch.equal(replayed.states[depth], called.states[depth]) for depth in (0, 1))
 
 
+def test_a_pass_from_a_later_layer_on_reads_its_inputs() -> None:
+    world = World()
+    graphs = Graphs(world.model.forward, recorder)
+    held = torch.zeros(SLOTS, world.elements, device=DEVICE)
+    caches = layer_caches(world.layout, held.view(-1))
+    for seed, lengths in enumerate(STEPS[:3]):
+        ids, positions, batch, pool = world.make(lengths, seed)
+        x = torch.randn(len(ids), CONFIG.hidden_size, device=DEVICE)
+        held.copy_(pool)
+        expected = world.model.forward(ids, positions, caches, batch, None, None, 1, (x,))
+        held.copy_(pool)
+        assert torch.equal(graphs(ids, positions, caches, batch, None, None, 1, (x,)), expected)
+
+
 def test_results_outlive_the_next_step() -> None:
     world = World()
     graphs = Graphs(world.model.forward, recorder)

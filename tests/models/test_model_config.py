@@ -13,7 +13,7 @@ import transformers
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
 from paceline.models.config import read_config
-from paceline.models.model_config import Experts, Mamba, Rope
+from paceline.models.model_config import Experts, Gemma4, Mamba, Rope
 from paceline.models.registry import MODELS
 
 LLAMA: dict[str, Any] = {
@@ -64,6 +64,31 @@ GRANITE: dict[str, Any] = {
     "position_embedding_type": "nope",
     "rope_theta": 10000,
     "torch_dtype": "bfloat16",
+}
+GEMMA4: dict[str, Any] = {
+    # The sizes of E2B.
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "text_config": {
+        "vocab_size": 262_144,
+        "vocab_size_per_layer_input": 262_144,
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 131_072,
+        "use_bidirectional_attention": None,
+    },
 }
 LLAMA3_SCALING = {
     "factor": 8.0,
@@ -232,6 +257,44 @@ def test_granite_hybrid(tmp_path: Path) -> None:
     assert read(tmp_path, GRANITE, layer_types=names) == config
 
 
+def test_gemma4_with_layers_that_read_others(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA4)
+    assert config.kv_sources == {layer: 14 if layer % 5 == 4 else 13 for layer in range(15, 35)}
+    assert (config.storing_layers, config.num_layers, config.dtype) == (15, 35, "bfloat16")
+    full, sliding = config.attention["full"], config.attention["sliding"]
+    assert (full.head_dim, sliding.head_dim, full.num_kv_heads, sliding.num_kv_heads) == (512, 256, 1, 1)
+    assert (full.window, sliding.window, full.scale, config.logit_softcap) == (0, 512, 1.0, 30.0)
+    assert full.rope == Rope(1_000_000.0, "proportional", rotated_dims=128)
+    assert sliding.rope == Rope(10_000.0)
+    assert config.gemma4 == Gemma4((), 12_288, 256, 262_144)
+    assert (config.intermediate_size, config.tie_word_embeddings, config.experts) == (6144, True, None)
+
+
+def test_gemma4_with_values_from_keys_and_experts(tmp_path: Path) -> None:
+    text = {
+        **GEMMA4["text_config"],
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    }
+    config = read(tmp_path, GEMMA4, text_config=text)
+    assert (config.attention["full"].num_kv_heads, config.attention["sliding"].num_kv_heads) == (2, 8)
+    assert config.gemma4 == Gemma4(("full",), 12_288, 0, 0)
+    assert (config.kv_sources, config.storing_layers) == ({}, 35)
+    assert config.experts == Experts(128, 704, Routing(8, normalize=True), "gelu_tanh")
+
+
+def gemma4_text(**changes: Any) -> dict[str, Any]:
+    return {"text_config": {**GEMMA4["text_config"], **changes}}
+
+
 @pytest.mark.parametrize(
     "family", ["Llama", "Gemma3Text", "Qwen2", "Qwen3", "Mistral", "Ministral3", "SmolLM3", "GptOss"]
 )
@@ -286,6 +349,13 @@ def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, fa
         (GEMMA, {"layer_types": ["chunked_attention"] * 8}, "layer type chunked_attention is not supported"),
         (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must name the layer types"),
         (GRANITE, {"num_local_experts": 4, "num_experts_per_tok": 5}, "a token cannot have 5 of 4 experts"),
+        (GEMMA4, gemma4_text(use_bidirectional_attention="all"), "bidirectional"),
+        (GEMMA4, gemma4_text(quantization_config={"quant_method": "fp8"}), "quantized checkpoints"),
+        (GEMMA4, gemma4_text(vocab_size_per_layer_input=1000), "vocab_size_per_layer_input .1000. must not be below"),
+        (GEMMA4, gemma4_text(num_kv_shared_layers=32), "leaves no full_attention layer"),
+        (GEMMA4, gemma4_text(num_kv_shared_layers=-1), "num_kv_shared_layers must be a positive whole number, not -1"),
+        (GEMMA4, gemma4_text(per_layer_config={"4": {"head_dim": 512}}), "must be the same for all full_attention"),
+        (GEMMA4, gemma4_text(per_layer_config={"0": {"window": 1}}), "must be the same for all sliding_attention"),
         (GRANITE, {"layer_types": ["mamba", "conv", "mamba"]}, "layer type conv is not supported"),
         (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type alibi is not supported"),
         (GRANITE, {"mamba_n_heads": 40}, r"mamba_n_heads \(40\) times mamba_d_head \(32\) must be 1536"),

@@ -203,7 +203,7 @@ def test_gemma4(tmp_path: Path, paged_contexts: Any, kind: str, load: Load) -> N
     check_against_reference(write_gemma4(tmp_path, kind), load(tmp_path), paged_contexts, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid", "deepseek_v2", "gemma4"])
 def test_taps_receive_the_hidden_states_of_the_reference(
     tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, load: Load, family: str
 ) -> None:
@@ -296,7 +296,7 @@ class PlainKernels(NativeKernels):
         return forward
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid", "gemma4"])
 def test_a_compiled_pass_shows_the_hidden_states_of_the_plain_one(
     tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, family: str
 ) -> None:

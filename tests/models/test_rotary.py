@@ -57,6 +57,13 @@ def test_yarn_is_that_of_transformers_bit_for_bit(changes: dict[str, Any]) -> No
     assert rope.attention_factor == factor
 
 
+def test_a_proportional_embedding_turns_the_first_pairs_of_both_halves() -> None:
+    rope = Rope(100.0, "proportional", factor=2.0, rotated_dims=6)
+    assert rotary_order(rope, 1, 16) is None
+    expected = [100.0 ** (-2 * pair / 16) / 2.0 if pair < 3 else 0.0 for pair in range(8)]
+    torch.testing.assert_close(inverse_frequencies(rope, 16), torch.tensor(expected))
+
+
 def _rotate_by_pairs(heads: torch.Tensor, positions: torch.Tensor, rotated: int, interleaved: bool) -> torch.Tensor:
     out = heads.clone()
     for pair in range(rotated // 2):

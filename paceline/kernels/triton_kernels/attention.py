@@ -14,12 +14,11 @@ from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.device import INTERPRETED
 from paceline.kernels.triton_kernels.device import attention as device
 
-_ROWS, _WIDE_ROWS = 64, 16
+_ROWS = 64
 """Rows of each tile. Another number could mean another matrix instruction, which adds in another order. In decode most
-rows are empty. They cost little, because the bandwidth of the KV cache is the limit there. With wide heads, the sums of
-more rows would not fit in registers."""
-_WIDE = 1024
-"""Size of a padded head from which it counts as wide."""
+rows are empty. They cost little, because the bandwidth of the KV cache is the limit there."""
+_ROW_ELEMENTS = 16384
+"""Most elements of the sums of a tile's rows. There are two such sums, in fp32, and both fit in registers."""
 SPLIT = 256
 """Keys of a split. It does not depend on the size of the batch, so neither do the bits of a row."""
 _TILE_BYTES = 16384
@@ -48,7 +47,7 @@ class Plan:
     group: int
     """Query heads that share a KV head."""
     tile_rows: int
-    """Rows of each tile."""
+    """Rows of each tile; see `tile_rows`."""
     query_start: Tensor
     context_len: Tensor
     whole: Tensor
@@ -64,8 +63,8 @@ class Plan:
 
 
 def tile_rows(head_dim: int) -> int:
-    """Return the rows of a tile for heads of this size."""
-    return _WIDE_ROWS if _padded(head_dim) >= _WIDE else _ROWS
+    """Return the rows of each tile, from the size of a head only."""
+    return min(_ROWS, _ROW_ELEMENTS // _padded(head_dim))
 
 
 def make_plan(batch: AttentionBatch, group: int, tile_rows: int, device: torch.device) -> Plan:
