@@ -114,12 +114,16 @@ class PackedWeights:
     """The `Weights` of one model, packed by its kernels."""
 
     def __init__(self, weights: RandomWeights, kernels: Kernels) -> None:
-        self.take = weights.take
+        self.take = self.take_table = weights.take
         self._kernels = kernels
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self.take(name, *shape)
         return self._kernels.pack(weight if order is None else weight[list(order)])
+
+    def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
+        parts = torch.split(self.take(name, sum(sizes_out), size_in), list(sizes_out))
+        return [self._kernels.pack(part) for part in parts]
 
 
 def load_random(weights: RandomWeights, kernels: Kernels, speculative: SpeculativeConfig | None) -> Loaded:

@@ -102,7 +102,7 @@ class LayerInputs:
         """Return the parts of the tokens' rows for each span of layers in [begin, layers): [tokens, ...]."""
         ids = token_ids.cpu()
         rows = [
-            self._table[:, first * self._size : end * self._size][ids].to(self._dtype)
+            self._table[:, first * self._size : end * self._size].index_select(0, ids).to(self._dtype)
             for first, end in self._spans_of(begin, layers)
         ]
         return [to_device(own, token_ids.device) for own in rows]

@@ -51,12 +51,12 @@ def _scaled(wide, inverse_rms, factor, KIND: tl.constexpr, DTYPE: tl.constexpr):
     normed = wide * inverse_rms
     # The numbers of `NormKind`.
     if KIND == 0:
-        scaled = normed.to(DTYPE).to(tl.float32) * factor
+        scaled = rounded(normed, DTYPE).to(tl.float32) * factor
     elif KIND == 1:
         scaled = normed * (1.0 + factor)
     else:
         scaled = normed * factor
-    return scaled.to(DTYPE)
+    return rounded(scaled, DTYPE)
 
 
 @triton.jit
