@@ -21,7 +21,7 @@ from bench.kernels import medians
 from paceline.engine.loading import Loaded
 from paceline.engine.runner import layer_caches
 from paceline.kernels.native import NativeKernels
-from paceline.models.model_config import AttentionConfig, Gemma4, LayerType, ModelConfig, Rope
+from paceline.models.model_config import AttentionConfig, Gemma4Config, LayerType, ModelConfig, Rope
 
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
 SLIDING: LayerType = "sliding"
@@ -40,7 +40,7 @@ def e2b_config() -> ModelConfig:
         layer_types=kinds,
         attention={FULL: full, SLIDING: replace(full, head_dim=128, window=512, rope=Rope(10_000.0))},
         tie_word_embeddings=True,
-        gemma4=Gemma4((), reader_intermediate_size=6144, layer_input_size=128, layer_input_vocab_size=8192),
+        gemma4=Gemma4Config((), reader_intermediate_size=6144, layer_input_size=128, layer_input_vocab_size=8192),
         kv_sources={layer: 14 if kinds[layer] == FULL else 13 for layer in range(15, len(kinds))},
         logit_softcap=30.0,
     )

@@ -17,7 +17,7 @@ MakeLayer = Callable[[LayerType, str], Layer]
 
 
 class Decoder:
-    """A decoder of transformer layers; see `Architecture`, which is a subclass that says how to make a layer.
+    """A decoder of transformer layers; see `Architecture`. A model file has a subclass that says how to make a layer.
 
     Args:
         norm_kind: of the norm after the last layer.

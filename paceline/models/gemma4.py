@@ -16,8 +16,7 @@ from paceline.models.base import Weights
 from paceline.models.blocks import AttentionStep, GatedMLP, Linear, RMSNorm
 from paceline.models.decoder import Decoder
 from paceline.models.experts import Router, experts_of, fused_experts
-from paceline.models.model_config import Gemma4 as Sizes
-from paceline.models.model_config import LayerType, ModelConfig
+from paceline.models.model_config import Gemma4Config, LayerType, ModelConfig
 
 _MEDIA = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
 _KV = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
@@ -61,7 +60,7 @@ class Gemma4(Decoder):
         return [replace(step, layer_input=own) for step, own in zip(steps, given)]
 
 
-def sizes_of(config: ModelConfig) -> Sizes:
+def sizes_of(config: ModelConfig) -> Gemma4Config:
     assert config.gemma4 is not None
     return config.gemma4
 

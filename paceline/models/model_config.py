@@ -141,7 +141,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma4:
+class Gemma4Config:
     """What only Gemma 4 has."""
 
     values_from_keys: tuple[LayerType, ...]
@@ -180,7 +180,7 @@ class ModelConfig:
     """The experts of layers; None if there are none."""
     unused_layers: int = 0
     """Layers that the checkpoint has after the model's, to predict several tokens. They are not loaded."""
-    gemma4: Gemma4 | None = None
+    gemma4: Gemma4Config | None = None
     kv_sources: Mapping[int, int] = field(default_factory=dict)
     """The layers without KV of their own, and for each the layer whose KV it reads."""
     mlp_bias: bool = False

@@ -11,7 +11,7 @@ import pytest
 from paceline.core.types import SamplingParams
 from paceline.models.base import Model
 from tests.engine.loops import Asked, Loop, assert_same, expected, load
-from tests.tiny_checkpoints import DIVIDED
+from tests.tiny_checkpoints import DIVIDED, SaveTiny
 
 
 def requests(vocab_size: int) -> list[Asked]:
@@ -78,6 +78,7 @@ def test_tokens_of_a_hybrid_do_not_depend_on_how_the_loop_runs(save_granite_hybr
 OTHER_LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "latent vectors": ("save_deepseek_v2", {"first_k_dense_replace": 3}),
     "divided groups": ("save_gemma3", DIVIDED),
+    "layers without KV": ("save_gemma4", {}),
 }
 
 
@@ -95,6 +96,16 @@ def test_tokens_of_other_layouts_do_not_depend_on_how_the_loop_runs(
         assert_same(loop.run(asked), wanted)
         loop.engine.stop()
         assert (loop.engine.stats.stored_blocks > 0) == (contexts is not None)
+
+
+def test_a_draft_model_may_have_layers_without_kv(save_gemma4: SaveTiny, tmp_path: Path) -> None:
+    save_gemma4()
+    model = load(tmp_path)
+    asked = requests(model.config.vocab_size)
+    loop = Loop(model, 2, "model", model)
+    assert_same(loop.run(asked), expected(model, asked))
+    loop.engine.stop()
+    assert loop.engine.stats.accepted_tokens > 0
 
 
 def test_a_draft_model_that_is_the_target_is_always_right(model: Model) -> None:

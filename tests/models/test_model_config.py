@@ -13,7 +13,7 @@ import transformers
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
 from paceline.models.config import read_config
-from paceline.models.model_config import Experts, Gemma4, Mamba, Rope
+from paceline.models.model_config import Experts, Gemma4Config, Mamba, Rope
 from paceline.models.registry import MODELS
 
 LLAMA: dict[str, Any] = {
@@ -266,7 +266,7 @@ def test_gemma4_with_layers_that_read_others(tmp_path: Path) -> None:
     assert (full.window, sliding.window, full.scale, config.logit_softcap) == (0, 512, 1.0, 30.0)
     assert full.rope == Rope(1_000_000.0, "proportional", rotated_dims=128)
     assert sliding.rope == Rope(10_000.0)
-    assert config.gemma4 == Gemma4((), 12_288, 256, 262_144)
+    assert config.gemma4 == Gemma4Config((), 12_288, 256, 262_144)
     assert (config.intermediate_size, config.tie_word_embeddings, config.experts) == (6144, True, None)
 
 
@@ -286,7 +286,7 @@ def test_gemma4_with_values_from_keys_and_experts(tmp_path: Path) -> None:
     }
     config = read(tmp_path, GEMMA4, text_config=text)
     assert (config.attention["full"].num_kv_heads, config.attention["sliding"].num_kv_heads) == (2, 8)
-    assert config.gemma4 == Gemma4(("full",), 12_288, 0, 0)
+    assert config.gemma4 == Gemma4Config(("full",), 12_288, 0, 0)
     assert (config.kv_sources, config.storing_layers) == ({}, 35)
     assert config.experts == Experts(128, 704, Routing(8, normalize=True), "gelu_tanh")
 

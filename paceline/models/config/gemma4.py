@@ -8,7 +8,7 @@ from typing import Any
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
 from paceline.models.config.fields import LAYER_TYPES, Fields, read_layer_types, read_rope
-from paceline.models.model_config import AttentionConfig, Experts, Gemma4, LayerType, ModelConfig, Rope
+from paceline.models.model_config import AttentionConfig, Experts, Gemma4Config, LayerType, ModelConfig, Rope
 
 _NAMES: Mapping[LayerType, str] = {kind: name for name, kind in LAYER_TYPES.items()}
 _ROPES: Mapping[str, Mapping[str, Any]] = {
@@ -20,16 +20,17 @@ _ROPES: Mapping[str, Mapping[str, Any]] = {
 def gemma4(fields: Fields) -> ModelConfig:
     whole = fields.raw
     if "text_config" in whole:
-        text = {"dtype": whole.get("dtype", whole.get("torch_dtype")), **whole["text_config"]}
-        text["tie_word_embeddings"] = whole.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-        fields = Fields(text, fields.architecture)
+        # Fields that are not in the part for text are beside it.
+        outer = {name: whole.get(name) for name in ("dtype", "torch_dtype", "tie_word_embeddings")}
+        text = {name: value for name, value in whole["text_config"].items() if value is not None}
+        fields = Fields({**outer, **text}, fields.architecture)
         fields.refuse_unsupported()
     layer_types = _layer_types(fields)
     max_position = fields.size("max_position_embeddings", 131_072)
     sources = _kv_sources(fields, layer_types)
     common = fields.common()
     widening = 2 if fields.get("use_double_wide_mlp", False) else 1
-    input_size = fields.count("hidden_size_per_layer_input", 0 if "unified" in _model_type(fields) else 256)
+    input_size = fields.count("hidden_size_per_layer_input", 0 if "Unified" in fields.architecture else 256)
     input_vocab_size = fields.size("vocab_size_per_layer_input", 262_144) if input_size else 0
     if input_size and input_vocab_size < common["vocab_size"]:
         raise ModelError(
@@ -39,8 +40,8 @@ def gemma4(fields: Fields) -> ModelConfig:
         **common,
         activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
         layer_types=layer_types,
-        attention={kind: _attention(fields, kind, layer_types, max_position) for kind in set(layer_types)},
-        gemma4=Gemma4(
+        attention={kind: _attention(fields, kind, layer_types, max_position) for kind in sorted(set(layer_types))},
+        gemma4=Gemma4Config(
             values_from_keys=("full",) if fields.get("attention_k_eq_v", False) else (),
             reader_intermediate_size=common["intermediate_size"] * widening,
             layer_input_size=input_size,
@@ -61,10 +62,6 @@ def _experts(fields: Fields) -> Experts:
         routing=Routing(fields.size("top_k_experts"), normalize=True),
         activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
     )
-
-
-def _model_type(fields: Fields) -> str:
-    return str(fields.get("model_type", ""))
 
 
 def _layer_types(fields: Fields) -> tuple[LayerType, ...]:
@@ -127,7 +124,7 @@ def _rope(parameters: Mapping[str, Any], head_dim: int, max_position: int) -> Ro
         return read_rope(parameters, 10_000.0, max_position)
     pairs = int(float(parameters.get("partial_rotary_factor") or 1.0) * head_dim // 2)
     return Rope(
-        float(parameters["rope_theta"]),
+        float(parameters.get("rope_theta") or 1_000_000.0),
         "proportional",
         float(parameters.get("factor") or 1.0),
         rotated_dims=2 * pairs,
