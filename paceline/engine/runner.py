@@ -289,13 +289,10 @@ class ModelRunner:
 
 def _wanted(chunks: Sequence[Chunk], inputs: Inputs) -> list[int]:
     """Return for each chunk the number of its last tokens after which somebody needs logits."""
-
-    def of(chunk: Chunk, tokens: int) -> int:
-        if chunk.scored or (chunk.samples and chunk.follows):
-            return tokens
-        return int(chunk.samples)
-
-    return [of(chunk, end - begin) for chunk, (begin, end) in zip(chunks, pairwise(inputs.batch.query_start))]
+    return [
+        end - begin if chunk.scored or (chunk.samples and chunk.follows) else int(chunk.samples)
+        for chunk, (begin, end) in zip(chunks, pairwise(inputs.batch.query_start))
+    ]
 
 
 def layer_caches(layout: KVLayout, pool: Tensor) -> list[AnyCache]:
