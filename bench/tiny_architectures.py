@@ -11,7 +11,8 @@ import torch
 import transformers
 
 FAMILIES = (
-    *("llama", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "mistral"),
+    *("llama", "gemma", "gemma2", "gemma3_text", "gemma4_text", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
+    *("qwen3_next", "mistral"),
     *("mixtral", "ministral", "phi", "phi3", "phimoe", "olmo", "olmo2", "olmo3", "olmoe", "stablelm", "starcoder2"),
     *("gpt_neox", "gpt2", "gpt_bigcode", "gptj", "gpt_oss", "opt", "bloom", "falcon", "falcon_h1", "cohere", "cohere2"),
     *("glm", "glm4", "glm4_moe", "granite", "granitemoe", "granitemoehybrid", "nemotron", "nemotron_h", "smollm3"),
@@ -58,6 +59,13 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 101,
+    },
     "glm4_moe": {**_NO_GROUPS, "first_k_dense_replace": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 20},
     "gptj": {"rotary_dim": 8},
