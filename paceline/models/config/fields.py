@@ -35,6 +35,12 @@ class Fields:
         """Return the same fields, and those of `defaults` that are missing. A field that is null is not missing."""
         return Fields({**defaults, **self.raw}, self.architecture)
 
+    def with_rope(self, default: Json) -> Fields:
+        """Return the same fields, with `default` as `rope_parameters` if none are given in the style of any version."""
+        if self.raw.get("rope_parameters") or self.raw.get("rope_scaling"):
+            return self
+        return Fields({**self.raw, "rope_parameters": default}, self.architecture)
+
     def size(self, name: str, default: int | None = None) -> int:
         """Return a positive whole number. Raises ModelError if the field has another value, or has none at all."""
         value = self.get(name, default)

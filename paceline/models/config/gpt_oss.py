@@ -20,12 +20,14 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def gpt_oss(fields: Fields) -> ModelConfig:
-    fields = fields.with_defaults(
-        head_dim=64, num_key_value_heads=8, sliding_window=128, max_position_embeddings=131_072, rms_norm_eps=1e-5,
-        rope_theta=150_000.0, num_hidden_layers=36,
-    )  # fmt: skip
-    if not (fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling")):
-        fields = Fields({**fields.raw, "rope_parameters": _ROPE}, fields.architecture)
+    fields = fields.with_rope(_ROPE).with_defaults(
+        head_dim=64,
+        num_key_value_heads=8,
+        sliding_window=128,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+        rope_theta=150_000.0,
+    )
     for name, value in _SWIGLU.items():
         if fields.get(name, value) != value:
             raise ModelError(f"{name} {fields.raw[name]} is not supported; supported is {value}")

@@ -25,8 +25,7 @@ def mistral(fields: Fields) -> ModelConfig:
 def ministral3(fields: Fields) -> ModelConfig:
     """Read Ministral 3, whose queries grow with their positions."""
     fields = fields.with_defaults(max_position_embeddings=262_144, head_dim=128, rms_norm_eps=1e-5)
-    if not (fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling")):
-        fields = Fields({**fields.raw, "rope_parameters": _MINISTRAL3_ROPE}, fields.architecture)
+    fields = fields.with_rope(_MINISTRAL3_ROPE)
     config, parameters = _mistral(fields), fields.rope_parameters()
     growth = float(parameters.get("llama_4_scaling_beta") or 0.0)
     original = int(parameters.get("original_max_position_embeddings") or config.max_position)
