@@ -123,7 +123,7 @@ class NormKind(IntEnum):
     UNIT_OFFSET = 1
     """The factor is 1 + weight, and all is in fp32 (Gemma 1 to 3)."""
     WIDE = 2
-    """The factor is the weight, and all is in fp32 (Gemma 4)."""
+    """The factor is the weight, and all is in fp32 (Gemma 4, GPT-OSS)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.kernels.interface import Kernels
+from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.experts import MixtureOfExperts, Router, fused_experts
 from paceline.models.llama import Llama
@@ -19,4 +19,4 @@ class GptOss(Llama):
             experts = fused_experts(config, weights, gate_up, down, kernels, transposed=True, interleaved=True)
             return MixtureOfExperts(router, experts, kernels)
 
-        super().__init__(config, weights, kernels, make_mlp=make_mlp)
+        super().__init__(config, weights, kernels, make_mlp=make_mlp, norm_kind=NormKind.WIDE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ class Llama(Decoder):
     Args:
         head_norms: queries and keys have norms over each head (Qwen 3).
         make_mlp: makes what a layer has in place of a gated MLP, from the prefix of its tensors' names.
+        norm_kind: of the norms before attention and MLP, and after the last layer.
     """
 
     def __init__(
@@ -30,14 +32,15 @@ class Llama(Decoder):
         kernels: Kernels,
         head_norms: bool = False,
         make_mlp: MakeMLP | None = None,
+        norm_kind: NormKind = NormKind.ROUNDED,
     ) -> None:
         def make_gated(place: str) -> GatedMLP:
             return GatedMLP(config, weights, place, kernels)
 
         def make_layer(kind: LayerType, place: str) -> _Layer:
-            return _Layer(config, kind, weights, place, kernels, head_norms, make_mlp or make_gated)
+            return _Layer(config, kind, weights, place, kernels, head_norms, make_mlp or make_gated, norm_kind)
 
-        super().__init__(config, weights, kernels, make_layer)
+        super().__init__(config, weights, kernels, make_layer, norm_kind)
 
 
 class _Layer:
@@ -50,11 +53,13 @@ class _Layer:
         kernels: Kernels,
         head_norms: bool,
         make_mlp: MakeMLP,
+        norm_kind: NormKind,
     ) -> None:
-        size, eps, norms = config.hidden_size, config.norm_eps, NormKind.ROUNDED if head_norms else None
-        self.norm = RMSNorm(weights, f"{place}.input_layernorm", size, eps, kernels)
-        self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels, norms)
-        self._mlp_norm = RMSNorm(weights, f"{place}.post_attention_layernorm", size, eps, kernels)
+        norm = partial(RMSNorm, size=config.hidden_size, eps=config.norm_eps, kernels=kernels, kind=norm_kind)
+        head_kind = NormKind.ROUNDED if head_norms else None
+        self.norm = norm(weights, f"{place}.input_layernorm")
+        self._attention = Attention(config, kind, weights, f"{place}.self_attn", kernels, head_kind)
+        self._mlp_norm = norm(weights, f"{place}.post_attention_layernorm")
         self._mlp = make_mlp(f"{place}.mlp")
 
     def __call__(

@@ -14,9 +14,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from paceline.core.errors import ModelError
 from paceline.kernels import select_kernels
-from paceline.models.base import Model
-from paceline.models.loader import load_model
+from paceline.kernels.reference import ReferenceKernels
+from paceline.models.base import FusedExperts, Model
+from paceline.models.folder import weight_files
+from paceline.models.loader import Checkpoint, load_model
 from paceline.models.mxfp4 import decode_mxfp4
+from paceline.models.quantized import Int8Weights
 from tests.models.test_model_logits import check_against_reference
 
 CPU = torch.device("cpu")
@@ -69,17 +72,16 @@ def test_logits_are_those_of_transformers(tmp_path: Path, save_mxfp4: Any, paged
 
 def test_int8_keeps_experts_without_loss(tmp_path: Path, save_mxfp4: Any, paged_contexts: Any) -> None:
     del save_mxfp4
-
-    def experts_of(model: Any) -> Any:
-        return model.forward.__self__._layers[1]._mlp._experts
-
-    kernels = select_kernels(CPU, "reference")
-    whole, rounded = (
-        experts_of(load_model(tmp_path, torch.bfloat16, kernels, CPU, quantization=how)) for how in ("none", "int8")
-    )
-    for part in ("gate", "up", "down"):
+    kernels, name = ReferenceKernels(), "model.layers.1.mlp.experts.gate_up_proj"
+    shape = FusedExperts(5, (32, 32), 64, transposed=True, interleaved=True)
+    checkpoints = [
+        Checkpoint(weight_files(tmp_path), torch.bfloat16, CPU, lambda _, own: kernels.pack(own)) for _ in range(2)
+    ]
+    whole = checkpoints[0].take_packed_experts(name, shape)
+    rounded = Int8Weights(checkpoints[1], kernels).take_packed_experts(name, shape)
+    for part in range(2):
         for expert in range(5):
-            assert torch.equal(getattr(whole, part)[expert].data, getattr(rounded, part)[expert].data)
+            assert torch.equal(whole[part][expert].data, rounded[part][expert].data)
     contexts = [paged_contexts(load(tmp_path, how, torch.float32), 1, 32) for how in ("none", "int8")]
     exact, near = (own.step({0: list(range(3, 30))})[0] for own in contexts)
     error: Tensor = (exact - near).norm() / exact.norm()
