@@ -35,7 +35,8 @@ def reference(model: Path) -> Any:
 async def test_tokens_are_those_of_transformers(model: Path, reference: Any, tmp_path: Path) -> None:
     expected = [generated(reference, prompt) for prompt in ASKED]
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-    options = ("--threads=1", "--max-batched-tokens=64", "--max-seqs=32", "--kv-memory=64MiB")
+    # The folder has no code, so the trust changes nothing.
+    options = ("--trust-remote-code", "--threads=1", "--max-batched-tokens=64", "--max-seqs=32", "--kv-memory=64MiB")
     with serve(tmp_path / "log", str(model), *options, f"--speculative-config={json.dumps(drafts)}") as stack:
         assert [tokens for tokens, _ in await complete_all(stack.url, ASKED)] == expected
         ((tokens, cached),) = await complete_all(stack.url, ASKED[7:8])
