@@ -82,6 +82,7 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "longcat_flash": {**_LATENT, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "zero_expert_num": 2},
     "mamba": {"state_size": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
+    "mixtral": {"sliding_window": None},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4, "max_seq_len": 512},
     "nemotron_h": {"hybrid_override_pattern": "M*-*", "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1},
     "openai-gpt": {"n_positions": 512},
