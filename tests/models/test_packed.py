@@ -84,6 +84,21 @@ def test_matrices_of_heads_are_shared_too(
     assert all(torch.equal(private, each) for each in shared)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "granite_moe"])
+def test_experts_are_packed_once(
+    tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, dtype: torch.dtype, family: str
+) -> None:
+    request.getfixturevalue(f"save_{family}")()
+    kernels = [Counting() for _ in range(3)]
+    folders = (None, tmp_path / "packed", tmp_path / "packed")
+    models = [load_model(tmp_path, dtype, own, CPU, folder) for own, folder in zip(kernels, folders)]
+    routers = sum(layer not in models[0].config.experts.dense_layers for layer in range(3))
+    assert kernels[2].packed == routers  # the matrices of routers, which are never quantized, are in no file
+    private, first, second = (logits(model, paged_contexts, dtype) for model in models)
+    assert torch.equal(private, first)
+    assert torch.equal(private, second)
+
+
 def test_instruction_sets_of_another_form_have_another_file(
     tmp_path: Path, save_llama: Any, paged_contexts: Any, dtype: torch.dtype
 ) -> None:

@@ -14,6 +14,7 @@ from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import read_facts
 from paceline.models.draft import check_speculative, read_draft_config
 from paceline.models.folder import BLOCKS_FILE, weight_files
+from paceline.models.model_config import ModelConfig
 
 PROCESS_BYTES = 400 << 20
 """Resident memory of one worker without weights and KV cache: Python, torch and the scratch memory of a step."""
@@ -44,19 +45,29 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"port {port} of {host} {reason}; choose another with --port or --host") from error
 
 
-def check_memory(config: ServeConfig, folder: Path, available: int | None) -> None:
+def check_memory(config: ServeConfig, folder: Path, available: int | None) -> str:
     """Raise ConfigError if the weights, the processes and the KV cache do not fit into `available` bytes.
+
+    Experts are mapped from a file, so only those that a token uses must fit.
 
     Args:
         folder: the model.
         available: bytes that can be taken without swapping; None if the system does not report them.
+
+    Returns:
+        A warning if not all experts fit; else an empty text.
     """
     if available is None:
-        return
+        return ""
     workers = config.prefill + config.decode
     weights = _weight_bytes(folder, config, workers) if config.device == "cpu" else 0
     kv_bytes = _kv_bytes(config, workers)
     needed = weights + workers * PROCESS_BYTES + kv_bytes
+    if needed > available >= needed - _idle_expert_bytes(folder, config):
+        return (
+            f"this stack is slow: {_gib(available)} of memory are free and it needs {_gib(needed)} (weights "
+            f"{_gib(weights)}), so experts that a token needs are often read from the disk"
+        )
     if needed > available:
         sizes = [flag(name) for name in ("kv_memory", "kv_pool_memory") if getattr(config, name) != "auto"]
         lower = " or ".join([*sizes, "--prefill", "--decode"])
@@ -65,6 +76,7 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> No
             f"{_gib(workers * PROCESS_BYTES)}, KV cache {_gib(kv_bytes)}) and {_gib(available)} are free; "
             f"lower {lower}, or take a smaller model"
         )
+    return ""
 
 
 def check_more_workers(config: ServeConfig, folder: Path, added: int, available: int | None) -> None:
@@ -110,6 +122,18 @@ def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     if config.quantization == "gguf" and (folder / BLOCKS_FILE).is_file():
         return workers * (folder / BLOCKS_FILE).stat().st_size
     return workers * stored_bytes // _ITEMSIZES[stored] // 32 * 34
+
+
+def _idle_expert_bytes(folder: Path, config: ServeConfig) -> int:
+    """Return the bytes of mapped experts that a token does not use."""
+    facts = read_facts(folder, config.model_impl)
+    is_mapped = config.device == "cpu" and config.quantization == "none" and config.kernels != "reference"
+    if not is_mapped or not isinstance(facts, ModelConfig) or facts.experts is None:
+        return 0
+    experts = facts.experts
+    idle = (facts.num_layers - len(experts.dense_layers)) * (experts.count - experts.routing.top_k)
+    dtype = facts.dtype if config.dtype == "auto" else config.dtype
+    return idle * 3 * experts.inner_size * facts.hidden_size * _ITEMSIZES[dtype]
 
 
 def _gib(size: int) -> str:

@@ -110,7 +110,8 @@ class Supervisor:
     async def _start(self, folder: Path) -> None:
         model = await self._prepare()
         checks.check_model(self._config, model)
-        checks.check_memory(self._config, model, available_memory())
+        if warning := checks.check_memory(self._config, model, available_memory()):
+            warn(warning)
         redis = await self._start_redis(folder / "redis.sock")
         settings = folder / "stack.toml"
         secret = folder / "secret"

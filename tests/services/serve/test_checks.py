@@ -178,3 +178,20 @@ def test_blocks_of_a_gguf_file_are_a_copy_in_each_worker(model_folder: Path) -> 
 
 def test_nothing_is_refused_where_the_system_does_not_tell(model_folder: Path) -> None:
     check_memory(ServeConfig(kv_memory="900TiB"), model_folder, None)
+
+
+def test_experts_that_no_token_uses_may_stay_on_the_disk(model_folder: Path) -> None:
+    change(model_folder, architectures=["Qwen3MoeForCausalLM"], num_experts=16, num_experts_per_tok=4,
+           moe_intermediate_size=64, num_hidden_layers=2, mlp_only_layers=[0])  # fmt: skip
+    needed = 1 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES
+    idle = 12 * 3 * 64 * 32 * 2
+    assert check_memory(ServeConfig(), model_folder, needed) == ""
+    for available in (needed - 1, needed - idle):
+        assert "experts that a token needs are often read from the disk" in check_memory(
+            ServeConfig(), model_folder, available
+        )
+    with pytest.raises(ConfigError, match="this stack needs"):
+        check_memory(ServeConfig(), model_folder, needed - idle - 1)
+    for options in ({"quantization": "int8"}, {"kernels": "reference"}):
+        with pytest.raises(ConfigError, match="this stack needs"):
+            check_memory(ServeConfig(**options), model_folder, needed - MIB // 2)
