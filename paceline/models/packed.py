@@ -12,6 +12,7 @@ import json
 import logging
 import mmap
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -121,13 +122,16 @@ def _replacing(file: Path) -> Iterator[IO[bytes]]:
 
 
 def _map(file: Path) -> Tensor:
-    """Map a file as uint8 [size]. The map is private but never written, so processes share the file's pages."""
+    """Map a file as uint8 [size], to read only. Processes share the file's pages."""
     with file.open("rb") as source:
-        mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_COPY)
+        # The system refuses a private map that is larger than its memory, because all of it could be written.
+        mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without large pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the tensor must not be written
+        return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 class _PackedFile:

@@ -99,6 +99,22 @@ def test_experts_are_packed_once(
     assert torch.equal(private, second)
 
 
+def test_a_file_may_be_larger_than_memory(
+    tmp_path: Path, save_llama: Any, paged_contexts: Any, dtype: torch.dtype
+) -> None:
+    save_llama()
+    packed = tmp_path / "packed"
+    before = logits(load_model(tmp_path, dtype, Counting(), CPU, packed), paged_contexts, dtype)
+    (file,) = packed_files(packed)
+    content = file.read_bytes()
+    index = len(content) - 8 - int.from_bytes(content[-8:], "little")
+    with file.open("r+b") as output:  # a hole before the index, which takes no place on the disk
+        output.seek(index + 4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        output.write(content[index:])
+    after = logits(load_model(tmp_path, dtype, Counting(), CPU, packed), paged_contexts, dtype)
+    assert torch.equal(before, after)
+
+
 def test_instruction_sets_of_another_form_have_another_file(
     tmp_path: Path, save_llama: Any, paged_contexts: Any, dtype: torch.dtype
 ) -> None:
