@@ -37,6 +37,7 @@ from paceline.kernels.interface import (
     Kernels,
     LayerState,
     PackedWeight,
+    RecurrentState,
     Taps,
     view_pool,
     view_states,
@@ -266,7 +267,8 @@ def cases(shape: Shape, dtype: torch.dtype, how: str) -> Iterator[Case]:
 
 def recurrent_cases(mamba: Mamba, requests: int, count: int, dtype: torch.dtype) -> Iterator[Case]:
     """Make cases for a step in which contexts continue within a block, with more layers than fit in a CPU cache."""
-    parts = ((mamba.heads, mamba.head_dim, mamba.state_size), (mamba.conv_taps - 1, mamba.conv_channels))
+    scanned = ((mamba.heads, mamba.head_dim, mamba.state_size), (1, mamba.conv_channels + mamba.heads))
+    parts = (*scanned, (mamba.conv_taps - 1, mamba.conv_channels))
     slot_bytes = 4 * sum(map(math.prod, parts))
     layers = max(1, COPIES_BYTES // (requests * slot_bytes))
     states = itertools.cycle(
@@ -274,22 +276,27 @@ def recurrent_cases(mamba: Mamba, requests: int, count: int, dtype: torch.dtype)
     )
     nothing = torch.zeros(0, dtype=torch.int64)
     group = GroupTables(1024, 2, torch.arange(requests, dtype=torch.int32).unsqueeze(1), nothing, nothing)
-    batch = AttentionBatch(tuple(range(0, requests * count + 1, count)), (count + 7,) * requests, (group,))
+    begin = 7
+    batch = AttentionBatch(tuple(range(0, requests * count + 1, count)), (begin + count,) * requests, (group,))
     tokens = requests * count
-    x, weight = torch.randn(tokens, mamba.conv_channels).to(dtype), torch.randn(parts[1][0] + 1, mamba.conv_channels)
+    x, weight = torch.randn(tokens, mamba.conv_channels).to(dtype), torch.randn(mamba.conv_taps, mamba.conv_channels)
     weight, time_steps = weight.to(dtype), torch.randn(tokens, mamba.heads).to(dtype)
     rates = torch.stack((-torch.rand(mamba.heads), torch.zeros(mamba.heads), torch.ones(mamba.heads)))
 
     def conv(kernels: Kernels) -> Callable[[], object]:
-        return lambda: kernels.causal_conv(x, weight, None, next(states).parts[1], batch, group)
+        return lambda: kernels.causal_conv(x, weight, None, next(states).parts[2], batch, group)
 
     def scan(kernels: Kernels) -> Callable[[], object]:
-        return lambda: kernels.selective_scan(x, time_steps, rates, next(states).parts[0], batch, group)
+        def run() -> object:
+            state = RecurrentState(*next(states).parts[:2])
+            state.pending[:, 0, 0] = begin  # as if the state had not been advanced by this step before
+            return kernels.selective_scan(x, time_steps, rates, state, batch, group)
 
-    rows = f"{requests}x{count}"
-    scanned, convolved = (4 * requests * math.prod(part) for part in parts)
-    yield Case("causal_conv", rows, conv, convolved + x.nbytes)
-    yield Case("selective_scan", rows, scan, scanned + x.nbytes, 6.0 * tokens * math.prod(parts[0]))
+        return run
+
+    rows, state_bytes = f"{requests}x{count}", 4 * requests * math.prod(parts[0])
+    yield Case("causal_conv", rows, conv, 4 * requests * mamba.conv_taps * mamba.conv_channels + x.nbytes)
+    yield Case("selective_scan", rows, scan, state_bytes + x.nbytes, 6.0 * tokens * math.prod(parts[0]))
 
 
 def all_cases(dtype: torch.dtype, how: str) -> Iterator[tuple[str, Case]]:

@@ -25,6 +25,7 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Event, Sampled
+from paceline.kernels.interface import view_states
 
 MAX_LEN = 1024
 GREEDY = SamplingParams()
@@ -68,11 +69,13 @@ def run(
         watch: wraps the runner, in order to measure it.
         max_len: tokens of the longest context. Each request gets blocks for this many.
         adopted: treat the blocks of all prompts as filled, as on a decode worker, so that only decoding is measured.
-            They hold random numbers, so the tokens have no meaning.
+            They hold random numbers, so the tokens have no meaning. All prompts must have the same length.
         sampling: parameters of each request, except `max_tokens`. Request i adds i to the seed.
     """
     blocks = [group.blocks_for(max_len) for group in loaded.layout.groups]
     pool = _pool(loaded.layout, len(prompts) * sum(blocks), device, adopted)
+    if adopted:
+        _end_states_at(loaded.layout, pool, len(prompts[0]) - 1)
     limits = Limits(512, max_len, len(prompts), loaded.max_drafts)
     events: queue.SimpleQueue[list[Event] | BaseException] = queue.SimpleQueue()
     engine = Engine(
@@ -127,6 +130,14 @@ def _pool(layout: KVLayout, slots: int, device: torch.device, random: bool) -> T
         return torch.zeros(slots * layout.slot_bytes // layout.itemsize, dtype=dtype, device=device)
     piece = torch.randn(layout.slot_bytes // layout.itemsize, device=device).to(dtype)
     return piece.repeat(slots)
+
+
+def _end_states_at(layout: KVLayout, pool: Tensor, tokens: int) -> None:
+    """Let the states in all blocks include the tokens before position `tokens`; see `RecurrentState`."""
+    for group in layout.groups:
+        if group.shape.state:
+            for state in view_states(pool, layout.slot_bytes, len(group.shape.layers), group.shape.state):
+                state.parts[1][:, 0, 0] = (tokens - 1) % group.block_tokens + 1
 
 
 def machine(device: torch.device) -> dict[str, str]:

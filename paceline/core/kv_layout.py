@@ -6,9 +6,10 @@ layers of one group, contiguous in memory:
     [layers, 2 (keys, values), kv_heads, block_tokens, head_dim]
 
 Layers that cache one latent vector for each token, which is key and value at once, have one plane instead of two.
-The layers of a *state group* are recurrent. Its blocks hold one state for each layer instead: the state after the last
-computed token of the block. A token reads the state after the token before it, so a state group has a window of two
-tokens. Only models and kernels have to know more about states.
+
+The layers of a *state group* are recurrent. Its blocks hold one state for each layer instead: the state after one of
+the block's tokens, and the inputs of the computed tokens after it. A token reads the state after the token before it,
+so a state group has a window of two tokens. Only models and kernels have to know more about states.
 
 All blocks are stored in *slots* of one size. A group with fewer bytes per token gets more tokens per block, so that it
 fills its slots well. The rest of a slot is padding, so any combination of groups works. If the tokens of two groups
@@ -26,7 +27,7 @@ from itertools import pairwise
 BASE_TOKENS = 16
 """Number of tokens of the smallest block, and of one link of the hash chain."""
 
-KV_FORMAT = 1
+KV_FORMAT = 2
 """Version of the meaning of a block's bytes. A new version keeps old and new workers from sharing blocks."""
 
 NO_SLOT = 0xFFFFFFFF
@@ -77,7 +78,8 @@ class GroupShape:
     drafter: bool = False
     """Whether the layers are a draft model's, whose KV may have fewer tokens than the target model's."""
     state: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the parts of one layer's state, for a state group. Such a group has STATE_WINDOW and no heads."""
+    """Shapes of the parts of one layer's state, for a state group. Such a group has STATE_WINDOW and no heads. All
+    parts but the first are rows, and have one more for each token that may be a draft; see `with_drafts`."""
     planes: int = 2
     """2 for keys and values; 1 for latent vectors, which are both."""
     readers: tuple[tuple[int, int], ...] = ()
@@ -113,6 +115,11 @@ class GroupShape:
             )
             for index, layers in enumerate(parts)
         )
+
+    def with_drafts(self, drafts: int) -> GroupShape:
+        """Return this shape with states that can go back by `drafts` tokens, because their blocks keep the inputs."""
+        first, rows = self.state[:1], self.state[1:]
+        return replace(self, state=first + tuple((count + drafts, *row) for count, *row in rows))
 
     def block_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of a block of `tokens` tokens."""
@@ -163,16 +170,18 @@ class KVLayout:
         return sum(group.blocks_for(tokens) for group in self.groups)
 
 
-def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str) -> KVLayout:
+def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str, drafts: int = 0) -> KVLayout:
     """Choose the sizes of blocks and slots, and return the layout.
 
     Args:
         shapes: one for each group of the model; at least one.
         itemsize: bytes of one cached element.
         identity: everything else that must be equal before workers may share blocks (model, dtype, version).
+        drafts: most drafts of a request in a step. It changes the layout only if there are states.
     """
     if not shapes:
         raise ValueError("a model needs at least one KV group")
+    shapes = tuple(shape.with_drafts(drafts) for shape in shapes)
     base_bytes = [shape.block_bytes(BASE_TOKENS, itemsize) for shape in shapes]
     largest = max(base_bytes)
     states = sum(bool(shape.state) for shape in shapes)

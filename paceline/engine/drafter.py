@@ -130,7 +130,7 @@ class ModelDrafter:
         while left:
             order = list(left)
             ends = {row: rows.lengths[row] + len(drafts[row]) for row in order}
-            inputs = rows.span([(row, starts[row], ends[row]) for row in order])
+            inputs = rows.span([(row, starts[row], ends[row]) for row in order], comes_again=not self.fills_kv)
             logits = self._model.logits(self._forward(inputs, wanted_of_each=1)).values
             for index, (row, end) in enumerate(ends.items()):
                 fixed = rows.row(row)

@@ -103,5 +103,5 @@ def load(
         first = len(model.layer_groups)
         shapes += tuple(shape.of_drafter(first) for shape in draft_model.group_shapes)
         identity += model_identity(draft_folder, str(dtype), "none", implementation_name(draft_folder, model_impl))
-    layout = make_layout(shapes, dtype.itemsize, identity)
+    layout = make_layout(shapes, dtype.itemsize, identity, speculative.num_speculative_tokens)
     return Loaded(model, draft_model, layout, speculative, Grammars(folder), kernels.chooser)

@@ -114,8 +114,14 @@ class Rows:
             spans.append((row, start, start + count))
         return self.span(spans)
 
-    def span(self, spans: Sequence[Span]) -> Inputs:
-        """Return the inputs for these tokens. They are valid until the next inputs are formed."""
+    def span(self, spans: Sequence[Span], comes_again: bool = False) -> Inputs:
+        """Return the inputs for these tokens. They are valid until the next inputs are formed.
+
+        Tokens after the context of a row are drafts, which a later step may take back.
+
+        Args:
+            comes_again: whether the newest token of each context will be computed again, too.
+        """
         arrays, tensors = self._vectors(sum([end - start for _, start, end in spans]))
         tokens, positions, *placed = arrays
         begin, query_start = 0, [0]
@@ -140,7 +146,9 @@ class Rows:
             )
             for index, group in enumerate(self._layout.groups)
         ]
-        batch = AttentionBatch(tuple(query_start), tuple([end for _, _, end in spans]), tuple(groups))
+        final_len = tuple([min(end, self.lengths[row] - comes_again) for row, _, end in spans])
+        context_len = tuple([end for _, _, end in spans])
+        batch = AttentionBatch(tuple(query_start), context_len, tuple(groups), final_len=final_len)
         return Inputs(tensors[0], tensors[1], [start for _, start, _ in spans], batch)
 
     def _gather(self, index: int, spans: Sequence[Span]) -> Tensor:

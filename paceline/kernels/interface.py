@@ -48,6 +48,13 @@ class AttentionBatch:
     context_len: tuple[int, ...]
     """[requests]: tokens of each context, queries included."""
     groups: tuple[GroupTables, ...]
+    final_len: tuple[int, ...] = field(default=(), kw_only=True)
+    """[requests]: tokens at the front of each context that no later step takes back; empty if all queries are final.
+    The tokens after them are drafts, or will be computed again. Only layers with a state read this."""
+
+    def final_lengths(self) -> tuple[int, ...]:
+        """Return [requests]: `final_len`, or `context_len` if all tokens are final."""
+        return self.final_len or self.context_len
 
     def from_group(self, first: int) -> AttentionBatch:
         """Return the same batch for a model whose groups begin with group `first`."""
@@ -74,16 +81,44 @@ class LayerCache:
 class LayerState:
     """The states of one recurrent layer, in place of keys and values: fp32 views into the pool.
 
-    A block holds the state after the last of its tokens that was computed. A token reads the state after the token
-    before it, and writes its own state to the block that it belongs to. So a full block never changes again.
+    A token reads the state after the token before it from that token's block, and writes to the block that it belongs
+    to. So a full block never changes again.
+
+    A step may begin before the end of an earlier step, because drafts were refused. Each part of a state can therefore
+    go back by as many tokens as there may be drafts, but not to before `AttentionBatch.final_len`. A step needs nothing
+    but the block of the token before it, so a block can be cached, moved or handed over at any time.
     """
 
     parts: tuple[Tensor, ...]
-    """[slots, ...] each; all dimensions but the first are dense."""
+    """[slots, ...] each; all dimensions but the first are dense. The layer's kernels say what they hold."""
 
     @property
     def first(self) -> Tensor:
         return self.parts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """The state of a recurrence that can go back, such as Mamba-2's or a delta rule's: two parts of a `LayerState`.
+
+    A block has the state after some of its tokens, and the inputs of the computed tokens after these. A step whose
+    first token is at position p, in a context with `final` final tokens, does this for each request:
+
+    1. It takes the state of the block of token p - 1, and advances it by the pending inputs of the tokens before p.
+    2. It computes its tokens one after another. At the first token of a block, it puts the state before that token into
+       the block.
+    3. In the block, it advances the state only over final tokens. It leaves the block's state as it is if p > final.
+    4. It adds the inputs of its other tokens to the pending inputs of their blocks. Inputs of refused tokens are
+       overwritten by this, or never read.
+
+    The advance by a pending input has the same bits as the first computation of this token.
+    """
+
+    state: Tensor
+    """fp32 [slots, ...]"""
+    pending: Tensor
+    """fp32 [slots, 1 + drafts, inputs]: row 0 begins with the number of the block's tokens that `state` includes. Row
+    i + 1 has the inputs of the i-th token after them. Kernels refuse a step for which there are too few rows."""
 
 
 AnyCache = LayerCache | LayerState
@@ -338,16 +373,24 @@ class Kernels(ExpertKernels, HeadKernels, Protocol):
     ) -> Tensor:
         """Return silu of each channel's convolution over its own last inputs: x [tokens, channels] -> same shape.
 
-        Inputs before the context's first token are 0. A token's result depends on its own context only.
+        Inputs before the context's first token are 0. A token's result depends on its own context only. The state can
+        go back because it keeps more inputs than the next token needs.
 
         Args:
             weight: [taps, channels]; the last tap is the token's own.
             bias: [channels].
-            state: fp32 [slots, taps - 1, channels], the last inputs; a part of `LayerState`.
+            state: fp32 [slots, taps - 1 + drafts, channels], a part of `LayerState`: the last inputs. The input of
+                position p is in row p % (taps - 1 + drafts).
         """
 
     def selective_scan(
-        self, x: Tensor, time_steps: Tensor, rates: Tensor, state: Tensor, batch: AttentionBatch, group: GroupTables
+        self,
+        x: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        state: RecurrentState,
+        batch: AttentionBatch,
+        group: GroupTables,
     ) -> Tensor:
         """Return the outputs of Mamba-2's recurrence, [tokens, heads * head_dim], computed token by token in fp32:
 
@@ -361,7 +404,7 @@ class Kernels(ExpertKernels, HeadKernels, Protocol):
             x: [tokens, heads * head_dim + 2 * state_size]: the inputs of all heads, then B and C, which they share.
             time_steps: [tokens, heads].
             rates: fp32 [3, heads]: decay (negative), bias and skip.
-            state: fp32 [slots, heads, head_dim, state_size], a part of `LayerState`.
+            state: of shape [heads, head_dim, state_size]. The pending inputs of a token are its x and its time steps.
         """
 
 

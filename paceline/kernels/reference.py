@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.turns import Turns
 from paceline.kernels.composed import Composed
-from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, LayerCache, NormKind, PackedWeight
+from paceline.kernels.interface import (
+    AttentionBatch,
+    Forward,
+    GroupTables,
+    LayerCache,
+    NormKind,
+    PackedWeight,
+    RecurrentState,
+)
 from paceline.kernels.quantized import QuantizedMatrix
+from paceline.kernels.recurrent import inputs_before, keep_inputs, run_recurrence, spans
 from paceline.kernels.reference_experts import ReferenceExperts
 
 
@@ -130,64 +135,39 @@ class ReferenceKernels(ReferenceExperts, Composed):
         group: GroupTables,
     ) -> Tensor:
         out, taps = torch.empty_like(x), weight.float()
-        for span in _spans(batch, group):
-            before = torch.zeros_like(state[0]) if span.read_slot is None else state[span.read_slot]
-            seen = torch.cat((before, x[span.begin : span.end].float()))
-            count = span.end - span.begin
+        for span in spans(batch, group):
+            tokens = slice(span.first, span.first + span.end - span.start)
+            seen = torch.cat((inputs_before(span, state, len(taps) - 1), x[tokens].float()))
+            count = span.end - span.start
             total = torch.zeros_like(seen[:count]) if bias is None else bias.float().expand(count, -1).contiguous()
             for tap, factors in enumerate(taps):
                 total = total + factors * seen[tap : tap + count]
             # Row by row, because torch computes the last few elements of a tensor in another way than all others.
-            out[span.begin : span.end] = torch.stack([F.silu(row) for row in total]).to(x.dtype)
-            for computed, slot in span.write_slots.items():
-                state[slot] = seen[computed : computed + len(before)]
+            out[tokens] = torch.stack([F.silu(row) for row in total]).to(x.dtype)
+            keep_inputs(span, state, seen)
         return out
 
     def selective_scan(
-        self, x: Tensor, time_steps: Tensor, rates: Tensor, state: Tensor, batch: AttentionBatch, group: GroupTables
+        self,
+        x: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        state: RecurrentState,
+        batch: AttentionBatch,
+        group: GroupTables,
     ) -> Tensor:
-        _, heads, head_dim, state_size = state.shape
-        inputs, b, c = torch.split(x.float(), [heads * head_dim, state_size, state_size], dim=1)
-        inputs = inputs.reshape(-1, heads, head_dim)
+        _, heads, head_dim, state_size = state.state.shape
         decay, bias, skip = rates
-        out: Tensor = skip.unsqueeze(1) * inputs
-        for span in _spans(batch, group):
-            now = torch.zeros_like(state[0]) if span.read_slot is None else state[span.read_slot]
-            # Token by token, so that the order of all sums is the same wherever a chunk begins.
-            for token in range(span.begin, span.end):
-                step = F.softplus(time_steps[token].float() + bias)
-                added = (step.unsqueeze(1) * inputs[token]).unsqueeze(2) * b[token]
-                now = now * torch.exp(step * decay).view(-1, 1, 1) + added
-                out[token] += (now * c[token]).sum(-1)
-                if (slot := span.write_slots.get(token + 1 - span.begin)) is not None:
-                    state[slot] = now
-        return out.flatten(1).to(x.dtype)
 
+        def advance(now: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            own, b, c, raw = torch.split(inputs, [heads * head_dim, state_size, state_size, heads])
+            step, own = F.softplus(raw + bias), own.view(heads, head_dim)
+            now = now * torch.exp(step * decay).view(-1, 1, 1) + (step.unsqueeze(1) * own).unsqueeze(2) * b
+            return now, skip.unsqueeze(1) * own + (now * c).sum(-1)
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """The tokens [begin, end) of one request in a step, for layers that keep a state."""
-
-    begin: int
-    end: int
-    read_slot: int | None
-    """Slot of the state before the first token; None at the beginning of the context."""
-    write_slots: dict[int, int]
-    """Number of computed tokens -> slot that takes the state after them."""
-
-
-def _spans(batch: AttentionBatch, group: GroupTables) -> Iterator[_Span]:
-    """Yield the span of each request that has tokens in the step."""
-    tables = group.tables.tolist()
-    for table, context_len, (begin, end) in zip(tables, batch.context_len, pairwise(batch.query_start)):
-        if begin == end:
-            continue
-        start = context_len - (end - begin)
-        read_slot = table[(start - 1) // group.block_tokens] if start else None
-        # States are written after the last token of each block, and after the last token of all.
-        full = range(group.block_tokens * (start // group.block_tokens + 1), context_len, group.block_tokens)
-        writes = {stop - start: table[(stop - 1) // group.block_tokens] for stop in (*full, context_len)}
-        yield _Span(begin, end, read_slot, writes)
+        # Token by token, so that the order of all sums is the same wherever a chunk begins.
+        results = run_recurrence(state, torch.cat((x, time_steps), 1).float(), batch, group, advance)
+        return torch.stack(results).flatten(1).to(x.dtype) if results else x[:, : heads * head_dim].clone()
 
 
 def _first_visible_key(position: int, window: int) -> int:

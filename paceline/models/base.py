@@ -181,7 +181,8 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
     if recurrent := [layer for layer, kind in enumerate(config.layer_types) if kind == "mamba"]:
         mamba = config.mamba
         assert mamba is not None
-        state = ((mamba.heads, mamba.head_dim, mamba.state_size), (mamba.conv_taps - 1, mamba.conv_channels))
+        scanned = ((mamba.heads, mamba.head_dim, mamba.state_size), (1, mamba.conv_channels + mamba.heads))
+        state = (*scanned, (mamba.conv_taps - 1, mamba.conv_channels))
         shapes += state_groups("mamba", recurrent, state, shapes)
     else:
         shapes = divide_groups(shapes)

@@ -20,6 +20,7 @@ from paceline.kernels.interface import (
     Logits,
     NormKind,
     PackedWeight,
+    RecurrentState,
     Taps,
 )
 from paceline.models.base import Weights
@@ -180,9 +181,10 @@ class MambaMixer:
     def __call__(self, x: Tensor, cache: AnyCache, step: AttentionStep) -> Tensor:
         kernels = self._kernels
         assert isinstance(cache, LayerState)
-        scanned, convolved = cache.parts
+        *scanned, convolved = cache.parts
         seen = kernels.causal_conv(self._in(x), self._conv, self._conv_bias, convolved, step.batch, step.group)
-        found = kernels.selective_scan(seen, self._time_steps(x), self._rates, scanned, step.batch, step.group)
+        state = RecurrentState(*scanned)
+        found = kernels.selective_scan(seen, self._time_steps(x), self._rates, state, step.batch, step.group)
         return self._out(self._norm(kernels.silu_and_mul(self._gate(x), found)))
 
 

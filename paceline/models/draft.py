@@ -39,16 +39,6 @@ def check_speculative(speculative: SpeculativeConfig | None, folder: Path, model
     if speculative is None:
         return
     draft, target = read_draft_config(speculative, model_impl), read_facts(folder, model_impl)
-    if _has_mamba(target):
-        raise ConfigError(
-            "--speculative-config: this model has Mamba layers, whose states cannot be rolled back after a rejected "
-            "draft; serve it without the option"
-        )
-    if draft is not None and _has_mamba(draft):
-        raise ConfigError(
-            "--speculative-config: the draft model has Mamba layers, whose states cannot be rolled back after a "
-            "rejected draft; choose one that has attention layers only"
-        )
     if draft is not None:
         check_vocabularies(draft, target)
     if speculative.method == "early_layers":
@@ -67,7 +57,3 @@ def check_vocabularies(draft: ModelFacts, target: ModelFacts) -> None:
             f"--speculative-config: the vocabulary of the draft model has {draft.vocab_size} tokens and the model's "
             f"{target.vocab_size}; choose one with the same vocabulary, such as a smaller model of the same family"
         )
-
-
-def _has_mamba(config: ModelFacts) -> bool:
-    return isinstance(config, ModelConfig) and config.mamba is not None

@@ -98,12 +98,15 @@ def test_of_states_only_that_behind_the_token_before_is_needed(position: int, bl
 
 
 def test_granite_4_h_350m() -> None:
-    # Each layer has a state of 808 KB; keys and values take 4 KB per token.
+    # Each layer has a state of 815 KB, and 15 KB for each draft. Keys and values take 4 KB per token.
     full = (GroupShape("full", tuple(range(4)), 4, 64),)
-    layout = make_layout(full + state_groups("mamba", range(28), ((48, 32, 128), (3, 1792)), full), 2, "granite")
-    assert [group.block_tokens for group in layout.groups] == [256] + [512] * 14
-    assert layout.slot_bytes == 1_617_920
-    assert layout.slots_for(1000) == 4 + 2 * 14
+    shapes = full + state_groups("mamba", range(28), ((48, 32, 128), (1, 1840), (3, 1792)), full)
+    for drafts, slot_bytes in ((0, 1_634_304), (4, 1_748_992)):
+        layout = make_layout(shapes, 2, "granite", drafts)
+        assert [group.block_tokens for group in layout.groups] == [256] + [512] * 14
+        assert layout.slot_bytes == slot_bytes
+        assert layout.slots_for(1000) == 4 + 2 * 14
+    assert make_layout(full, 2, "granite", 4) == make_layout(full, 2, "granite")
 
 
 @given(st.integers(0, 5000), st.integers(0, 600), st.sampled_from([16, 32, 64]))

@@ -97,7 +97,8 @@ class Loop:
                 )
                 for shape in draft_model.group_shapes
             )
-        self.layout = make_layout(shapes, 4, "test")
+        drafts = 0 if drafter == "none" else DRAFTS
+        self.layout = make_layout(shapes, 4, "test", drafts)
         count = 8 * self.layout.slots_for(MAX_TOKENS)
         self.slots = torch.full((count, self.layout.slot_bytes // 4), float("nan"))
         pool, copies, own = self.slots.view(-1), None, None
@@ -117,7 +118,7 @@ class Loop:
         }
         if draft_model is not None:
             drafters["model"] = ModelDrafter(draft_model, caches[layers:], first_group=len(model.group_shapes))
-        limits = Limits(24, MAX_TOKENS, 8, 0 if drafter == "none" else DRAFTS)
+        limits = Limits(24, MAX_TOKENS, 8, drafts)
         self._events: queue.Queue[Event] = queue.Queue()
         self._failures: list[BaseException] = []
         self.engine = Engine(

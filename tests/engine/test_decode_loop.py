@@ -11,7 +11,7 @@ import pytest
 from paceline.core.types import SamplingParams
 from paceline.models.base import Model
 from tests.engine.loops import Asked, Loop, assert_same, expected, load
-from tests.tiny_checkpoints import DIVIDED, SaveTiny
+from tests.tiny_checkpoints import DIVIDED, SaveTiny, write_granite_hybrid
 
 
 def requests(vocab_size: int) -> list[Asked]:
@@ -63,16 +63,24 @@ def test_tokens_do_not_depend_on_where_blocks_lie(model: Model, drafter: str) ->
         assert loop.engine.stats.stored_blocks > 0
 
 
-def test_tokens_of_a_hybrid_do_not_depend_on_how_the_loop_runs(save_granite_hybrid, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    save_granite_hybrid()
-    model = load(tmp_path)
+@pytest.mark.parametrize("drafter", ["none", "lookup", "early", "model"])
+def test_tokens_of_a_hybrid_do_not_depend_on_how_the_loop_runs(drafter: str, tmp_path: Path) -> None:
+    heads = {"num_key_value_heads": 6}  # so that blocks are small enough for some to be given back
+    write_granite_hybrid(tmp_path / "target", **heads)
+    model, draft_model = load(tmp_path / "target"), None
+    if drafter == "model":  # nearly the same model, so that it is right most of the time
+        write_granite_hybrid(tmp_path / "drafter", **heads, residual_multiplier=0.69)
+        draft_model = load(tmp_path / "drafter")
     asked = requests(model.config.vocab_size)
     wanted = expected(model, asked)
     for contexts in (None, 1, 2.5):
-        loop = Loop(model, 2, "none", contexts_on_device=contexts)
+        loop = Loop(model, 2, drafter, draft_model, contexts_on_device=contexts)
         assert_same(loop.run(asked), wanted)
         loop.engine.stop()
         assert loop.given_back
+        stats = loop.engine.stats
+        if drafter != "none":
+            assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
 OTHER_LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {

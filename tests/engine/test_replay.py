@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -36,11 +37,9 @@ from paceline.engine.step import (
 from paceline.kernels import select_kernels
 from tests.engine.constrained_loop import regex, schema
 from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
-from tests.tiny_checkpoints import write_llama
+from tests.tiny_checkpoints import write_granite_hybrid, write_llama
 
 CPU = torch.device("cpu")
-SLOTS = 24
-"""Number of slots, too few for all requests, so that one is preempted."""
 LIMITS = Limits(max_batched_tokens=40, max_model_len=256, max_seqs=8, max_drafts=3)
 TEXT = 'abc {"a": [1, 2], "b": "aaa"} abc '
 ADOPTED = 48
@@ -77,8 +76,8 @@ def loaded(folder: Path) -> Loaded:
     return load(folder, torch.float32, CPU, select_kernels(CPU, "native"), drafts)
 
 
-def empty_pool(model: Loaded) -> Tensor:
-    return torch.full((SLOTS * model.layout.slot_bytes // 4,), float("nan"))
+def empty_pool(model: Loaded, slots: int) -> Tensor:
+    return torch.full((slots * model.layout.slot_bytes // 4,), float("nan"))
 
 
 def outcomes(result: StepResult) -> list[tuple[object, ...]]:
@@ -87,17 +86,32 @@ def outcomes(result: StepResult) -> list[tuple[object, ...]]:
 
 def record(model: Loaded, pool: Tensor) -> Recording:
     """Run all requests, two steps in flight, over too few blocks."""
-    free, names = list(range(SLOTS)), count()
-    size = model.layout.groups[0].block_tokens
+    free, names = list(range(4 * len(pool) // model.layout.slot_bytes)), count()
+    groups = model.layout.groups
 
-    def made(context: Context, prompt_len: int, sampling: SamplingParams, computed: int = 0) -> Request:
-        blocks = -(-(len(context) + 1) // size)
-        tables = [[free.pop() for _ in range(blocks)]]
-        return Request(Key(str(next(names)), 1, 1), context, prompt_len, sampling, model.layout, tables, computed)
+    held: dict[Key, list[list[int]]] = {}
+
+    def grow(key: Key, tokens: int) -> bool:
+        """Give a request all blocks for `tokens` tokens, if there are enough."""
+        tables = held.setdefault(key, [[] for _ in groups])
+        missing = [group.blocks_for(tokens) - len(table) for group, table in zip(groups, tables)]
+        if sum(missing) > len(free):
+            return False
+        for table, lacks in zip(tables, missing):
+            table.extend(free.pop() for _ in range(lacks))
+        return True
+
+    def made(context: Context, prompt_len: int, sampling: SamplingParams, computed: int = 0) -> Request | None:
+        key = Key(str(next(names)), 1, 1)
+        if not grow(key, len(context) + 1):
+            return None
+        tables = [[*table] for table in held[key]]
+        return Request(key, context, prompt_len, sampling, model.layout, tables, computed)
 
     prompts = [list((TEXT * 3)[: 60 + 7 * index].encode()) for index in range(len(REQUESTS))]
     adopted = made(Context(prompts[0]), len(prompts[0]), REQUESTS[0], ADOPTED)
-    fill(model, pool, replace(adopted, context=Context(prompts[0][:ADOPTED]), computed_len=0))
+    assert adopted is not None
+    fill(model, pool, replace(adopted, context=Context(prompts[0][:ADOPTED]), prompt_len=ADOPTED, computed_len=0))
 
     recording, runner = Recording(pool.clone()), model.runner(pool, LIMITS)
     scheduler = Scheduler(LIMITS, Speculation(LIMITS.max_drafts, adaptive=False))
@@ -110,10 +124,8 @@ def record(model: Loaded, pool: Tensor) -> Recording:
         recording.happened.add(type(event).__name__)
         match event:
             case NeedsBlocks(key, tokens):
-                request = running[key]
-                missing = -(-tokens // size) - len(request.tables[0])
-                if missing <= len(free):
-                    scheduler.grow(key, [request.tables[0] + [free.pop() for _ in range(missing)]])
+                if grow(key, tokens):
+                    scheduler.grow(key, held[key])
                 else:
                     scheduler.starve(key)
             case Sampled(key, _, reason) if reason is not None:
@@ -122,13 +134,13 @@ def record(model: Loaded, pool: Tensor) -> Recording:
                 scheduler.remove(key)
             case Removed(key) | Preempted(key):
                 request = running.pop(key)
-                free.extend(request.tables[0])
+                free.extend(slot for table in held.pop(key) for slot in table)
                 if isinstance(event, Preempted):
                     waiting.append((request.context, request.prompt_len, request.sampling))
 
     while running or waiting:
-        while waiting and len(free) * size > len(waiting[0][0]):
-            request = made(*waiting.popleft())
+        while waiting and (request := made(*waiting[0])) is not None:
+            waiting.popleft()
             running[request.key] = request
             scheduler.add(request)
         while len(in_flight) < 2 and (step := scheduler.plan()) is not None:
@@ -146,7 +158,7 @@ def record(model: Loaded, pool: Tensor) -> Recording:
 def fill(model: Loaded, pool: Tensor, request: Request) -> None:
     """Compute the KV of a request's context, as a prefill worker does."""
     scheduler, runner = Scheduler(LIMITS), model.runner(pool, LIMITS)
-    scheduler.add(replace(request, sampling=SamplingParams(max_tokens=1)))
+    scheduler.add(replace(request, only_first_token=True))
     while (step := scheduler.plan()) is not None:
         scheduler.apply(step, runner.execute(step))
 
@@ -157,11 +169,24 @@ def replay(folder: Path, pool: Tensor, steps: list[bytes]) -> tuple[list[object]
     return [outcomes(runner.execute(pickle.loads(step))) for step in steps], pool
 
 
+@pytest.fixture(scope="module")
+def other() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        yield process
+
+
 @pytest.mark.slow
-def test_a_process_that_replays_recorded_steps_gives_the_same_tokens_and_kv(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("write", "slots"),
+    [(write_llama, 24), (write_granite_hybrid, 10)],  # too few slots for all requests, so that one is preempted
+    ids=["llama", "hybrid"],
+)
+def test_a_process_that_replays_recorded_steps_gives_the_same_tokens_and_kv(
+    write: Callable[..., object], slots: int, other: ProcessPoolExecutor, tmp_path: Path
+) -> None:
     write_toy_model(tmp_path)
-    write_llama(tmp_path, vocab_size=VOCAB_SIZE)
-    pool = empty_pool(model := loaded(tmp_path))
+    write(tmp_path, vocab_size=VOCAB_SIZE, num_key_value_heads=3)
+    pool = empty_pool(model := loaded(tmp_path), slots)
     recording = record(model, pool)
 
     steps: list[Step] = [pickle.loads(step) for step in recording.steps]
@@ -173,8 +198,7 @@ def test_a_process_that_replays_recorded_steps_gives_the_same_tokens_and_kv(tmp_
     assert any(chunk.start == ADOPTED and chunk.prefills for chunk in steps[0].chunks)
     assert any(accepted for _, _, accepted, _, _ in results)
 
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
-        found, replayed = other.submit(replay, tmp_path, recording.pool, recording.steps).result(120)
+    found, replayed = other.submit(replay, tmp_path, recording.pool, recording.steps).result(120)
     assert found == recording.outcomes
     # Compare bits, because NaN is not equal to itself.
     assert torch.equal(replayed.view(torch.int32), pool.view(torch.int32))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, view_states
+from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, RecurrentState, view_states
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.reference import ReferenceKernels
@@ -58,17 +60,21 @@ class Layer:
 class Pool:
     """A pool of NaN for two layers, of which the second one is computed."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, drafts: int = 0) -> None:
         sizes = layer.sizes
-        parts = ((sizes.heads, sizes.head_dim, sizes.state_size), (sizes.taps - 1, sizes.channels))
+        scanned = ((sizes.heads, sizes.head_dim, sizes.state_size), (1 + drafts, sizes.channels + sizes.heads))
+        parts = (*scanned, (sizes.taps - 1 + drafts, sizes.channels))
         slot_bytes = 4 * (2 * sum(map(math.prod, parts)) + 8)  # with padding after the block
         self.bytes = torch.full((SLOTS * slot_bytes // 4,), float("nan"))
-        self.scanned, self.convolved = view_states(self.bytes, slot_bytes, 2, parts)[1].parts
+        *scan, self.convolved = view_states(self.bytes, slot_bytes, 2, parts)[1].parts
+        self.scanned = RecurrentState(*scan)
         self._layer = layer
         free = iter(torch.randperm(SLOTS, generator=torch.Generator("cpu").manual_seed(1), device="cpu").tolist())
         self.tables = [[next(free) for _ in range(0, len(x), sizes.block_tokens)] for x in layer.x]
 
-    def step(self, kernels: Kernels, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[Tensor, Tensor]]:
+    def step(
+        self, kernels: Kernels, pieces: Sequence[tuple[int, int, int]], final: tuple[int, ...] = ()
+    ) -> list[tuple[Tensor, Tensor]]:
         """Compute tokens [begin, end) of some contexts. Return the convolved and scanned results of each."""
         layer, width = self._layer, max(map(len, self.tables))
         # Table entries that a request does not need yet, or not any more, are invalid.
@@ -80,12 +86,18 @@ class Pool:
         nowhere = torch.zeros(sum(counts), dtype=torch.int64)
         group = GroupTables(layer.sizes.block_tokens, 2, tables, nowhere, nowhere)
         starts = (0, *torch.tensor(counts, device="cpu").cumsum(0).tolist())
-        batch = AttentionBatch(starts, tuple(end for _, _, end in pieces), (group,))
+        batch = AttentionBatch(starts, tuple(end for _, _, end in pieces), (group,), final_len=final)
         x = torch.cat([layer.x[context][begin:end] for context, begin, end in pieces])
         time_steps = torch.cat([layer.time_steps[context][begin:end] for context, begin, end in pieces])
         seen = kernels.causal_conv(x, layer.weight, layer.bias, self.convolved, batch, group)
         found = kernels.selective_scan(x, time_steps, layer.rates, self.scanned, batch, group)
         return list(zip(torch.split(seen, counts), torch.split(found, counts)))
+
+    def keep_only(self, context: int, first: int, last: int) -> None:
+        """Fill all blocks of a context with NaN, except the blocks of the tokens at positions first to last."""
+        size, slots = self._layer.sizes.block_tokens, self.tables[context]
+        lost = [slot for i, slot in enumerate(slots) if not first // size <= i <= last // size]
+        self.bytes.view(SLOTS, -1)[lost] = torch.nan
 
     def bits(self) -> Tensor:
         """Return a copy of the pool as integers, in which NaN is equal to itself."""
@@ -162,6 +174,105 @@ def test_a_token_has_the_same_bits_in_any_batch_and_chunk(
     assert torch.equal(together.bits(), apart.bits())
 
 
+@dataclass(frozen=True)
+class Move:
+    """A step of one context."""
+
+    begin: int
+    right: int
+    """Tokens from `begin` that have the context's inputs."""
+    wrong: int
+    """Tokens after them that have other inputs, as refused drafts have."""
+    final: int
+
+
+@st.composite
+def moves(draw: st.DrawFn, length: int, drafts: int) -> list[Move]:
+    """Return steps that together compute a context of `length` tokens, and go back in all ways that drafters need."""
+    found, begin = [], 0
+    while begin < length:
+        kind = draw(st.sampled_from(["prompt", "verify", "own layers", "draft model"]))
+        right, ahead = draw(st.integers(1, min(30, length - begin))), draw(st.integers(1, drafts))
+        newest = begin + 1
+        if kind == "prompt":
+            found.append(Move(begin, right, 0, begin + right))
+        elif kind == "verify":
+            right = min(right, ahead + 1)
+            found.append(Move(begin, right, ahead + 1 - right, newest))
+        elif kind == "own layers":  # the newest token and drafts after it, all of which are computed again
+            found += [Move(begin + i, int(i < right), int(i >= right), begin) for i in range(ahead)]
+            right = 0
+        else:
+            right = min(right, ahead + 1)
+            found += [Move(begin + i, int(i < right), int(i >= right), newest) for i in range(ahead + 1)]
+        begin += right
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_state_goes_back_to_any_token_that_is_not_final(
+    computers: list[Kernels], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    sizes = Sizes(
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 20)),
+        data.draw(st.integers(1, 20)),
+        data.draw(st.integers(1, 5)),
+        data.draw(st.sampled_from([16, 32])),
+    )
+    check_going_back(computers, dtype, sizes, data)
+
+
+def check_going_back(computers: list[Kernels], dtype: torch.dtype, sizes: Sizes, data: st.DataObject) -> None:
+    """Compute contexts with drafts, and compare the results of their own tokens with those of one prompt."""
+    lengths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=2))
+    drafts = data.draw(st.integers(1, 16))
+    padded = [length + 2 * drafts for length in lengths]
+    right, wrong = Layer(sizes, padded, dtype, seed=1), Layer(sizes, padded, dtype, seed=2)
+    layer = Layer(sizes, padded, dtype)
+    layer.weight, layer.bias, layer.rates = right.weight, right.bias, right.rates
+    wanted = Pool(right).step(computers[0], [(row, 0, length) for row, length in enumerate(lengths)])
+    pool, found = Pool(layer, drafts), [[torch.zeros_like(part) for part in own] for own in wanted]
+    plans = [data.draw(moves(length, drafts)) for length in lengths]
+    for step in zip_longest(*plans):
+        own = [(row, move) for row, move in enumerate(step) if move is not None]
+        for row, move in own:
+            middle, end = move.begin + move.right, move.begin + move.right + move.wrong
+            for inputs in ("x", "time_steps"):
+                mine = getattr(layer, inputs)[row]
+                mine[move.begin : middle] = getattr(right, inputs)[row][move.begin : middle]
+                mine[middle:end] = getattr(wrong, inputs)[row][middle:end]
+            # A later step may begin after the final tokens, so their last block is kept, too.
+            pool.keep_only(row, min(move.begin, move.final) - 1, move.begin - 1)
+        before = pool.bits()
+        results = pool.step(
+            computers[1],
+            [(row, move.begin, move.begin + move.right + move.wrong) for row, move in own],
+            tuple(min(move.final, move.begin + move.right + move.wrong) for _, move in own),
+        )
+        for (row, move), result in zip(own, results):
+            for mine, part in zip(found[row], result):
+                mine[move.begin : move.begin + move.right] = part[: move.right]
+            full = pool.tables[row][: min(move.begin, move.final) // sizes.block_tokens]
+            assert torch.equal(pool.bits().view(SLOTS, -1)[full], before.view(SLOTS, -1)[full])
+    for mine, whole in zip(found, wanted):
+        for part, other in zip(mine, whole):
+            assert torch.equal(part, other)
+
+
+def test_a_step_that_begins_before_the_final_tokens_is_refused(computers: list[Kernels]) -> None:
+    layer = Layer(Sizes(block_tokens=32), (40,), torch.float32)
+    pool = Pool(layer, 16)
+    pool.step(computers[0], [(0, 0, 10)], (8,))
+    pool.step(computers[0], [(0, 8, 10)], (9,))
+    with pytest.raises(ValueError, match="state"):
+        pool.step(computers[0], [(0, 8, 10)], (9,))
+    with pytest.raises(ValueError, match=r"taken back|go back"):
+        pool.step(computers[0], [(0, 10, 28)], (10,))
+
+
 def test_a_context_goes_on_from_another_s_full_block_and_leaves_it_as_it_is(computers: list[Kernels]) -> None:
     kernels = computers[0]
     layer = Layer(Sizes(), (50, 50), torch.float32)
@@ -187,7 +298,7 @@ def test_a_slot_outside_the_pool_is_refused(where: int) -> None:
         pool.step(NativeKernels(1), [(0, 10, 40)])
 
 
-Change = Callable[[Tensor], Tensor]
+Change = Callable[[Any], Any]
 
 
 def three_tokens() -> tuple[Layer, Pool, AttentionBatch]:
@@ -200,7 +311,7 @@ def three_tokens() -> tuple[Layer, Pool, AttentionBatch]:
     ("name", "change"),
     [
         ("weight", lambda weight: weight.bfloat16()),
-        ("weight", lambda weight: weight[1:]),
+        ("weight", lambda weight: weight.repeat(2, 1)),
         ("bias", lambda bias: bias[1:]),
         ("state", lambda state: state.mT),
         ("state", lambda state: state.mT.contiguous().mT),
@@ -220,14 +331,17 @@ def test_operands_of_a_convolution_that_do_not_fit_are_refused(name: str, change
         ("x", lambda x: x[:, 1:]),
         ("time_steps", lambda time_steps: time_steps[1:]),
         ("rates", lambda rates: rates.double()),
-        ("state", lambda state: state.bfloat16()),
+        ("state", lambda state: RecurrentState(state.state.bfloat16(), state.pending)),
+        ("state", lambda state: RecurrentState(state.state, state.pending[:, 1:])),
+        ("state", lambda state: RecurrentState(state.state, state.pending.clone())),
     ],
 )
 def test_operands_of_a_scan_that_do_not_fit_are_refused(name: str, change: Change) -> None:
     layer, pool, batch = three_tokens()
-    operands = {"x": layer.x[0], "time_steps": layer.time_steps[0], "rates": layer.rates, "state": pool.scanned}
+    operands: dict[str, Any] = {"x": layer.x[0], "time_steps": layer.time_steps[0], "rates": layer.rates}
+    operands["state"] = pool.scanned
     operands[name] = change(operands[name])
-    with pytest.raises(ValueError, match=r" must be \["):
+    with pytest.raises(ValueError, match=r" must be \[|must be in the same blocks"):
         NativeKernels(1).selective_scan(**operands, batch=batch, group=batch.groups[0])
 
 

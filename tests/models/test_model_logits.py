@@ -279,7 +279,7 @@ def test_groups_of_granite_hybrid(tmp_path: Path, save_granite_hybrid: Any, load
     model = load(tmp_path)
     full, states = model.group_shapes
     assert (full.name, full.layers, full.window, full.state) == ("full", (2, 4), 0, ())
-    assert (states.layers, states.window, states.state) == ((0, 1, 3), 2, ((4, 24, 20), (3, 136)))
+    assert (states.layers, states.window, states.state) == ((0, 1, 3), 2, ((4, 24, 20), (1, 140), (3, 136)))
     assert model.layer_groups == (1, 1, 0, 1, 0)
 
 

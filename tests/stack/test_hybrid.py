@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ pytestmark = pytest.mark.stack
 
 TOKENS = 40
 ASKED = PROMPTS[:10]
+
+
+def drafts(**fields: object) -> str:
+    return f"--speculative-config={json.dumps({'adaptive': False, **fields})}"
 
 
 @pytest.fixture
@@ -82,10 +87,16 @@ async def checked(plan: Plan, folder: Path, expected: Sequence[list[int]]) -> As
 @pytest.mark.parametrize(
     ("memory", "options"),
     [
-        ("2MiB", ("--threads=1", "--max-batched-tokens=32", "--max-seqs=32")),
-        ("4MiB", ("--kv-pool=device", "--kv-pool-memory=1MiB", "--max-model-len=1024")),
+        ("3MiB", ("--threads=1", "--max-batched-tokens=32", "--max-seqs=32", drafts(method="ngram"))),
+        (
+            "6MiB",
+            (
+                *("--kv-pool=device", "--kv-pool-memory=1536KiB", "--max-model-len=1024"),
+                drafts(method="early_layers", num_layers=4),
+            ),
+        ),
     ],
-    ids=["in the arena, chunked prefill", "pools of their own"],
+    ids=["in the arena, chunked prefill, looked-up drafts", "pools of their own, drafts of early layers"],
 )
 async def test_tokens_are_those_of_transformers_in_little_memory_and_when_processes_are_killed(
     model: Path, reference: transformers.PreTrainedModel, tmp_path: Path, memory: str, options: tuple[str, ...]

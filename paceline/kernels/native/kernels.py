@@ -26,6 +26,7 @@ from paceline.kernels.interface import (
     Logits,
     NormKind,
     PackedWeight,
+    RecurrentState,
 )
 from paceline.kernels.native.experts import ACTIVATIONS, MOST_GROUPS, changes_of, choosing_format, index_experts
 from paceline.kernels.native.library import (
@@ -303,22 +304,32 @@ class NativeKernels(Composed):
         _need("the weight", weight, x.dtype, taps, channels)
         if bias is not None:
             _need("the bias", bias, x.dtype, channels)
-        x, out = x.contiguous(), x.new_empty(x.shape)
-        op = Op(Kind.CAUSAL_CONV, rows=tokens, n0=channels, n1=taps, cache=_state(state, taps - 1, channels))
+        x, out, rows = x.contiguous(), x.new_empty(x.shape), max(taps - 1, state.shape[1])
+        op = Op(Kind.CAUSAL_CONV, rows=tokens, n0=channels, n1=taps, n2=rows, cache=_state(state, rows, channels))
         self._run(op, out, (x, weight, bias), batch, group)
         return out
 
     def selective_scan(
-        self, x: Tensor, time_steps: Tensor, rates: Tensor, state: Tensor, batch: AttentionBatch, group: GroupTables
+        self,
+        x: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        state: RecurrentState,
+        batch: AttentionBatch,
+        group: GroupTables,
     ) -> Tensor:
-        tokens, (_, heads, head_dim, state_size) = len(x), state.shape
+        tokens, (_, heads, head_dim, state_size) = len(x), state.state.shape
         _need("the inputs", x, x.dtype, tokens, heads * head_dim + 2 * state_size)
         _need("the time steps", time_steps, x.dtype, tokens, heads)
         _need("the rates", rates, torch.float32, 3, heads)
         out = x.new_empty(tokens, heads * head_dim)
-        cache = _state(state, heads, head_dim, state_size)
-        cache.kv_heads, cache.head_dim = heads, head_dim
-        op = Op(Kind.SELECTIVE_SCAN, rows=tokens, n0=state_size, cache=cache)
+        cache = _state(state.state, heads, head_dim, state_size)
+        drafts = max(0, state.pending.shape[1] - 1)
+        pending = _state(state.pending, 1 + drafts, x.shape[1] + heads)
+        if (pending.slots, pending.slot_stride) != (cache.slots, cache.slot_stride):
+            raise ValueError("the pending inputs must be in the same blocks as the state")
+        cache.values, cache.kv_heads, cache.head_dim = pending.keys, heads, head_dim
+        op = Op(Kind.SELECTIVE_SCAN, rows=tokens, n0=state_size, n1=drafts, cache=cache)
         self._run(op, out, (x.contiguous(), time_steps.contiguous(), rates), batch, group)
         return out
 
@@ -377,7 +388,7 @@ class NativeKernels(Composed):
             setattr(op, name, None if tensor is None else tensor.data_ptr())
         step = Step(tokens=1)
         if batch is not None and group is not None:
-            step = make_step(op.rows, batch.query_start, batch.context_len, (group,))
+            step = make_step(op.rows, batch, (group,))
             op.rows = 1
         self.execute(op, 1, step)
 

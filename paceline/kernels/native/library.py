@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import GroupTables
+from paceline.kernels.interface import AttentionBatch, GroupTables
 
 _FOLDER = Path(__file__).parent
 FILE_NAME = "_library.abi3.so"
@@ -61,6 +61,7 @@ ERRORS: dict[int, tuple[type[Exception], str]] = {
     2: (IndexError, "a block table or a write names a slot outside the pool"),
     3: (MemoryError, "there is no memory for the intermediate values of an operation"),
     4: (IndexError, "an expert does not exist"),
+    5: (ValueError, "a block of states cannot go back to where the step begins, or keep as many tokens as may go back"),
 }
 
 
@@ -114,7 +115,7 @@ class Group(ctypes.Structure):
 class Step(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("tokens", "requests")),
-        *((name, ctypes.c_void_p) for name in ("query_start", "context_len", "token_ids", "positions")),
+        *((name, ctypes.c_void_p) for name in ("query_start", "context_len", "final_len", "token_ids", "positions")),
         ("groups", ctypes.POINTER(Group)),
     ]
 
@@ -122,15 +123,15 @@ class Step(ctypes.Structure):
 _GROUP_TYPES = (torch.int32, torch.int64, torch.int64)
 
 
-def make_step(
-    tokens: int, query_start: Sequence[int], context_len: Sequence[int], groups: Sequence[GroupTables]
-) -> Step:
+def make_step(tokens: int, batch: AttentionBatch, groups: Sequence[GroupTables]) -> Step:
     """Return a step as the library reads it. The step keeps the memory that it points to alive."""
     for group in groups:
         if (group.tables.dtype, group.write_slots.dtype, group.write_offsets.dtype) != _GROUP_TYPES:
             raise ValueError("block tables must be int32, the slots and offsets of writes int64")
-    starts = (ctypes.c_int64 * len(query_start))(*query_start)
-    lengths = (ctypes.c_int64 * len(context_len))(*context_len)
+    requests = len(batch.context_len)
+    starts = (ctypes.c_int64 * len(batch.query_start))(*batch.query_start)
+    lengths = (ctypes.c_int64 * requests)(*batch.context_len)
+    final = (ctypes.c_int64 * requests)(*batch.final_lengths())
     tensors = [(g.tables.contiguous(), g.write_slots.contiguous(), g.write_offsets.contiguous()) for g in groups]
     tables = (Group * len(groups))(
         *(
@@ -138,8 +139,8 @@ def make_step(
             for group, own in zip(groups, tensors)
         )
     )
-    step = Step(tokens, len(context_len), ctypes.addressof(starts), ctypes.addressof(lengths), None, None, tables)
-    step.kept = (starts, lengths, tensors, tables)
+    step = Step(tokens, requests, *map(ctypes.addressof, (starts, lengths, final)), None, None, tables)
+    step.kept = (starts, lengths, final, tensors, tables)
     return step
 
 

@@ -168,7 +168,7 @@ class Program:
             setattr(op, name, outside[index].data_ptr() + offset)
         if token_ids.dtype != torch.int64 or positions.dtype != torch.int64:
             raise ValueError(f"token ids and positions must be int64, not {token_ids.dtype} and {positions.dtype}")
-        step = make_step(tokens, batch.query_start, batch.context_len, batch.groups)
+        step = make_step(tokens, batch, batch.groups)
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
         step.token_ids, step.positions = token_ids.data_ptr(), positions.data_ptr()
         executor.execute(self._ops, len(self._ops), step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ from paceline.core.types import Key
 from paceline.proto import common_pb2, worker_pb2
 from paceline.services.worker import kv_memory
 from tests.services.worker.conftest import Host, StartHost, prompts
-from tests.tiny_checkpoints import SaveTiny
+from tests.tiny_checkpoints import SaveTiny, write_granite_hybrid
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +117,7 @@ async def test_a_second_turn_reuses_prompt_and_output(
     ("architecture", "kv_memory"),
     # Room for about three of the ten requests. The hybrid's blocks have 64 tokens, and a request keeps two of every
     # four state blocks.
-    [("llama", 44 * 12288), ("granite_hybrid", 20 * 28672)],
+    [("llama", 44 * 12288), ("granite_hybrid", 20 * 32768)],
 )
 async def test_a_small_arena_preempts_and_everybody_finishes(
     architecture: str, kv_memory: int, start_host: StartHost, request: pytest.FixtureRequest, tmp_path: Path
@@ -132,11 +133,43 @@ async def test_a_small_arena_preempts_and_everybody_finishes(
         assert await host.all_blocks_back()
 
 
-async def eventually(host: Host, prompt: list[int]) -> list[int]:
+@pytest.mark.parametrize("method", ["ngram", "early_layers", "draft_model"])
+async def test_drafts_for_a_hybrid_change_no_token_whatever_happens_to_its_blocks(
+    method: str, start_host: StartHost, tmp_path: Path
+) -> None:
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    heads = {"num_key_value_heads": 3}  # so that blocks have 64 tokens
+    write_granite_hybrid(target, **heads)
+    write_granite_hybrid(drafter, **heads, residual_multiplier=0.69)  # nearly the same, so that it is often right
+    own = {"ngram": {"prompt_lookup_min": 1}, "early_layers": {"num_layers": 4}, "draft_model": {"model": str(drafter)}}
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": False, **own[method]}
+    firsts = [(prompt * 9)[: 3 * len(prompt) // 2] for prompt in prompts(6, 20, 60)]
+    async with start_host(target) as host:
+        expected = [(await host.generate(prompt, 140)).tokens for prompt in firsts]
+        seconds = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(firsts, expected)]
+        expected += [(await host.generate(prompt, 140)).tokens for prompt in seconds]
+    # Room for two or three of the requests at a time.
+    memory = {"kv_memory": (32 if method == "draft_model" else 16) * 40960, "max_model_len": 448}
+    async with start_host(target, **memory, max_batched_tokens=32, speculative_config=json.dumps(config)) as host:
+        answers = await asyncio.gather(*(eventually(host, prompt, 140) for prompt in firsts))
+        answers += await asyncio.gather(*(eventually(host, prompt, 140) for prompt in seconds))
+        assert answers == expected
+        stats = host.decode.worker.engine.stats
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
+        assert stats.preemptions > 0
+        # A later turn reads blocks that were computed with drafts.
+        await host.generate(firsts[0], 140)
+        again = await host.generate(seconds[0], 140)
+        assert again.tokens == expected[len(firsts)]
+        assert again.cached_tokens == (len(seconds[0]) - 4) // 64 * 64 > len(firsts[0])
+        assert await host.all_blocks_back()
+
+
+async def eventually(host: Host, prompt: list[int], max_tokens: int = 150) -> list[int]:
     """Generate as the gateway does: try again if the request is refused."""
     for _ in range(2000):
         try:
-            return (await host.generate(prompt, 150)).tokens
+            return (await host.generate(prompt, max_tokens)).tokens
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise

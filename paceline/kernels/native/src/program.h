@@ -71,8 +71,11 @@ enum Kind : int32_t {
     kLinearSiluAndMul,  // out[rows, n1] = silu(a * b) * (a * c), as kLinear
     kLinearGeluTanhAndMul,
     kScale,          // out[rows, n0] = a * f0
-    kCausalConv,     // out[tokens, n0 channels]; a: x; b: weight [n1 taps, channels]; c: bias, or null
-    kSelectiveScan,  // out[tokens, heads * head_dim]; a: x; b: time steps; c: rates, fp32 [3, heads]; n0: state size
+    // out[tokens, n0 channels]; a: x; b: weight [n1 taps, channels]; c: bias, or null; n2: rows of the state
+    kCausalConv,
+    // out[tokens, heads * head_dim]; a: x; b: time steps; c: rates, fp32 [3, heads]; n0: state size; n1: the number of
+    // tokens for whose pending inputs a block has room
+    kSelectiveScan,
     kLogits,  // out: fp32 [rows, n1] = a * b, rounded as in kLinear; c: int64 [rows], first index of each row's largest
     kChoose,  // out: int64 tokens [rows]; a: fp32 logits [..., n0] with row stride n1; b: Draw [rows]
     kLinearHeads,  // out[rows, heads, n1]; a: x [rows, heads, n0], n2 apart; b: packed matrices [n1, n0] of the heads
@@ -95,7 +98,7 @@ enum ExpertActivation : int64_t { kExpertSilu, kExpertGeluTanh, kExpertClampedSw
 // See ../../interface.py.
 enum NormKind : int64_t { kNormRounded, kNormUnitOffset, kNormWide };
 
-enum Error : int { kNoSuchToken = 1, kNoSuchSlot = 2, kNoMemory = 3, kNoSuchExpert = 4 };
+enum Error : int { kNoSuchToken = 1, kNoSuchSlot = 2, kNoMemory = 3, kNoSuchExpert = 4, kNoSuchState = 5 };
 
 enum Type : int32_t { kBf16, kFp32, kTypes };
 constexpr int64_t padded_in(int32_t type, int64_t in) { return type == kBf16 ? round_up(in, kDepth) : in; }
@@ -114,8 +117,8 @@ struct Draw {
 };
 
 // One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]. Strides are in elements; head_dim's is 1.
-// kLinearHeads has only `kv_heads`. A part of a layer's state, in fp32, has only `keys`, `slots` and `slot_stride`; a scan's state also has `kv_heads`
-// and `head_dim`.
+// kLinearHeads has only `kv_heads`. A part of a layer's state, in fp32, has only `keys`, `slots` and `slot_stride`. A
+// scan's state also has `kv_heads`, `head_dim`, and its pending inputs in `values`.
 struct Cache {
     void *keys, *values;
     int64_t slots, kv_heads, head_dim;
@@ -148,7 +151,7 @@ struct Group {
 // See `AttentionBatch`.
 struct Step {
     int64_t tokens, requests;
-    const int64_t *query_start, *context_len;
+    const int64_t *query_start, *context_len, *final_len;
     const int64_t *token_ids, *positions;  // input of kEmbed and kRotation if their `a` is null
     const Group* groups;
 };

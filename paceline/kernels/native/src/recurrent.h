@@ -8,11 +8,14 @@ constexpr int64_t kConvChannels = 64;  // channels of one task
 struct Recurrence {
     const Group& group;
     const Cache& cache;
-    const int64_t request, begin, end, first_position;
+    const int64_t request, begin, end;
+    const int64_t first, last;  // positions of the first token, and after the last token
+    const int64_t final;        // number of tokens of the context that no later step takes back
 
     Recurrence(const Op& op, const Step& step, int64_t request)
         : group(step.groups[op.group]), cache(op.cache), request(request), begin(step.query_start[request]),
-          end(step.query_start[request + 1]), first_position(step.context_len[request] - (end - begin)) {}
+          end(step.query_start[request + 1]), first(step.context_len[request] - (end - begin)),
+          last(step.context_len[request]), final(step.final_len[request]) {}
 
     int64_t slot_of(int64_t position) const {
         const int64_t block = position / group.block_tokens;
@@ -23,61 +26,155 @@ struct Recurrence {
         return 0 <= slot && slot < cache.slots;
     }
 
-    // Returns the state after the token at this position.
-    float* behind(int64_t position) const {
+    // Return the state and the pending inputs in the block of the token at this position.
+    float* state_of(int64_t position) const {
         return static_cast<float*>(cache.keys) + slot_of(position) * cache.slot_stride;
+    }
+    float* pending_of(int64_t position) const {
+        return static_cast<float*>(cache.values) + slot_of(position) * cache.slot_stride;
     }
 
     // Returns whether the block of the state before the first token and the blocks of the tokens have valid slots.
     bool is_sound() const {
-        const int64_t last = first_position + (end - begin) - 1;
-        for (int64_t position = most(0, first_position - 1); position < last; position += group.block_tokens)
+        for (int64_t position = most(0, first - 1); position < last - 1; position += group.block_tokens)
             if (!has_slot(position)) return false;
-        return has_slot(last);
+        return has_slot(last - 1);
     }
 
-    bool begins_block(int64_t token) const { return (first_position + token - begin) % group.block_tokens == 0; }
-};
+    bool begins_block(int64_t position) const { return position % group.block_tokens == 0; }
+    int64_t block_begin(int64_t position) const { return position - position % group.block_tokens; }
+    int64_t block_end(int64_t position) const { return least(last, block_begin(position) + group.block_tokens); }
 
-// Calls body(recurrence, part, worker) for every request that has tokens, and each of its parts.
-template <class Body>
-static void for_each_recurrence(const Op& op, const Step& step, Team& team, int64_t parts, const Body& body) {
-    team.for_each(step.requests * parts, [&](int64_t task, Worker& worker) {
-        const Recurrence own(op, step, task / parts);
-        if (own.begin == own.end) return;
-        if (!own.is_sound()) return team.fail(kNoSuchSlot);
-        body(own, task % parts, worker);
-    });
-}
+    // Returns the tokens that the state in the block before the first token includes.
+    int64_t included() const { return block_begin(first - 1) + static_cast<int64_t>(*pending_of(first - 1)); }
+
+    // Returns the tokens that the state in the block of this position includes after the step. The position is that of
+    // the step's first token in the block.
+    int64_t settled(int64_t position) const {
+        if (final < first && !begins_block(position)) return included();
+        return least(most(final, position), block_end(position));
+    }
+
+    // Returns whether a recurrence can begin at the first token, and its blocks have room for all pending inputs.
+    bool can_go_back(int64_t room) const {
+        if (first) {
+            const float count = *pending_of(first - 1);
+            if (!(count >= 0.0f && count <= static_cast<float>(group.block_tokens))) return false;
+            if (included() > first || first - included() > room) return false;
+        }
+        for (int64_t position = first; position < last; position = block_end(position))
+            if (block_end(position) - settled(position) > room) return false;
+        return true;
+    }
+};
 
 template <class T>
 static void causal_conv(const Op& op, const Step& step, Team& team) {
-    const int64_t channels = op.n0, taps = op.n1;
+    const int64_t channels = op.n0, taps = op.n1, rows = op.n2;
     const T* weight = static_cast<const T*>(op.b);
     const T* bias = static_cast<const T*>(op.c);
     const int64_t parts = (channels + kConvChannels - 1) / kConvChannels;
-    for_each_recurrence(op, step, team, parts, [&](const Recurrence& own, int64_t part, Worker&) {
+    team.for_each(step.requests * parts, [&](int64_t task, Worker&) {
+        const Recurrence own(op, step, task / parts);
+        const int64_t part = task % parts;
+        if (own.begin == own.end) return;
+        if (!own.is_sound()) return team.fail(kNoSuchSlot);
         for (int64_t at = part * kConvChannels; at < least(channels, (part + 1) * kConvChannels); at += kLanes) {
             const int64_t count = channels - at;
             f32x16 seen[kMostTaps] = {}, factors[kMostTaps];
             for (int64_t tap = 0; tap < taps; ++tap) factors[tap] = load_some(weight + tap * channels + at, count);
             const f32x16 offset = bias ? load_some(bias + at, count) : f32x16{};
-            if (own.first_position) {
-                const float* before = own.behind(own.first_position - 1);
-                for (int64_t tap = 0; tap < taps - 1; ++tap) seen[tap] = load_some(before + tap * channels + at, count);
-            }
-            for (int64_t token = own.begin; token < own.end; ++token) {
-                seen[taps - 1] = load_some(static_cast<const T*>(op.a) + token * channels + at, count);
+            const auto row_of = [&](float* block, int64_t position) { return block + position % rows * channels + at; };
+            for (int64_t before = most(0, own.first - taps + 1); before < own.first; ++before)
+                seen[before - (own.first - taps + 1)] = load_some(row_of(own.state_of(own.first - 1), before), count);
+            float* block = own.state_of(own.first);
+            for (int64_t position = own.first; position < own.last; ++position) {
+                if (own.begins_block(position)) {
+                    block = own.state_of(position);
+                    for (int64_t before = most(0, position - taps + 1); before < position; ++before)
+                        store_some(row_of(block, before), seen[before - (position - taps + 1)], count);
+                }
+                const int64_t place = (own.begin + position - own.first) * channels + at;
+                seen[taps - 1] = load_some(static_cast<const T*>(op.a) + place, count);
+                if (rows) store_some(row_of(block, position), seen[taps - 1], count);
                 f32x16 sum = offset;
                 for (int64_t tap = 0; tap < taps; ++tap) sum = fma(factors[tap], seen[tap], sum);
-                store_some(static_cast<T*>(op.out) + token * channels + at, sum * reciprocal(1.0f + exp(-sum)), count);
+                store_some(static_cast<T*>(op.out) + place, sum * reciprocal(1.0f + exp(-sum)), count);
                 for (int64_t tap = 1; tap < taps; ++tap) seen[tap - 1] = seen[tap];
-                if (token + 1 < own.end && !own.begins_block(token + 1)) continue;
-                float* behind = own.behind(own.first_position + token - own.begin);
-                for (int64_t tap = 0; tap < taps - 1; ++tap) store_some(behind + tap * channels + at, seen[tap], count);
             }
         }
     });
+}
+
+// Computes the tokens of a request for one part of a state, `elements` at `offset`; see `RecurrentState`. The state is
+// advanced by replay(inputs, state) over a pending token, and by compute(token, state), which also writes the token's
+// result, over a token of the step. While it must not change in its block, it is advanced in `spare`.
+template <class Replay, class Compute>
+static void advance_state(const Recurrence& own, int64_t width, int64_t offset, int64_t elements, float* spare,
+                          const Replay& replay, const Compute& compute) {
+    const size_t bytes = elements * sizeof(float);
+    float* state = nullptr;
+    if (own.first) {
+        const float* before = own.state_of(own.first - 1) + offset;
+        state = own.final < own.first ? spare : own.state_of(own.first) + offset;
+        if (state != before) memcpy(state, before, bytes);
+        const float* inputs = own.pending_of(own.first - 1) + width;
+        for (int64_t position = own.included(); position < own.first; ++position, inputs += width)
+            replay(inputs, state);
+    }
+    for (int64_t position = own.first; position < own.last; ++position) {
+        if (own.begins_block(position)) {
+            float* block = own.state_of(position) + offset;
+            if (!state)
+                memset(block, 0, bytes);
+            else if (state != block)
+                memcpy(block, state, bytes);
+            if (state != spare) state = block;
+        }
+        if (position >= own.final && state != spare) {
+            memcpy(spare, state, bytes);
+            state = spare;
+        }
+        compute(own.begin + position - own.first, state);
+    }
+}
+
+// Notes how many tokens the states in a request's blocks include, and keeps the inputs of the tokens after them with
+// keep(token, inputs). This comes after all parts of the state were advanced, because they read the inputs kept before.
+template <class Keep>
+static void keep_pending(const Recurrence& own, int64_t width, const Keep& keep) {
+    for (int64_t position = own.first; position < own.last; position = own.block_end(position)) {
+        float* pending = own.pending_of(position);
+        const int64_t settled = own.settled(position);
+        for (int64_t next = most(position, settled); next < own.block_end(position); ++next)
+            keep(own.begin + next - own.first, pending + (1 + next - settled) * width);
+        *pending = static_cast<float>(settled - own.block_begin(position));
+    }
+}
+
+// Computes a recurrence of `parts` parts for each request. `room` is the number of pending inputs for which a block has
+// room, each of `width` numbers. The rest is explained above; advance_part(own, part, worker) calls advance_state.
+template <class AdvancePart, class Keep>
+static void recur(const Op& op, const Step& step, Team& team, int64_t parts, int64_t room, int64_t width,
+                  const AdvancePart& advance_part, const Keep& keep) {
+    bool keeps = false;
+    for (int64_t request = 0; request < step.requests; ++request) {
+        const Recurrence own(op, step, request);
+        if (own.begin == own.end) continue;
+        if (!own.is_sound()) return team.fail(kNoSuchSlot);
+        if (!own.can_go_back(room)) return team.fail(kNoSuchState);
+        keeps |= own.final < own.last;
+    }
+    team.for_each(step.requests * parts, [&](int64_t task, Worker& worker) {
+        const Recurrence own(op, step, task / parts);
+        if (own.begin != own.end) advance_part(own, task % parts, worker);
+    });
+    const auto keep_one = [&](int64_t request) { keep_pending(Recurrence(op, step, request), width, keep); };
+    if (keeps) {
+        team.for_each(step.requests, [&](int64_t request, Worker&) { keep_one(request); });
+    } else {  // only one number for each block, which is less than it costs to call other threads
+        for (int64_t request = 0; request < step.requests; ++request) keep_one(request);
+    }
 }
 
 constexpr int64_t kScanRows = 4;  // rows of a state that are computed together, so that sums do not wait for each other
@@ -125,29 +222,35 @@ static void widen_row(const T* from, int64_t count, float* to) {
 template <class T>
 static void selective_scan(const Op& op, const Step& step, Team& team) {
     const int64_t heads = op.cache.kv_heads, head_dim = op.cache.head_dim, size = op.n0;
-    const int64_t inner = heads * head_dim, row = inner + 2 * size;
+    const int64_t inner = heads * head_dim, row = inner + 2 * size, width = row + heads;
     const float* rates = static_cast<const float*>(op.c);
-    for_each_recurrence(op, step, team, heads, [&](const Recurrence& own, int64_t head, Worker& worker) {
-        float* b_and_c = static_cast<float*>(worker.scratch.take(2 * size * sizeof(float)));
-        const float decay = rates[head], bias = rates[heads + head], skip = rates[2 * heads + head];
-        const size_t bytes = head_dim * size * sizeof(float);
-        float* state = own.first_position ? own.behind(own.first_position - 1) + head * head_dim * size : nullptr;
-        for (int64_t token = own.begin; token < own.end; ++token) {
-            if (!state || own.begins_block(token)) {
-                // The previous block is full, and others may read it. So this block begins with a copy of its state.
-                float* next = own.behind(own.first_position + token - own.begin) + head * head_dim * size;
-                if (state)
-                    memcpy(next, state, bytes);
-                else
-                    memset(next, 0, bytes);
-                state = next;
-            }
-            const T* x = static_cast<const T*>(op.a) + token * row;
-            const f32x16 raw = load_some(static_cast<const T*>(op.b) + token * heads + head, 1) + bias;
-            const float time_step = __builtin_fmaxf(raw[0], 0.0f) + __builtin_log1pf(__builtin_expf(-__builtin_fabsf(raw[0])));
-            widen_row(x + inner, 2 * size, b_and_c);
-            scan_token(x + head * head_dim, b_and_c, b_and_c + size, time_step, __builtin_expf(time_step * decay), skip,
-                       head_dim, size, state, static_cast<T*>(op.out) + token * inner + head * head_dim);
-        }
-    });
+    const T *x = static_cast<const T*>(op.a), *time_steps = static_cast<const T*>(op.b);
+    T* out = static_cast<T*>(op.out);
+    recur(
+        op, step, team, heads, op.n1, width,
+        [&](const Recurrence& own, int64_t head, Worker& worker) {
+            const int64_t elements = head_dim * size;
+            float* spare = static_cast<float*>(worker.scratch.take((elements + 2 * size + head_dim) * sizeof(float)));
+            float *b_and_c = spare + elements, *unread = b_and_c + 2 * size;
+            const float decay = rates[head], bias = rates[heads + head], skip = rates[2 * heads + head];
+            const auto scan = [&](const auto* inputs, const float* b, float raw, float* state, auto* result) {
+                const float small = __builtin_log1pf(__builtin_expf(-__builtin_fabsf(raw)));
+                const float time_step = __builtin_fmaxf(raw, 0.0f) + small;
+                scan_token(inputs + head * head_dim, b, b + size, time_step, __builtin_expf(time_step * decay), skip,
+                           head_dim, size, state, result);
+            };
+            const auto replay = [&](const float* inputs, float* state) {
+                scan(inputs, inputs + inner, inputs[row + head] + bias, state, unread);
+            };
+            const auto compute = [&](int64_t token, float* state) {
+                widen_row(x + token * row + inner, 2 * size, b_and_c);
+                const float raw = load_some(time_steps + token * heads + head, 1)[0] + bias;
+                scan(x + token * row, b_and_c, raw, state, out + token * inner + head * head_dim);
+            };
+            advance_state(own, width, head * elements, elements, spare, replay, compute);
+        },
+        [&](int64_t token, float* inputs) {
+            widen_row(x + token * row, row, inputs);
+            widen_row(time_steps + token * heads, heads, inputs + row);
+        });
 }
