@@ -270,6 +270,14 @@ def test_gemma4_with_layers_that_read_others(tmp_path: Path) -> None:
     assert (config.intermediate_size, config.tie_word_embeddings, config.experts) == (6144, True, None)
 
 
+def test_gemma4_as_transformers_saves_it(tmp_path: Path) -> None:
+    released = read(tmp_path, GEMMA4)
+    transformers.Gemma4Config(**GEMMA4).save_pretrained(tmp_path)
+    # The numbers of layers have leading zeros there.
+    assert "04" in json.loads((tmp_path / "config.json").read_text())["text_config"]["per_layer_config"]
+    assert read_config(tmp_path).attention == released.attention
+
+
 def test_gemma4_with_values_from_keys_and_experts(tmp_path: Path) -> None:
     text = {
         **GEMMA4["text_config"],

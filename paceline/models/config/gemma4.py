@@ -111,7 +111,9 @@ def _fields_of(fields: Fields, kind: LayerType, layer_types: Sequence[LayerType]
                 changes["num_key_value_heads"] = fields.raw.get("num_global_key_value_heads")
         changes = {name: value for name, value in changes.items() if value is not None}
         return Fields({**fields.raw, **changes}, fields.architecture)
-    each = [dict(listed.get(str(layer)) or {}) for layer, own in enumerate(layer_types) if own == kind]
+    # transformers writes the numbers of layers with as many digits as the largest one has.
+    by_layer = {int(layer): changes for layer, changes in listed.items()}
+    each = [dict(by_layer.get(layer) or {}) for layer, own in enumerate(layer_types) if own == kind]
     if any(own != each[0] for own in each):
         raise ModelError(f"per_layer_config must be the same for all {_NAMES[kind]} layers")
     if unknown := sorted(set(each[0]) - {"head_dim", "num_key_value_heads"}):
