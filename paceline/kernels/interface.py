@@ -247,7 +247,7 @@ class Kernels(ExpertKernels, HeadKernels, Protocol):
         """The chooser of tokens; None if the host chooses them."""
 
     compiles_states: bool
-    """Whether `compile` accepts forward passes with `causal_conv` and `selective_scan`."""
+    """Whether `compile` accepts forward passes with `causal_conv` and recurrences."""
 
     def take_turns(self, turns: Turns) -> None:
         """Let each later operation wait for its turn, if these kernels can. With others, a whole step is one turn."""
@@ -362,6 +362,9 @@ class Kernels(ExpertKernels, HeadKernels, Protocol):
         Both are [tokens, size]. Rows of `up` may be apart from each other.
         """
 
+    def sigmoid_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return sigmoid(gate) * up, elementwise."""
+
     def causal_conv(
         self,
         x: Tensor,
@@ -405,6 +408,34 @@ class Kernels(ExpertKernels, HeadKernels, Protocol):
             time_steps: [tokens, heads].
             rates: fp32 [3, heads]: decay (negative), bias and skip.
             state: of shape [heads, head_dim, state_size]. The pending inputs of a token are its x and its time steps.
+        """
+
+    def gated_delta_rule(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        state: RecurrentState,
+        batch: AttentionBatch,
+        group: GroupTables,
+    ) -> Tensor:
+        """Return the outputs of the gated delta rule, [tokens, heads * value_dim], computed token by token in fp32:
+
+            step  = softplus(time_steps + bias)
+            state = exp(step * decay) * state
+            state = state + key (outer) (sigmoid(gates) * (value - key @ state))
+            out   = query @ state
+
+        Each query and key x becomes x / sqrt(sum(x^2) + 1e-6) first. A query is also divided by sqrt(key_dim). Heads
+        share queries and keys as query heads share keys in grouped-query attention. A token's result depends on its
+        own context only. (Yang et al. 2024, https://arxiv.org/abs/2412.06464.)
+
+        Args:
+            x: [tokens, 2 * key_heads * key_dim + heads * value_dim]: the queries, keys and values of all heads.
+            gates, time_steps: [tokens, heads].
+            rates: fp32 [2, heads]: decay (negative) and bias.
+            state: of shape [heads, key_dim, value_dim]. The pending inputs of a token are its x, gates and time steps.
         """
 
 

@@ -125,6 +125,9 @@ class ReferenceKernels(ReferenceExperts, Composed):
     def concat(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.cat((x, y), dim=-1)
 
+    def sigmoid_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.sigmoid(gate) * up
+
     def causal_conv(
         self,
         x: Tensor,
@@ -168,6 +171,37 @@ class ReferenceKernels(ReferenceExperts, Composed):
         # Token by token, so that the order of all sums is the same wherever a chunk begins.
         results = run_recurrence(state, torch.cat((x, time_steps), 1).float(), batch, group, advance)
         return torch.stack(results).flatten(1).to(x.dtype) if results else x[:, : heads * head_dim].clone()
+
+    def gated_delta_rule(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        state: RecurrentState,
+        batch: AttentionBatch,
+        group: GroupTables,
+    ) -> Tensor:
+        _, heads, key_dim, value_dim = state.state.shape
+        keys = (x.shape[1] - heads * value_dim) // 2
+        repeats = heads * key_dim // keys
+        decay, bias = rates
+
+        def advance(now: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            query, key, value, gate, raw = torch.split(inputs, [keys, keys, heads * value_dim, heads, heads])
+            query, key = (_unit(own.view(-1, key_dim)).repeat_interleave(repeats, 0) for own in (query, key))
+            now = now * torch.exp(F.softplus(raw + bias) * decay).view(-1, 1, 1)
+            change = value.view(heads, value_dim) - (key.unsqueeze(2) * now).sum(1)
+            now = now + key.unsqueeze(2) * (change * torch.sigmoid(gate).unsqueeze(1)).unsqueeze(1)
+            return now, (query.unsqueeze(2) * now).sum(1) * key_dim**-0.5
+
+        results = run_recurrence(state, torch.cat((x, gates, time_steps), 1).float(), batch, group, advance)
+        return torch.stack(results).flatten(1).to(x.dtype) if results else x[:, 2 * keys :].clone()
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return x with rows of length 1."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _first_visible_key(position: int, window: int) -> int:

@@ -55,8 +55,14 @@ class Weights(Protocol):
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         """Return the matrix of this name as the model's kernels pack it, with its rows in `order` if that is given."""
 
-    def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
-        """Return the parts of a matrix [sum(sizes_out), size_in], each packed by itself."""
+    def take_packed_parts(
+        self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
+    ) -> list[PackedWeight]:
+        """Return the parts of a matrix [sum(sizes_out), size_in], each packed by itself.
+
+        Args:
+            order: the order in which the parts have the matrix's rows; None for their own.
+        """
 
     def take_packed_derived(
         self, name: str, shape: tuple[int, ...], derive: Sequence[Callable[[Tensor], Tensor]]

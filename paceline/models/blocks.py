@@ -54,13 +54,25 @@ class Linear:
 
     @classmethod
     def take_parts(
-        cls, weights: Weights, place: str, size_in: int, sizes_out: Sequence[int], bias: bool, kernels: Kernels
+        cls,
+        weights: Weights,
+        place: str,
+        size_in: int,
+        sizes_out: Sequence[int],
+        bias: bool,
+        kernels: Kernels,
+        order: Sequence[int] | None = None,
     ) -> list[Linear]:
-        """Make several layers of one matrix [sum(sizes_out), size_in], as which the checkpoint keeps them."""
-        parts = weights.take_packed_parts(f"{place}.weight", sizes_out, size_in)
+        """Make several layers of one matrix [sum(sizes_out), size_in], as which the checkpoint keeps them.
+
+        Args:
+            order: the order in which the layers have the matrix's outputs; None for their own.
+        """
+        parts = weights.take_packed_parts(f"{place}.weight", sizes_out, size_in, order)
         biases: Sequence[Tensor | None] = [None] * len(parts)
         if bias:
-            biases = torch.split(weights.take(f"{place}.bias", sum(sizes_out)), list(sizes_out))
+            whole = weights.take(f"{place}.bias", sum(sizes_out))
+            biases = torch.split(whole if order is None else whole[order], list(sizes_out))
         return [cls(weight, own, kernels) for weight, own in zip(parts, biases)]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -50,8 +50,11 @@ class Int8Weights:
         weight = self._checkpoint.take(name, *shape)
         return self._pack(weight if order is None else weight[list(order)])
 
-    def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
+    def take_packed_parts(
+        self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
+    ) -> list[PackedWeight]:
         weight = self._checkpoint.take(name, sum(sizes_out), size_in)
+        weight = weight if order is None else weight[list(order)]
         return [self._pack(part) for part in torch.split(weight, list(sizes_out))]
 
     def take_packed_derived(

@@ -97,6 +97,7 @@ def test_operations_on_rows_give_a_row_the_same_bits_beside_any_others(
         *(lambda kernels, rows, kind=kind: kernels.rms_norm(x[rows], weight, 1e-5, kind) for kind in NormKind),
         lambda kernels, rows: kernels.silu_and_mul(x[rows], y[rows]),
         lambda kernels, rows: kernels.gelu_tanh_and_mul(x[rows], y[rows]),
+        lambda kernels, rows: kernels.sigmoid_and_mul(x[rows], y[rows]),
         lambda kernels, rows: kernels.add(x[rows], y[rows]),
         lambda kernels, rows: kernels.embed(ids[rows], kernels.pack(x), 3.7),
         rotated,

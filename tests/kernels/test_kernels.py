@@ -239,6 +239,7 @@ def test_gated_activations(kernels: Kernels, dtype: torch.dtype) -> None:
     gate, up = torch.randn(7, 63).to(dtype), torch.randn(7, 63).to(dtype)
     g, u = gate.double(), up.double()
     close(kernels.silu_and_mul(gate, up), g / (1 + torch.exp(-g)) * u)
+    close(kernels.sigmoid_and_mul(gate, up), 1 / (1 + torch.exp(-g)) * u)
     tanh = torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))
     close(kernels.gelu_tanh_and_mul(gate, up), 0.5 * g * (1 + tanh) * u)
 

@@ -280,6 +280,9 @@ class NativeKernels(Composed):
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return self._elementwise(Kind.GELU_TANH_AND_MUL, gate, up)
 
+    def sigmoid_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self._elementwise(Kind.SIGMOID_AND_MUL, gate, up)
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return self._elementwise(Kind.ADD, x, y)
 
@@ -323,13 +326,8 @@ class NativeKernels(Composed):
         _need("the time steps", time_steps, x.dtype, tokens, heads)
         _need("the rates", rates, torch.float32, 3, heads)
         out = x.new_empty(tokens, heads * head_dim)
-        cache = _state(state.state, heads, head_dim, state_size)
-        drafts = max(0, state.pending.shape[1] - 1)
-        pending = _state(state.pending, 1 + drafts, x.shape[1] + heads)
-        if (pending.slots, pending.slot_stride) != (cache.slots, cache.slot_stride):
-            raise ValueError("the pending inputs must be in the same blocks as the state")
-        cache.values, cache.kv_heads, cache.head_dim = pending.keys, heads, head_dim
-        op = Op(Kind.SELECTIVE_SCAN, rows=tokens, n0=state_size, n1=drafts, cache=cache)
+        cache = _recurrent_state(state, x.shape[1] + heads)
+        op = Op(Kind.SELECTIVE_SCAN, rows=tokens, n0=state_size, n1=_room(state), cache=cache)
         self._run(op, out, (x.contiguous(), time_steps.contiguous(), rates), batch, group)
         return out
 
@@ -351,6 +349,30 @@ class NativeKernels(Composed):
         x, y = x.contiguous(), y.contiguous()
         out = x.new_empty(*x.shape[:2], x.shape[2] + y.shape[2])
         self._run(Op(Kind.CONCAT, rows=x.shape[0] * x.shape[1], n0=x.shape[2], n1=y.shape[2]), out, (x, y))
+        return out
+
+    def gated_delta_rule(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        state: RecurrentState,
+        batch: AttentionBatch,
+        group: GroupTables,
+    ) -> Tensor:
+        tokens, (_, heads, key_dim, value_dim) = len(x), state.state.shape
+        key_heads = (x.shape[1] - heads * value_dim) // (2 * key_dim)
+        _need("the inputs", x, x.dtype, tokens, 2 * key_heads * key_dim + heads * value_dim)
+        _need("the gates", gates, x.dtype, tokens, heads)
+        _need("the time steps", time_steps, x.dtype, tokens, heads)
+        _need("the rates", rates, torch.float32, 2, heads)
+        if key_heads < 1 or heads % key_heads:
+            raise ValueError(f"{heads} value heads cannot share {key_heads} key heads evenly")
+        out = x.new_empty(tokens, heads * value_dim)
+        cache = _recurrent_state(state, x.shape[1] + 2 * heads)
+        op = Op(Kind.GATED_DELTA_RULE, rows=tokens, n0=value_dim, n1=key_heads, n2=_room(state), cache=cache)
+        self._run(op, out, (x.contiguous(), gates.contiguous(), time_steps.contiguous(), rates), batch, group)
         return out
 
     def _elementwise(self, kind: Kind, a: Tensor, b: Tensor) -> Tensor:
@@ -483,3 +505,19 @@ def _state(state: Tensor, *shape: int) -> Cache:
     if not state[0].is_contiguous():
         raise ValueError(f"the state: a slot's part must be dense; its strides are {state.stride()}")
     return Cache(state.data_ptr(), None, slots, slot_stride=state.stride(0))
+
+
+def _recurrent_state(state: RecurrentState, inputs: int) -> Cache:
+    """Return the C structure of a recurrence's state [slots, heads, ...]. `inputs` are the pending numbers of a token."""
+    _, heads, head_dim, *_ = state.state.shape
+    cache = _state(state.state, *state.state.shape[1:])
+    pending = _state(state.pending, 1 + _room(state), inputs)
+    if (pending.slots, pending.slot_stride) != (cache.slots, cache.slot_stride):
+        raise ValueError("the pending inputs must be in the same blocks as the state")
+    cache.values, cache.kv_heads, cache.head_dim = pending.keys, heads, head_dim
+    return cache
+
+
+def _room(state: RecurrentState) -> int:
+    """Return the number of tokens for whose pending inputs a block has room."""
+    return max(0, state.pending.shape[1] - 1)

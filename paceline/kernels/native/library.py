@@ -52,6 +52,8 @@ class Kind(IntEnum):
     CHOOSE_EXPERTS = 20
     EXPERTS = 21
     ADD_GATED = 22
+    SIGMOID_AND_MUL = 23
+    GATED_DELTA_RULE = 24
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -86,7 +88,7 @@ class Choice(ctypes.Structure):
     ]
 
 
-POINTERS = ("out", "a", "b", "c")
+POINTERS = ("out", "a", "b", "c", "d")
 COMPRESSED = 64
 """The `Format` of bf16 weights in 12 bits. tiles.py has the formats of quantized matrices."""
 MOST_JOINED = 4

@@ -68,7 +68,7 @@ def fuse_gated_layers(
     for op, operands in operations:
         fused.append((op, operands))
         if op.kind in _GATED and len(fused) > 2:
-            (gate, (gate_out, x, gate_weight, gate_bias)), (up, (up_out, up_x, up_weight, up_bias)) = fused[-3:-1]
+            (gate, (gate_out, x, gate_weight, gate_bias, _)), (up, (up_out, up_x, up_weight, up_bias, _)) = fused[-3:-1]
             if (
                 gate.kind == up.kind == Kind.LINEAR
                 and gate.format == up.format

@@ -87,6 +87,10 @@ enum Kind : int32_t {
     kExperts,  // out[tokens, n0]; a: x with row stride n2; b: ids, c: weights, as above with cache.kv_heads of a token;
                // cache.keys: cache.slots experts (see experts.h), each with inner size n1; format: `ExpertActivation`
     kAddGated,  // out[rows, n0] = a + sigmoid(c[row]) * b
+    kSigmoidAndMul,  // out[rows, n0] = sigmoid(a) * b
+    // out[tokens, heads * n0 value dims]; a: x for n1 key heads; b: gates; c: time steps; d: rates, fp32 [2, heads];
+    // n2: as n1 of kSelectiveScan
+    kGatedDeltaRule,
     kKinds,
 };
 
@@ -118,7 +122,8 @@ struct Draw {
 
 // One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]. Strides are in elements; head_dim's is 1.
 // kLinearHeads has only `kv_heads`. A part of a layer's state, in fp32, has only `keys`, `slots` and `slot_stride`. A
-// scan's state also has `kv_heads`, `head_dim`, and its pending inputs in `values`.
+// recurrence's state also has `kv_heads`, `head_dim` (that of keys for the gated delta rule), and its pending inputs in
+// `values`.
 struct Cache {
     void *keys, *values;
     int64_t slots, kv_heads, head_dim;
@@ -129,7 +134,7 @@ struct Op {
     int32_t kind, type;
     int64_t rows;  // rows of the operands for each token of the step
     void* out;
-    const void *a, *b, *c;
+    const void *a, *b, *c, *d;
     int64_t n0, n1, n2;
     float f0, f1;
     Cache cache;

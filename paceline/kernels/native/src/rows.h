@@ -124,6 +124,13 @@ static void gelu_tanh_and_mul(const Op& op, const Step& step, Team& team) {
 }
 
 template <class T>
+static void sigmoid_and_mul(const Op& op, const Step& step, Team& team) {
+    elementwise<T>(op, step, team, [](const f32x16& gate, const f32x16& up) PACELINE_INLINED {
+        return round_to(static_cast<const T*>(nullptr), reciprocal(1.0f + exp(-gate))) * up;
+    });
+}
+
+template <class T>
 static void add(const Op& op, const Step& step, Team& team) {
     elementwise<T>(op, step, team, [](f32x16 a, f32x16 b) { return a + b; });
 }
