@@ -206,6 +206,58 @@ _LATENT: dict[str, object] = {
     "routed_scaling_factor": 1.5,
 }
 
+
+@pytest.fixture
+def save_qwen3_next(tmp_path: Path) -> SaveTiny:
+    """Save a tiny random Qwen3-Next with experts to tmp_path and return the `transformers` model."""
+
+    return functools.partial(write_qwen3_next, tmp_path)
+
+
+def write_qwen3_next(
+    folder: Path, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **changes: object
+) -> transformers.PreTrainedModel:
+    """Save a tiny random Qwen3-Next with experts in most layers to a folder and return the `transformers` model."""
+    config = transformers.Qwen3NextConfig(**{**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [1], **changes})
+    return _save(transformers.Qwen3NextForCausalLM, config, folder, max_shard_size, dtype)
+
+
+@pytest.fixture
+def save_qwen3_5(tmp_path: Path) -> SaveTiny:
+    """Save a tiny random Qwen 3.5 to tmp_path and return the `transformers` model."""
+
+    return functools.partial(write_qwen3_5, tmp_path)
+
+
+def write_qwen3_5(
+    folder: Path,
+    max_shard_size: str = "1GB",
+    dtype: torch.dtype = torch.float32,
+    experts: bool = False,
+    vision: bool = False,
+    **changes: object,
+) -> transformers.PreTrainedModel:
+    """Save a tiny random Qwen 3.5 to a folder, with experts or an encoder of images if wanted. Return the
+    `transformers` model."""
+    name = "Qwen3_5Moe" if experts else "Qwen3_5"
+    text = {**_DELTA, **(_DELTA_EXPERTS if experts else {}), **changes}
+    if not vision:
+        config = getattr(transformers, f"{name}TextConfig")(**text)
+        return _save(getattr(transformers, f"{name}ForCausalLM"), config, folder, max_shard_size, dtype)
+    encoder = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 16,
+    }
+    tied = bool(text.pop("tie_word_embeddings", False))
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=encoder, tie_word_embeddings=tied)
+    return _save(getattr(transformers, f"{name}ForConditionalGeneration"), config, folder, max_shard_size, dtype)
+
+
 _SMALL: dict[str, object] = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -216,6 +268,25 @@ _SMALL: dict[str, object] = {
     "max_position_embeddings": 4096,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+
+
+_DELTA: dict[str, object] = {
+    **_SMALL,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+_DELTA_EXPERTS: dict[str, object] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 28,
 }
 
 

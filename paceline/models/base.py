@@ -73,6 +73,9 @@ class Weights(Protocol):
             derive: functions that return a matrix [out, in], or the matrices of all heads [heads, out, in].
         """
 
+    def has(self, name: str) -> bool:
+        """Return whether the checkpoint has a tensor of this name that was not taken."""
+
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         """Return the matrices of a tensor that holds those of all experts, each packed by itself: [part][expert]."""
 
@@ -163,7 +166,7 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
 
     A layer that reads the KV of another layer is a reader in this layer's group.
     """
-    kinds = sorted({kind for kind in config.layer_types if kind != "mamba"}, reverse=True)
+    kinds = sorted({kind for kind in config.layer_types if kind in config.attention}, reverse=True)
     sources = config.kv_sources
     storing = [layer for layer in range(config.num_layers) if layer not in sources]
     # Layers of two types whose caches have the same shape are one group.
@@ -184,13 +187,21 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
         )
         for (kv_heads, head_dim, window, planes), own_kinds in by_cache.items()
     )
-    if recurrent := [layer for layer, kind in enumerate(config.layer_types) if kind == "mamba"]:
-        mamba = config.mamba
-        assert mamba is not None
-        scanned = ((mamba.heads, mamba.head_dim, mamba.state_size), (1, mamba.conv_channels + mamba.heads))
-        state = (*scanned, (mamba.conv_taps - 1, mamba.conv_channels))
-        shapes += state_groups("mamba", recurrent, state, shapes)
+    if recurrent := [layer for layer, kind in enumerate(config.layer_types) if kind not in config.attention]:
+        shapes += state_groups(config.layer_types[recurrent[0]], recurrent, _state_parts(config), shapes)
     else:
         shapes = divide_groups(shapes)
     group_of = {layer: index for index, shape in enumerate(shapes) for layer in (*shape.layers, *dict(shape.readers))}
     return shapes, tuple(group_of[layer] for layer in range(config.num_layers))
+
+
+def _state_parts(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the parts of a recurrent layer's state, without room for drafts."""
+    if (delta := config.delta) is not None:
+        inputs = delta.conv_channels + 2 * delta.heads
+        convolved = (delta.conv_taps - 1, delta.conv_channels)
+        return (delta.heads, delta.key_dim, delta.value_dim), (1, inputs), convolved
+    mamba = config.mamba
+    assert mamba is not None
+    inputs, convolved = mamba.conv_channels + mamba.heads, (mamba.conv_taps - 1, mamba.conv_channels)
+    return (mamba.heads, mamba.head_dim, mamba.state_size), (1, inputs), convolved

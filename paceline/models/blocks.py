@@ -25,6 +25,7 @@ from paceline.kernels.interface import (
 )
 from paceline.models.base import Weights
 from paceline.models.model_config import LayerType, ModelConfig, Rope
+from paceline.models.order import gated_order
 from paceline.models.rotary import Rotation, rotary_order
 
 
@@ -134,7 +135,14 @@ class Attention:
             order = rotary_order(rope, heads, own.head_dim)
             return Linear.take(weights, f"{place}.{name}", hidden, heads * own.head_dim, own.bias, kernels, order)
 
-        self._q = take("q_proj", own.num_heads, own.rope)
+        self._gate: Linear | None = None
+        if own.gated:
+            self._q, self._gate = Linear.take_parts(
+                *(weights, f"{place}.q_proj", hidden, (own.num_heads * own.head_dim,) * 2, own.bias, kernels),
+                order=gated_order(own),
+            )
+        else:
+            self._q = take("q_proj", own.num_heads, own.rope)
         self._k = take("k_proj", own.num_kv_heads, own.rope)
         self._v = take("v_proj", own.num_kv_heads)
         self._o = Linear.take(
@@ -155,6 +163,7 @@ class Attention:
         queries = self._q(x).view(-1, own.num_heads, own.head_dim)
         keys = self._k(x).view(-1, own.num_kv_heads, own.head_dim)
         values = self._v(x).view(-1, own.num_kv_heads, own.head_dim)
+        gate = None if self._gate is None else self._gate(x)
         rotation = step.rotation
         if rotation is not None and rotation.of_queries is not None:
             assert self._norms is None
@@ -168,7 +177,8 @@ class Attention:
             assert self._norms is None
             kernels.store_kv(keys, values, cache, step.group)
         attended = kernels.attention(queries, cache, step.batch, step.group, own.scale, own.softcap, self._sinks)
-        return self._o(attended.flatten(1))
+        rows = attended.flatten(1)
+        return self._o(rows if gate is None else kernels.sigmoid_and_mul(gate, rows))
 
 
 class MambaMixer:

@@ -122,6 +122,13 @@ def fused_experts(
     return kernels.index_experts(ExpertWeights(gates, ups, downs, own.activation, gate_bias, up_bias, down_bias))
 
 
+def stored_experts(config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> ExpertWeights:
+    """Take experts that either share two tensors, `PLACE.gate_up_proj` and `PLACE.down_proj`, or have their own."""
+    if weights.has(f"{place}.gate_up_proj"):
+        return fused_experts(config, weights, f"{place}.gate_up_proj", f"{place}.down_proj", kernels)
+    return separate_experts(config, weights, place, kernels)
+
+
 class MixtureOfExperts:
     """A layer's experts, in place of an MLP, with an optional shared expert beside them.
 

@@ -32,6 +32,8 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 log = logging.getLogger(__name__)
 
+log = logging.getLogger(__name__)
+
 
 def load_model(
     path: Path,
@@ -117,6 +119,9 @@ class Checkpoint:
         if tensor.dtype not in dtypes:
             raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantized checkpoints are not supported")
         return tensor
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self.take(name, *shape)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from paceline.core.experts import ExpertActivation, Routing
 
-LayerType = Literal["full", "nope", "sliding", "mamba"]
+LayerType = Literal["full", "nope", "sliding", "mamba", "delta"]
 """A layer without positions ("nope") attends to all tokens, as "full", but does not rotate queries and keys."""
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -77,6 +77,8 @@ class AttentionConfig:
     bias: bool = False
     """Whether the projections to queries, keys and values have a bias."""
     output_bias: bool = False
+    gated: bool = False
+    """Whether the projection to queries also gives a gate for each element of the result."""
     sinks: bool = False
     """Whether each head has a learned score that takes part in the softmax as if it were a key without a value."""
     latent: Latent | None = None
@@ -121,6 +123,27 @@ class ModelFacts(Protocol):
     def max_position(self) -> int: ...
     @property
     def dtype(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Sizes of layers with the gated delta rule."""
+
+    heads: int
+    """Heads with a value and a state of their own."""
+    key_heads: int
+    """Heads with a query and a key, each for heads / key_heads heads."""
+    key_dim: int
+    value_dim: int
+    conv_taps: int
+    """Inputs that one output of the convolution reads, its own included."""
+    grouped: bool
+    """Whether the checkpoint keeps the projections in two matrices, whose outputs are grouped by key head. Otherwise it
+    keeps them in four matrices."""
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +199,8 @@ class ModelConfig:
     """dtype of the checkpoint, as torch spells it: "bfloat16", "float16" or "float32"."""
     mamba: Mamba | None = None
     """Sizes of the Mamba layers; None if there are none."""
+    delta: DeltaNet | None = None
+    """Sizes of the layers with the gated delta rule; None if there are none."""
     experts: Experts | None = None
     """The experts of layers; None if there are none."""
     unused_layers: int = 0

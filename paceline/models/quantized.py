@@ -45,6 +45,7 @@ class Int8Weights:
         self._checkpoint = checkpoint
         self._kernels = kernels
         self.take, self.take_table = checkpoint.take, checkpoint.take_table
+        self.has = checkpoint.has
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self._checkpoint.take(name, *shape)
@@ -88,6 +89,7 @@ class GgufWeights:
         self._file = file
         self._kernels = kernels
         self.take, self.take_table = checkpoint.take, checkpoint.take_table
+        self.has = checkpoint.has
         # No architecture that we convert has such matrices.
         self.take_packed_parts = checkpoint.take_packed_parts
         self.take_packed_derived = checkpoint.take_packed_derived

@@ -16,6 +16,7 @@ from paceline.models.llama import Llama
 from paceline.models.mixtral import Mixtral
 from paceline.models.model_config import ModelConfig
 from paceline.models.qwen3_moe import Qwen3Moe
+from paceline.models.qwen3_next import Qwen3Next
 
 MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Architecture]] = {
     "LlamaForCausalLM": Llama,
@@ -37,4 +38,9 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Architecture]] = 
     "Gemma4ForConditionalGeneration": Gemma4,
     "Gemma4UnifiedForCausalLM": Gemma4,
     "Gemma4UnifiedForConditionalGeneration": Gemma4,
+    "Qwen3NextForCausalLM": Qwen3Next,
+    "Qwen3_5ForCausalLM": Qwen3Next,
+    "Qwen3_5MoeForCausalLM": Qwen3Next,
+    "Qwen3_5ForConditionalGeneration": Qwen3Next,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3Next,
 }

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.core.kv_layout import PENDING_TOKENS, recurrence_parts
 from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, RecurrentState, view_states
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.reference import ReferenceKernels
 
 SLOTS = 40
+DRAFTS = 5
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -59,7 +59,8 @@ class Contexts:
         self.x = [random(length, sizes.row).to(dtype) for length in lengths]
         self.gates = [random(length, sizes.heads).to(dtype) for length in lengths]
         self.time_steps = [random(length, sizes.heads).to(dtype) for length in lengths]
-        parts = (*recurrence_parts((sizes.heads, sizes.key_dim, sizes.value_dim), sizes.row + 2 * sizes.heads), (3,))
+        inputs = sizes.row + 2 * sizes.heads
+        parts = ((sizes.heads, sizes.key_dim, sizes.value_dim), (1 + DRAFTS, inputs), (3,))
         slot_bytes = 4 * (2 * sum(map(math.prod, parts)) + 8)  # two layers, with padding after the block
         self.pool = torch.full((SLOTS * slot_bytes // 4,), float("nan"))
         self.state = RecurrentState(*view_states(self.pool, slot_bytes, 2, parts)[1].parts[:2])
@@ -167,15 +168,15 @@ def test_a_token_has_the_same_bits_in_any_batch_and_chunk(
 @given(data=st.data())
 def test_refused_drafts_leave_no_trace(computers: list[Kernels], dtype: torch.dtype, data: st.DataObject) -> None:
     sizes, length = Sizes(data.draw(st.integers(1, 2)), 2, 5, 17), data.draw(st.integers(1, 50))
-    right, mixed = (Contexts(sizes, [length + PENDING_TOKENS], dtype, seed) for seed in (1, 2))
+    right, mixed = (Contexts(sizes, [length + DRAFTS], dtype, seed) for seed in (1, 2))
     mixed.rates = right.rates
     (whole,) = right.step(computers[0], [(0, 0, length)])
     begin, parts = 0, []
     while begin < length:
-        accepted = data.draw(st.integers(1, min(length - begin, PENDING_TOKENS)))
+        accepted = data.draw(st.integers(1, min(length - begin, DRAFTS)))
         for own, other in ((mixed.x, right.x), (mixed.gates, right.gates), (mixed.time_steps, right.time_steps)):
             own[0][begin : begin + accepted] = other[0][begin : begin + accepted]
-        refused = data.draw(st.integers(0, PENDING_TOKENS + 1 - accepted))
+        refused = data.draw(st.integers(0, DRAFTS + 1 - accepted))
         (found,) = mixed.step(computers[1], [(0, begin, begin + accepted + refused)], (begin + 1,))
         parts.append(found[:accepted])
         begin += accepted

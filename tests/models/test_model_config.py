@@ -13,7 +13,7 @@ import transformers
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
 from paceline.models.config import read_config
-from paceline.models.model_config import Experts, Gemma4Config, Mamba, Rope
+from paceline.models.model_config import DeltaNet, Experts, Gemma4Config, Mamba, Rope
 from paceline.models.registry import MODELS
 
 LLAMA: dict[str, Any] = {
@@ -89,6 +89,61 @@ GEMMA4: dict[str, Any] = {
         "max_position_embeddings": 131_072,
         "use_bidirectional_attention": None,
     },
+}
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 8,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "rope_scaling": None,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [2],
+    "torch_dtype": "bfloat16",
+}
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "text_config": {
+        **{name: value for name, value in QWEN3_NEXT.items() if name.startswith("linear_")},
+        "vocab_size": 100,
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 262144,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+    },
+    "tie_word_embeddings": True,
+    "vision_config": {"depth": 27},
 }
 LLAMA3_SCALING = {
     "factor": 8.0,
@@ -257,6 +312,36 @@ def test_granite_hybrid(tmp_path: Path) -> None:
     assert read(tmp_path, GRANITE, layer_types=names) == config
 
 
+def test_qwen3_next(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN3_NEXT)
+    assert config.layer_types == ("delta", "delta", "delta", "full") * 2
+    assert config.delta == DeltaNet(32, 16, key_dim=128, value_dim=128, conv_taps=4, grouped=True)
+    assert config.delta.conv_channels == 8192
+    attention = config.attention["full"]
+    assert (attention.gated, attention.scale, attention.rope) == (True, 256**-0.5, Rope(1e7, rotated_dims=64))
+    experts = config.experts
+    assert experts.routing == Routing(10, normalize=True)
+    assert (experts.count, experts.inner_size, experts.shared_size, experts.dense_layers) == (512, 512, 512, {2})
+    assert read(tmp_path, QWEN3_NEXT, decoder_sparse_step=2).experts.dense_layers == {0, 2, 4, 6}
+    assert read(tmp_path, QWEN3_NEXT, num_experts=0).experts is None
+    assert read(tmp_path, QWEN3_NEXT, partial_rotary_factor=None) == config
+    assert read(tmp_path, QWEN3_NEXT, partial_rotary_factor=1.0).attention["full"].rope == Rope(1e7)
+
+
+def test_qwen3_5_is_the_text_model_of_a_model_for_images(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN3_5)
+    assert config.layer_types == ("delta", "delta", "delta", "full")
+    assert config.delta == DeltaNet(32, 16, key_dim=128, value_dim=128, conv_taps=4, grouped=False)
+    assert (config.dtype, config.tie_word_embeddings, config.max_position) == ("bfloat16", True, 262144)
+    assert config.attention["full"].rope == Rope(1e7, rotated_dims=64)
+    assert config.experts.routing == Routing(8, normalize=True)
+    text = {**QWEN3_5["text_config"], "architectures": ["Qwen3_5MoeForCausalLM"], "dtype": "bfloat16"}
+    alone = read(tmp_path, text, tie_word_embeddings=True)
+    assert replace(alone, architecture=config.architecture) == config
+    dense = read(tmp_path, text, architectures=["Qwen3_5ForCausalLM"], intermediate_size=9216)
+    assert (dense.experts, dense.intermediate_size, dense.delta) == (None, 9216, config.delta)
+
+
 def test_gemma4_with_layers_that_read_others(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA4)
     assert config.kv_sources == {layer: 14 if layer % 5 == 4 else 13 for layer in range(15, 35)}
@@ -370,6 +455,20 @@ def test_what_transformers_saves_is_read_as_it_understands_it(tmp_path: Path, fa
         (GRANITE, {"mamba_n_groups": 2}, "more than one group"),
         (GRANITE, {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
         (GRANITE, {"hidden_act": "gelu_pytorch_tanh"}, "Mamba layers need hidden_act silu"),
+        (QWEN3_NEXT, {"hidden_act": "gelu_pytorch_tanh"}, "linear attention need hidden_act silu"),
+        (QWEN3_NEXT, {"layer_types": ["full_attention"] * 7}, "layer_types names 7 layers, num_hidden_layers 8"),
+        (QWEN3_NEXT, {"layer_types": ["sliding_attention"] * 8}, "layer type sliding_attention is not supported"),
+        (QWEN3_NEXT, {"linear_num_key_heads": 12}, r"32 value heads .* cannot share 12 key heads .* evenly"),
+        (QWEN3_NEXT, {"partial_rotary_factor": 0.35}, "0.35 must rotate an even number of 256 dimensions"),
+        (
+            QWEN3_NEXT,
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope type yarn is not supported with partial_rotary_factor",
+        ),
+        (QWEN3_NEXT, {"num_experts": 8}, "a token cannot have 10 of 8 experts"),
+        (QWEN3_5, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints"),
+        (QWEN3_5, {"text_config": {"num_hidden_layers": 2}}, "vocab_size is missing"),
+        (QWEN3_5, {"text_config": ["x"]}, "a field has a value of the wrong kind"),
     ],
 )
 def test_what_we_do_not_compute_is_refused(

@@ -24,7 +24,7 @@ class CalledOneByOne(NativeKernels):
         return forward
 
 
-FAMILIES = ["llama", "gemma3", "granite_hybrid", "ministral3", "gpt_oss", "deepseek_v3", "gemma4"]
+FAMILIES = ["llama", "gemma3", "granite_hybrid", "ministral3", "gpt_oss", "deepseek_v3", "gemma4", "qwen3_5"]
 
 
 @pytest.fixture(params=[f"save_{family}" for family in FAMILIES])

@@ -50,6 +50,38 @@ def test_what_a_mamba_layer_lacks_is_named(tmp_path: Path, save_granite_hybrid: 
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "norm__weight", "in_proj_ba__weight", "in_proj_qkvz__weight"])
+def test_what_a_delta_layer_lacks_is_named(tmp_path: Path, save_qwen3_next: Any, name: str) -> None:
+    save_qwen3_next()
+    change_tensors(tmp_path, **{f"model__layers__2__linear_attn__{name}": None})
+    with pytest.raises(ModelError, match=f"missing tensors: model.layers.2.linear_attn.{name.replace('__', '.')}"):
+        load(tmp_path)
+
+
+def test_tensors_that_the_text_model_does_not_read_may_be_there(tmp_path: Path, save_qwen3_5: Any) -> None:
+    save_qwen3_5(vision=True)
+    change_tensors(tmp_path, mtp__fc__weight=torch.zeros(3, 4))
+    load(tmp_path)
+    change_tensors(tmp_path, model__other__weight=torch.zeros(3, 4))
+    with pytest.raises(ModelError, match=r"unexpected tensors: model\.other\.weight$"):
+        load(tmp_path)
+
+
+def test_experts_may_share_two_tensors(tmp_path: Path, save_qwen3_5: Any, paged_contexts: Any) -> None:
+    save_qwen3_5(experts=True)
+    wanted = paged_contexts(load(tmp_path), 1, 16).step({0: [3, 5, 7]})[0]
+    tensors = load_file(tmp_path / "model.safetensors")
+    changes: dict[str, torch.Tensor | None] = {}
+    for layer in range(4):
+        place = f"model.layers.{layer}.mlp.experts"
+        names = [[f"{place}.{expert}.{name}_proj.weight" for expert in range(8)] for name in ("gate", "up", "down")]
+        gate, up, down = (torch.stack([tensors[name] for name in own]) for own in names)
+        changes |= {name: None for own in names for name in own}
+        changes |= {f"{place}.gate_up_proj": torch.cat((gate, up), 1), f"{place}.down_proj": down}
+    change_tensors(tmp_path, **changes)
+    assert torch.equal(paged_contexts(load(tmp_path), 1, 16).step({0: [3, 5, 7]})[0], wanted)
+
+
 class RecordsNoStates(ReferenceKernels):
     def compile(self, forward: Forward) -> Forward:
         raise AssertionError

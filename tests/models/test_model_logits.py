@@ -103,6 +103,26 @@ LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {}),
     "gpt_oss": ("gpt_oss", {}),
 }
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e6,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 2, 2],
+    "mrope_interleaved": True,
+}
+DELTA_NETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("save_qwen3_next", {}),
+    "qwen3_next-dense": ("save_qwen3_next", {"num_experts": 0, "attention_bias": True, "linear_num_key_heads": 6}),
+    "qwen3_5": ("save_qwen3_5", {}),
+    "qwen3_5-own-sizes-tied": (
+        "save_qwen3_5",
+        {"linear_key_head_dim": 33, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True},
+    ),
+    "qwen3_5-only-delta": ("save_qwen3_5", {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}),
+    "qwen3_5-vision": ("save_qwen3_5", {"vision": True, "rope_parameters": MROPE}),
+    "qwen3_5_moe": ("save_qwen3_5", {"experts": True}),
+    "qwen3_5_moe-vision": ("save_qwen3_5", {"experts": True, "vision": True, "tie_word_embeddings": True}),
+}
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -190,6 +210,21 @@ def test_experts(
     check_against_reference(request.getfixturevalue(fixture)(**changes), load(tmp_path), paged_contexts)
 
 
+@pytest.mark.parametrize(("fixture", "changes"), DELTA_NETS.values(), ids=DELTA_NETS)
+def test_delta_nets(
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    paged_contexts: Any,
+    fixture: str,
+    changes: dict[str, Any],
+    load: Load,
+) -> None:
+    # The reference computes states in chunks, and so adds in another order. The norm of each head's result enlarges the
+    # difference where the result is small.
+    reference = request.getfixturevalue(fixture)(**changes)
+    check_against_reference(reference, load(tmp_path), paged_contexts, tolerance=1e-3)
+
+
 @pytest.mark.parametrize("name", DEEPSEEKS)
 def test_deepseek(tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, name: str, load: Load) -> None:
     family, changes = DEEPSEEKS[name]
@@ -203,7 +238,7 @@ def test_gemma4(tmp_path: Path, paged_contexts: Any, kind: str, load: Load) -> N
     check_against_reference(write_gemma4(tmp_path, kind), load(tmp_path), paged_contexts, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid", "deepseek_v2", "gemma4"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid", "deepseek_v2", "gemma4", "qwen3_5"])
 def test_taps_receive_the_hidden_states_of_the_reference(
     tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, load: Load, family: str
 ) -> None:
@@ -283,6 +318,15 @@ def test_groups_of_granite_hybrid(tmp_path: Path, save_granite_hybrid: Any, load
     assert model.layer_groups == (1, 1, 0, 1, 0)
 
 
+def test_groups_of_qwen3_next(tmp_path: Path, save_qwen3_next: Any, load: Load) -> None:
+    save_qwen3_next()
+    model = load(tmp_path)
+    full, states = model.group_shapes
+    assert (full.name, full.layers, full.window, full.state) == ("full", (1,), 0, ())
+    assert (states.layers, states.window, states.state) == ((0, 2, 3), 2, ((6, 12, 20), (1, 180), (3, 168)))
+    assert model.layer_groups == (1, 0, 1, 1)
+
+
 def test_logits_are_fp32_whatever_the_dtype(tmp_path: Path, save_llama: Any) -> None:
     save_llama(dtype=torch.bfloat16)
     model = load_model(tmp_path, torch.bfloat16, select_kernels(CPU), CPU)
@@ -296,7 +340,7 @@ class PlainKernels(NativeKernels):
         return forward
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid", "gemma4"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid", "gemma4", "qwen3_5"])
 def test_a_compiled_pass_shows_the_hidden_states_of_the_plain_one(
     tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, family: str
 ) -> None:

@@ -20,7 +20,19 @@ TOKENS = 16
 @pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "granite_hybrid", "qwen3", "ministral3", "gpt_oss", "deepseek_v3", "gemma4"]
+    "family",
+    [
+        "llama",
+        "gemma3",
+        "granite_hybrid",
+        "qwen3",
+        "ministral3",
+        "gpt_oss",
+        "deepseek_v3",
+        "gemma4",
+        "qwen3_next",
+        "qwen3_5",
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(
     family: str, instruction_set: str, tmp_path: Path, paged_contexts: Any, request: pytest.FixtureRequest

@@ -33,7 +33,15 @@ from tests.stack.cluster import Cluster
 from tests.stack.processes import serve
 from tests.stack.reference import PROMPTS
 from tests.stack.stacks import NGRAM
-from tests.tiny_checkpoints import write_deepseek_v2, write_deepseek_v3, write_gemma3, write_granite_hybrid, write_llama
+from tests.tiny_checkpoints import (
+    write_deepseek_v2,
+    write_deepseek_v3,
+    write_gemma3,
+    write_granite_hybrid,
+    write_llama,
+    write_qwen3_5,
+    write_qwen3_next,
+)
 
 Write = Callable[..., transformers.PreTrainedModel]
 
@@ -43,6 +51,8 @@ FAMILIES: Mapping[str, Write] = {
     "granite-hybrid": write_granite_hybrid,
     "deepseek-v2": write_deepseek_v2,
     "deepseek-v3": write_deepseek_v3,
+    "qwen3-next": write_qwen3_next,
+    "qwen3.5": write_qwen3_5,
 }
 """Writers of checkpoints, each of which returns the `transformers` model."""
 

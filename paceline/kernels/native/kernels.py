@@ -508,7 +508,7 @@ def _state(state: Tensor, *shape: int) -> Cache:
 
 
 def _recurrent_state(state: RecurrentState, inputs: int) -> Cache:
-    """Return the C structure of a recurrence's state [slots, heads, ...]. `inputs` are the pending numbers of a token."""
+    """Return the C structure of a recurrence's state [slots, heads, ...]. A token has `inputs` pending inputs."""
     _, heads, head_dim, *_ = state.state.shape
     cache = _state(state.state, *state.state.shape[1:])
     pending = _state(state.pending, 1 + _room(state), inputs)

@@ -25,6 +25,7 @@ from paceline.models.config.mistral import ministral3, mistral
 from paceline.models.config.mixtral import mixtral
 from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
+from paceline.models.config.qwen3_next import qwen3_5, qwen3_next
 from paceline.models.config.transformers import read_transformers
 from paceline.models.model_config import ModelConfig, ModelFacts
 
@@ -48,6 +49,11 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "Gemma4ForConditionalGeneration": gemma4,
     "Gemma4UnifiedForCausalLM": gemma4,
     "Gemma4UnifiedForConditionalGeneration": gemma4,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5,
 }
 
 

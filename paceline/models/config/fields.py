@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.errors import ModelError
@@ -75,9 +75,16 @@ class Fields:
             raise ModelError(f"{name} {value!r} is not supported; supported are: {', '.join(known)}")
         return known[value]
 
-    def rope(self, default_theta: float, max_position: int) -> Rope:
-        """Return the rotary embedding of a model that has one for all layers, in the style of any transformers."""
-        return read_rope(self.rope_parameters(), float(self.get("rope_theta", default_theta)), max_position)
+    def rope(self, default_theta: float, max_position: int, head_dim: int = 0, part: float = 1.0) -> Rope:
+        """Return the rotary embedding of a model that has one for all layers, in the style of any transformers.
+
+        Args:
+            head_dim: see `read_rope`.
+            part: the part of a head that is rotated by default.
+        """
+        part = float(self.get("partial_rotary_factor", part))
+        parameters = {"partial_rotary_factor": part, **self.rope_parameters()}
+        return read_rope(parameters, float(self.get("rope_theta", default_theta)), max_position, head_dim)
 
     def rope_parameters(self) -> Json:
         """Return `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of transformers 4 in one."""
@@ -94,8 +101,6 @@ class Fields:
             raise ModelError("bidirectional attention is not supported")
         if self.raw.get("rope_interleaved"):
             raise ModelError("an interleaved rotary embedding is not supported")
-        if float(self.raw.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise ModelError("a partial rotary embedding (partial_rotary_factor) is not supported")
 
 
 def read_layer_types(names: Sequence[str], known: Mapping[str, LayerType], layers: int) -> tuple[LayerType, ...]:
@@ -108,12 +113,29 @@ def read_layer_types(names: Sequence[str], known: Mapping[str, LayerType], layer
     return tuple(known[name] for name in names)
 
 
-def read_rope(parameters: Json, default_theta: float, max_position: int) -> Rope:
-    """Return the rotary embedding that `Fields.rope_parameters` describe."""
+def read_rope(parameters: Json, default_theta: float, max_position: int, head_dim: int = 0) -> Rope:
+    """Return the rotary embedding that `Fields.rope_parameters` describe.
+
+    Args:
+        head_dim: size of a head of which only a part may be rotated; 0 if the architecture rotates whole heads.
+    """
+    part = float(parameters.get("partial_rotary_factor") or 1.0)
+    if part == 1.0:
+        return _read_scaling(parameters, default_theta, max_position)
+    if not head_dim:
+        raise ModelError("a partial rotary embedding (partial_rotary_factor) is not supported")
+    rotated = int(head_dim * part)
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise ModelError(f"partial_rotary_factor {part} must rotate an even number of {head_dim} dimensions")
+    rope = _read_scaling(parameters, default_theta, max_position)
+    if rope.kind == "yarn":  # its factor on cos and sin must not change the other dimensions
+        raise ModelError("rope type yarn is not supported with partial_rotary_factor")
+    return replace(rope, rotated_dims=rotated)
+
+
+def _read_scaling(parameters: Json, default_theta: float, max_position: int) -> Rope:
     theta = float(parameters.get("rope_theta") or default_theta)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ModelError("a partial rotary embedding (partial_rotary_factor) is not supported")
     if kind == "default":
         return Rope(theta)
     if kind not in ("linear", "llama3", "yarn"):

@@ -15,26 +15,26 @@ static void to_length(const T* x, int64_t size, float factor, float* out) {
     for (int64_t i = 0; i < size; i += kLanes) store_some(out + i, load_some(x + i, size - i) * scale, size - i);
 }
 
-// Advances `count` vectors of each row of a state [rows, size] by one token, and writes them of out. The last vector
-// ends after `left` columns.
+// Advances `count` vectors of each row of a state [rows, size] by one token, and writes them of out. A single vector may
+// have only `left` columns.
 template <int64_t count, class T, class Out>
 static inline void delta_columns(const float* query, const float* key, const T* value, float kept, float written,
                                  int64_t rows, int64_t size, int64_t left, float* state, Out* out) {
-    const auto lanes = [left](int64_t vector) { return left - vector * kLanes; };
+    const int64_t lanes = count > 1 ? kLanes : left;
     f32x16 known[count] = {}, changes[count], sums[count] = {};
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < count; ++i)
-            known[i] = fma(load_some(state + row * size + i * kLanes, lanes(i)), splat(key[row]), known[i]);
+            known[i] = fma(load_some(state + row * size + i * kLanes, lanes), splat(key[row]), known[i]);
     for (int64_t i = 0; i < count; ++i)
-        changes[i] = (load_some(value + i * kLanes, lanes(i)) - known[i] * kept) * written;
+        changes[i] = (load_some(value + i * kLanes, lanes) - known[i] * kept) * written;
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < count; ++i) {
             float* place = state + row * size + i * kLanes;
-            const f32x16 now = fma(changes[i], splat(key[row]), load_some(place, lanes(i)) * kept);
-            store_some(place, now, lanes(i));
+            const f32x16 now = fma(changes[i], splat(key[row]), load_some(place, lanes) * kept);
+            store_some(place, now, lanes);
             sums[i] = fma(now, splat(query[row]), sums[i]);
         }
-    for (int64_t i = 0; i < count; ++i) store_some(out + i * kLanes, sums[i], lanes(i));
+    for (int64_t i = 0; i < count; ++i) store_some(out + i * kLanes, sums[i], lanes);
 }
 
 // The sizes of a layer with the gated delta rule.
