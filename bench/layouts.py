@@ -35,7 +35,11 @@ def mixed(layers: int, every: int, sliding: tuple[int, int], whole: tuple[int, i
 
 
 def hybrid(attention: GroupShape, layers: int, state: tuple[tuple[int, ...], ...]) -> Shapes:
-    """Return the groups of a model of `layers` layers, which are recurrent if they are not among `attention`."""
+    """Return the groups of a model of `layers` layers, which are recurrent if they are not among `attention`.
+
+    Args:
+        state: shapes of the state, of the inputs of one token, and of the last inputs of the convolution.
+    """
     recurrent = [layer for layer in range(layers) if layer not in attention.layers]
     return (attention, *state_groups("state", recurrent, state, (attention,)))
 
@@ -54,9 +58,9 @@ MODELS: Mapping[str, Shapes] = {
     "Mistral 7B": (full(range(32), 8, 128),),
     "Qwen3 8B": (full(range(36), 8, 128),),
     "Qwen3 30B-A3B": (full(range(48), 4, 128),),
-    "Qwen3-Next 80B-A3B": hybrid(full(range(3, 48, 4), 2, 256), 48, ((32, 128, 128), (3, 8192))),
-    "Granite 4 H 350M": hybrid(full((10, 13, 17, 27), 4, 64), 32, ((48, 32, 128), (3, 1792))),
-    "Granite 4 H Small": hybrid(full((5, 15, 25, 35), 8, 128), 40, ((128, 64, 128), (3, 8448))),
+    "Qwen3-Next 80B-A3B": hybrid(full(range(3, 48, 4), 2, 256), 48, ((32, 128, 128), (1, 8256), (3, 8192))),
+    "Granite 4 H 350M": hybrid(full((10, 13, 17, 27), 4, 64), 32, ((48, 32, 128), (1, 1840), (3, 1792))),
+    "Granite 4 H Small": hybrid(full((5, 15, 25, 35), 8, 128), 40, ((128, 64, 128), (1, 8576), (3, 8448))),
     "DeepSeek V2 Lite": (GroupShape("latent", tuple(range(27)), 1, 576, planes=1),),
     "DeepSeek V3": (GroupShape("latent", tuple(range(61)), 1, 576, planes=1),),
 }
