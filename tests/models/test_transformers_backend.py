@@ -20,7 +20,7 @@ from paceline.kernels import select_kernels
 from paceline.models.base import Model
 from paceline.models.identity import implementation_name, model_identity
 from paceline.models.loader import load_model
-from paceline.models.transformers_backend.attention import Mask
+from paceline.models.transformers_backend.attention import NAME, Mask, register
 from tests.models.test_model_logits import check_against_reference, random_tokens, same
 
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ def load(folder: Path, kernels: str = "native", dtype: torch.dtype = torch.float
 
 
 # Windows, biases and partial rotation; learned positions, transposed matrices and a tied head; experts; keys and values
-# of different sizes; parallel blocks and a scaled head.
-@pytest.mark.parametrize("family", ["olmo3", "stablelm", "gpt2", "olmoe", "deepseek_v3", "cohere2"])
+# of different sizes; parallel blocks and a scaled head; sinks.
+@pytest.mark.parametrize("family", ["olmo3", "stablelm", "gpt2", "olmoe", "deepseek_v3", "cohere2", "gpt_oss"])
 def test_logits_are_those_of_transformers(tmp_path: Path, paged_contexts: Any, family: str) -> None:
     check_against_reference(save_tiny(family, tmp_path), load(tmp_path), paged_contexts, tolerance=1e-4)
 
@@ -90,7 +90,6 @@ REFUSED = {
     "falcon_h1": "layers keep states besides keys and values",
     "llama4_text": "mask is not causal with at most a sliding window",
     "bert": "mask is not causal with at most a sliding window",
-    "gpt_oss": r"attention \(GptOssAttention\) depends on s_aux",
     "bart": r"BartDecoder takes no positions \(position_ids\)",
     "t5": "T5Model has an encoder",
 }
@@ -101,6 +100,16 @@ def test_a_model_that_our_attention_cannot_run_is_refused_by_name(tmp_path: Path
     save_tiny(family, tmp_path)
     with pytest.raises(ModelError, match=REFUSED[family]):
         load(tmp_path)
+
+
+def test_an_argument_of_attention_that_is_unknown_is_refused() -> None:
+    register()
+    attention: Any = transformers.AttentionInterface()[NAME]
+    heads, mask = torch.zeros(1, 2, 3, 8), Mask(lambda batch, head, query, key: key <= query)
+    with pytest.raises(ModelError, match=r"its attention \(Identity\) depends on position_bias"):
+        attention(torch.nn.Identity(), heads, heads, heads, mask, position_bias=heads, output_attentions=False)
+    with pytest.raises(ModelError, match="has a mask that transformers did not make"):
+        attention(torch.nn.Identity(), heads, heads, heads, None)
 
 
 def test_a_rope_that_changes_with_the_context_limits_the_context(tmp_path: Path, paged_contexts: Any) -> None:

@@ -71,6 +71,8 @@ class AttentionCall:
     mask: Mask
     scale: float
     softcap: float
+    sinks: Tensor | None
+    """[heads]: see `Kernels.attention`."""
 
     @property
     def head_dim(self) -> int:
@@ -122,8 +124,9 @@ class PagedAttention:
         layer = self._layer_of[call.module]
         cache, group = caches[layer], batch.groups[layer_groups[layer]]
         queries, keys, values = (_rows(x, call.head_dim, cache.keys.dtype) for x in (query, key, value))
+        sinks = None if call.sinks is None else call.sinks.float()
         self._kernels.store_kv(keys, values, cache, group)
-        out = self._kernels.attention(queries, cache, batch, group, call.scale, call.softcap)
+        out = self._kernels.attention(queries, cache, batch, group, call.scale, call.softcap, sinks)
         return out[None, :, :, : call.value_dim].to(query.dtype)
 
 
@@ -153,6 +156,7 @@ def _attention(
     attention_mask: object,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     unknown = [name for name, what in others.items() if name not in _NEUTRAL and what is not None and what is not False]
@@ -169,6 +173,7 @@ def _attention(
         attention_mask,
         query.shape[3] ** -0.5 if scaling is None else float(scaling),
         float(softcap or 0.0),
+        s_aux,
     )
     owner: PagedAttention = getattr(module, _OWNER)
     return owner.attend(call, query, key, value), None
