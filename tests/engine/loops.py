@@ -6,7 +6,6 @@ import itertools
 import queue
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,15 +87,7 @@ class Loop:
         shapes = model.group_shapes
         layers = model.config.num_layers
         if draft_model is not None:
-            shapes += tuple(
-                replace(
-                    shape,
-                    name=f"draft-{shape.name}",
-                    layers=tuple(layers + layer for layer in shape.layers),
-                    drafter=True,
-                )
-                for shape in draft_model.group_shapes
-            )
+            shapes += tuple(shape.of_drafter(layers) for shape in draft_model.group_shapes)
         drafts = 0 if drafter == "none" else DRAFTS
         self.layout = make_layout(shapes, 4, "test", drafts)
         count = 8 * self.layout.slots_for(MAX_TOKENS)
