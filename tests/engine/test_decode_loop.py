@@ -11,7 +11,7 @@ import pytest
 from paceline.core.types import SamplingParams
 from paceline.models.base import Model
 from tests.engine.loops import Asked, Loop, assert_same, expected, load
-from tests.tiny_checkpoints import DIVIDED, SaveTiny, write_granite_hybrid
+from tests.tiny_checkpoints import DIVIDED, SaveTiny, write_tiny
 
 
 def requests(vocab_size: int) -> list[Asked]:
@@ -66,10 +66,10 @@ def test_tokens_do_not_depend_on_where_blocks_lie(model: Model, drafter: str) ->
 @pytest.mark.parametrize("drafter", ["none", "lookup", "early", "model"])
 def test_tokens_of_a_hybrid_do_not_depend_on_how_the_loop_runs(drafter: str, tmp_path: Path) -> None:
     heads = {"num_key_value_heads": 6}  # so that blocks are small enough for some to be given back
-    write_granite_hybrid(tmp_path / "target", **heads)
+    write_tiny(tmp_path / "target", "granite_hybrid", **heads)
     model, draft_model = load(tmp_path / "target"), None
     if drafter == "model":  # nearly the same model, so that it is right most of the time
-        write_granite_hybrid(tmp_path / "drafter", **heads, residual_multiplier=0.69)
+        write_tiny(tmp_path / "drafter", "granite_hybrid", **heads, residual_multiplier=0.69)
         draft_model = load(tmp_path / "drafter")
     asked = requests(model.config.vocab_size)
     wanted = expected(model, asked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -37,7 +37,7 @@ from paceline.engine.step import (
 from paceline.kernels import select_kernels
 from tests.engine.constrained_loop import regex, schema
 from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
-from tests.tiny_checkpoints import write_granite_hybrid, write_llama
+from tests.tiny_checkpoints import write_tiny
 
 CPU = torch.device("cpu")
 LIMITS = Limits(max_batched_tokens=40, max_model_len=256, max_seqs=8, max_drafts=3)
@@ -177,15 +177,14 @@ def other() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("write", "slots"),
-    [(write_llama, 24), (write_granite_hybrid, 10)],  # too few slots for all requests, so that one is preempted
-    ids=["llama", "hybrid"],
+    ("family", "slots"),
+    [("llama", 24), ("granite_hybrid", 10)],  # too few slots for all requests, so that one is preempted
 )
 def test_a_process_that_replays_recorded_steps_gives_the_same_tokens_and_kv(
-    write: Callable[..., object], slots: int, other: ProcessPoolExecutor, tmp_path: Path
+    family: str, slots: int, other: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
     write_toy_model(tmp_path)
-    write(tmp_path, vocab_size=VOCAB_SIZE, num_key_value_heads=3)
+    write_tiny(tmp_path, family, vocab_size=VOCAB_SIZE, num_key_value_heads=3)
     pool = empty_pool(model := loaded(tmp_path), slots)
     recording = record(model, pool)
 

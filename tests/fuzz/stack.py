@@ -25,7 +25,7 @@ from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret, make_secret, read_secret
 from tests.fuzz.calls import Valid
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
-from tests.tiny_checkpoints import write_llama
+from tests.tiny_checkpoints import write_tiny
 
 ROLES = ("kvtransfer", "prefill", "decode", "gateway")
 LEASE_SECONDS = 2.0
@@ -47,7 +47,7 @@ class FuzzStack:
 
     def __init__(self, folder: Path) -> None:
         self.model = write_toy_model(folder / "model")
-        write_llama(self.model, vocab_size=VOCAB_SIZE, eos_token_id=256, max_position_embeddings=512)
+        write_tiny(self.model, "llama", vocab_size=VOCAB_SIZE, eos_token_id=256, max_position_embeddings=512)
         make_secret(folder / "secret")
         self.secret: Secret = read_secret(str(folder / "secret"))
         self.addresses = {role: f"127.0.0.1:{free_port()}" for role in ROLES}

@@ -22,7 +22,7 @@ from paceline.models.base import Model
 from paceline.models.config import read_config
 from paceline.models.loader import load_model
 from tests.models.test_model_logits import check_against_reference, random_tokens, reference_logits, same
-from tests.tiny_checkpoints import write_gemma4, write_gemma4_unified, write_gemma4_with_media
+from tests.tiny_checkpoints import write_gemma4_unified, write_gemma4_with_media, write_tiny
 
 CPU = torch.device("cpu")
 TABLE = "model.embed_tokens_per_layer.weight"
@@ -69,16 +69,16 @@ def test_the_unified_model(tmp_path: Path, paged_contexts: Any, architecture: st
     check_against_reference(reference, load(tmp_path), paged_contexts, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["dense", "edge"])
-def test_released_configs_are_read_like_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    write_gemma4(tmp_path, kind)
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_dense"])
+def test_released_configs_are_read_like_those_of_transformers(tmp_path: Path, family: str) -> None:
+    write_tiny(tmp_path, family)
     before = read_config(tmp_path)
     change_config(tmp_path, as_released)
     assert read_config(tmp_path) == before
 
 
 def test_keys_and_values_of_layers_that_read_others_are_ignored(tmp_path: Path) -> None:
-    write_gemma4(tmp_path, "edge")
+    write_tiny(tmp_path, "gemma4")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     surplus = {f"model.layers.5.self_attn.{name}_proj.weight": torch.zeros(64, 40) for name in "kv"}
@@ -90,7 +90,7 @@ def test_keys_and_values_of_layers_that_read_others_are_ignored(tmp_path: Path) 
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    write_gemma4(tmp_path, "edge")
+    write_tiny(tmp_path, "gemma4")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     for name in (TABLE, "model.layers.1.layer_scalar", "model.per_layer_projection_norm.weight"):
@@ -103,7 +103,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 def test_rows_of_the_table_are_read_from_the_checkpoint(
     tmp_path: Path, paged_contexts: Any, dtype: torch.dtype
 ) -> None:
-    write_gemma4(tmp_path, "edge")
+    write_tiny(tmp_path, "gemma4")
     packed = tmp_path / "packed"
     model = load_model(tmp_path, dtype, NativeKernels(2), CPU, packed)
     (tokens,) = random_tokens(103, 30)
@@ -125,7 +125,7 @@ def test_rows_of_the_table_are_read_from_the_checkpoint(
 
 
 def test_matrices_can_be_quantized(tmp_path: Path, paged_contexts: Any) -> None:
-    reference = write_gemma4(tmp_path, "edge")
+    reference = write_tiny(tmp_path, "gemma4")
     (tokens,) = random_tokens(103, 20)
     found = paged_contexts(load(tmp_path, quantization="int8"), 1, 30).step({0: tokens})[0]
     assert (found - reference_logits(reference, tokens)).abs().mean() < 0.1
@@ -151,7 +151,7 @@ def check_early_stop(model: Model, paged_contexts: Any, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 def test_tokens_that_stop_early_change_no_bit(tmp_path: Path, paged_contexts: Any, instruction_set: str) -> None:
-    write_gemma4(tmp_path, "edge")
+    write_tiny(tmp_path, "gemma4")
     model = load_model(tmp_path, torch.bfloat16, NativeKernels(2, instruction_set), CPU)
     check_early_stop(model, paged_contexts, torch.bfloat16)
 
@@ -162,7 +162,7 @@ def test_tokens_that_stop_early_change_no_bit(tmp_path: Path, paged_contexts: An
 def test_tokens_stop_early_on_a_gpu_too(tmp_path: Path, paged_contexts: Any) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
     few = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    reference = write_gemma4(tmp_path, "edge", **few, num_kv_shared_layers=2)
+    reference = write_tiny(tmp_path, "gemma4", **few, num_kv_shared_layers=2)
     contexts = paged_contexts(load(tmp_path, select_kernels(CPU, "triton-invariant")), 2, 64)
     first, second = random_tokens(100, 11, 3)
     contexts.step({0: first[:9]}, wanted={0: 0})
@@ -192,7 +192,7 @@ class Watched(NativeKernels):
 
 
 def test_only_wanted_tokens_go_through_layers_without_kv(tmp_path: Path, paged_contexts: Any) -> None:
-    write_gemma4(tmp_path, "edge")
+    write_tiny(tmp_path, "gemma4")
     kernels = Watched()
     contexts = paged_contexts(load(tmp_path, kernels), 1, 128)
     (tokens,) = random_tokens(103, 40)
@@ -207,7 +207,7 @@ def test_only_wanted_tokens_go_through_layers_without_kv(tmp_path: Path, paged_c
 
 
 def test_groups_name_the_layers_that_read(tmp_path: Path) -> None:
-    write_gemma4(tmp_path, "edge")
+    write_tiny(tmp_path, "gemma4")
     model = load(tmp_path)
     assert [(shape.name, shape.layers, shape.readers) for shape in model.group_shapes] == [
         ("sliding", (0, 1), ((3, 1), (4, 1))),

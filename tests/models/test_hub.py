@@ -14,7 +14,7 @@ import pytest
 
 from paceline.models.hub_name import HubName, parse_hub_name
 from tests.models.fake_hub import COMMIT, FakeHub, serve_hub
-from tests.tiny_checkpoints import write_llama
+from tests.tiny_checkpoints import write_tiny
 
 ROOT = Path(__file__).parents[2]
 TEXT = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
@@ -33,7 +33,7 @@ def hub() -> Iterator[FakeHub]:
 def checkpoint(tmp_path: Path) -> Path:
     """A model's folder, with files that serving does not need."""
     folder = tmp_path / "checkpoint"
-    write_llama(folder)
+    write_tiny(folder, "llama")
     for name in [*TEXT, *UNWANTED]:
         file = folder / name
         file.parent.mkdir(exist_ok=True)
@@ -149,7 +149,7 @@ def test_an_interrupted_download_ends_at_once_and_leaves_no_part(
 
 def test_shards_come_from_the_index(tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
     (checkpoint / "model.safetensors").unlink()
-    write_llama(checkpoint, max_shard_size="100KB")
+    write_tiny(checkpoint, "llama", max_shard_size="100KB")
     shards = sorted(path.name for path in checkpoint.glob("model-*.safetensors"))
     assert len(shards) > 1
     repository = hub.add("org/sharded", checkpoint)

@@ -16,6 +16,7 @@ from paceline.kernels.interface import Forward
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.base import Model
 from paceline.models.loader import Checkpoint, load_model
+from tests.tiny_checkpoints import write_qwen3_5_with_vision
 
 CPU = torch.device("cpu")
 
@@ -58,8 +59,8 @@ def test_what_a_delta_layer_lacks_is_named(tmp_path: Path, save_qwen3_next: Any,
         load(tmp_path)
 
 
-def test_tensors_that_the_text_model_does_not_read_may_be_there(tmp_path: Path, save_qwen3_5: Any) -> None:
-    save_qwen3_5(vision=True)
+def test_tensors_that_the_text_model_does_not_read_may_be_there(tmp_path: Path) -> None:
+    write_qwen3_5_with_vision(tmp_path)
     change_tensors(tmp_path, mtp__fc__weight=torch.zeros(3, 4))
     load(tmp_path)
     change_tensors(tmp_path, model__other__weight=torch.zeros(3, 4))
@@ -67,8 +68,8 @@ def test_tensors_that_the_text_model_does_not_read_may_be_there(tmp_path: Path, 
         load(tmp_path)
 
 
-def test_experts_may_share_two_tensors(tmp_path: Path, save_qwen3_5: Any, paged_contexts: Any) -> None:
-    save_qwen3_5(experts=True)
+def test_experts_may_share_two_tensors(tmp_path: Path, save_qwen3_5_moe: Any, paged_contexts: Any) -> None:
+    save_qwen3_5_moe()
     wanted = paged_contexts(load(tmp_path), 1, 16).step({0: [3, 5, 7]})[0]
     tensors = load_file(tmp_path / "model.safetensors")
     changes: dict[str, torch.Tensor | None] = {}

@@ -15,7 +15,7 @@ from paceline.kernels.interface import Forward, Taps
 from paceline.kernels.native import NativeKernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
-from tests.tiny_checkpoints import DIVIDED, GEMMA4_KINDS, write_gemma4
+from tests.tiny_checkpoints import DIVIDED, write_qwen3_5_with_vision, write_tiny
 
 CPU = torch.device("cpu")
 Load = Callable[[Path], Model]
@@ -119,9 +119,7 @@ DELTA_NETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"linear_key_head_dim": 33, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True},
     ),
     "qwen3_5-only-delta": ("save_qwen3_5", {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}),
-    "qwen3_5-vision": ("save_qwen3_5", {"vision": True, "rope_parameters": MROPE}),
-    "qwen3_5_moe": ("save_qwen3_5", {"experts": True}),
-    "qwen3_5_moe-vision": ("save_qwen3_5", {"experts": True, "vision": True, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("save_qwen3_5_moe", {}),
 }
 
 
@@ -225,6 +223,13 @@ def test_delta_nets(
     check_against_reference(reference, load(tmp_path), paged_contexts, tolerance=1e-3)
 
 
+@pytest.mark.parametrize(("experts", "tied"), [(False, False), (True, True)], ids=["dense", "experts"])
+def test_delta_nets_with_vision(tmp_path: Path, paged_contexts: Any, experts: bool, tied: bool, load: Load) -> None:
+    changes = {} if experts else {"rope_parameters": MROPE}
+    reference = write_qwen3_5_with_vision(tmp_path, experts, tied, **changes)
+    check_against_reference(reference, load(tmp_path), paged_contexts, tolerance=1e-3)
+
+
 @pytest.mark.parametrize("name", DEEPSEEKS)
 def test_deepseek(tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, name: str, load: Load) -> None:
     family, changes = DEEPSEEKS[name]
@@ -232,10 +237,10 @@ def test_deepseek(tmp_path: Path, request: pytest.FixtureRequest, paged_contexts
     check_against_reference(request.getfixturevalue(family)(**changes), load(tmp_path), paged_contexts, 5e-5)
 
 
-@pytest.mark.parametrize("kind", GEMMA4_KINDS)
-def test_gemma4(tmp_path: Path, paged_contexts: Any, kind: str, load: Load) -> None:
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_dense", "gemma4_experts"])
+def test_gemma4(tmp_path: Path, paged_contexts: Any, family: str, load: Load) -> None:
     # What a layer reads of a token is normed, and so are values, which makes small differences larger.
-    check_against_reference(write_gemma4(tmp_path, kind), load(tmp_path), paged_contexts, tolerance=1e-4)
+    check_against_reference(write_tiny(tmp_path, family), load(tmp_path), paged_contexts, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "granite_hybrid", "deepseek_v2", "gemma4", "qwen3_5"])

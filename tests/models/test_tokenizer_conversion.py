@@ -14,7 +14,7 @@ from paceline.core.errors import ModelError
 from paceline.models.assets import resolve_model
 from paceline.models.tokenizer_files import tokenizer_files
 from paceline.services.gateway.tokenizer import Tokenizer
-from tests.tiny_checkpoints import write_llama
+from tests.tiny_checkpoints import write_tiny
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 WORDS = ["▁", "l", "o", "w", "▁l", "▁lo", "▁low"]
@@ -23,7 +23,7 @@ WORDS = ["▁", "l", "o", "w", "▁l", "▁lo", "▁low"]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model's folder without a tokenizer."""
-    write_llama(tmp_path / "model", vocab_size=300)
+    write_tiny(tmp_path / "model", "llama", vocab_size=300)
     return tmp_path / "model"
 
 

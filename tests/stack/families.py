@@ -14,7 +14,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,28 +33,7 @@ from tests.stack.cluster import Cluster
 from tests.stack.processes import serve
 from tests.stack.reference import PROMPTS
 from tests.stack.stacks import NGRAM
-from tests.tiny_checkpoints import (
-    write_deepseek_v2,
-    write_deepseek_v3,
-    write_gemma3,
-    write_granite_hybrid,
-    write_llama,
-    write_qwen3_5,
-    write_qwen3_next,
-)
-
-Write = Callable[..., transformers.PreTrainedModel]
-
-FAMILIES: Mapping[str, Write] = {
-    "llama": write_llama,
-    "gemma3": write_gemma3,
-    "granite-hybrid": write_granite_hybrid,
-    "deepseek-v2": write_deepseek_v2,
-    "deepseek-v3": write_deepseek_v3,
-    "qwen3-next": write_qwen3_next,
-    "qwen3.5": write_qwen3_5,
-}
-"""Writers of checkpoints, each of which returns the `transformers` model."""
+from tests.tiny_checkpoints import FAMILIES, write_tiny
 
 MODEL_LEN = 2048
 TWO_HOSTS = "two hosts"
@@ -97,7 +76,7 @@ class Checkpoint:
 def write_checkpoint(family: str, folder: Path) -> Checkpoint:
     """Write the checkpoint of a family to a folder, with a tokenizer of bytes."""
     write_toy_model(folder)
-    reference = FAMILIES[family](folder, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
+    reference = write_tiny(folder, family, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
     return Checkpoint(folder, reference)
 
 

@@ -10,14 +10,14 @@ import pytest
 from tests.models.fake_hub import serve_hub
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
 from tests.stack.processes import serve
-from tests.tiny_checkpoints import write_llama
+from tests.tiny_checkpoints import write_tiny
 
 pytestmark = pytest.mark.stack
 
 
 def test_a_model_is_served_by_its_name_with_its_own_sampling(tmp_path: Path) -> None:
     folder = write_toy_model(tmp_path / "model")
-    write_llama(folder, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
+    write_tiny(folder, "llama", vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
     (folder / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 5}')
     with serve_hub() as hub:
         hub.add("org/tiny", folder, is_gated=True)

@@ -19,7 +19,7 @@ from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
 from tests.stack.chaos import Plan, Prey, chaos, one_host
 from tests.stack.cluster import Cluster
 from tests.stack.reference import PROMPTS
-from tests.tiny_checkpoints import write_granite_hybrid
+from tests.tiny_checkpoints import write_tiny
 
 pytestmark = pytest.mark.stack
 
@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reference(model: Path) -> transformers.PreTrainedModel:
-    return write_granite_hybrid(model, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
+    return write_tiny(model, "granite_hybrid", vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
 
 
 def generated(reference: transformers.PreTrainedModel, prompt: str | list[int]) -> list[int]:

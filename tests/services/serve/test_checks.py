@@ -21,7 +21,7 @@ from paceline.services.serve.checks import (
     check_model,
     check_port,
 )
-from tests.tiny_checkpoints import write_granite_hybrid
+from tests.tiny_checkpoints import write_tiny
 
 MIB = 1 << 20
 
@@ -115,7 +115,7 @@ def test_early_layers_are_fewer_than_all(model_folder: Path) -> None:
 
 def test_a_hybrid_may_draft_and_be_drafted_for(tmp_path: Path, model_folder: Path) -> None:
     hybrid = tmp_path / "hybrid"
-    write_granite_hybrid(hybrid, vocab_size=64)
+    write_tiny(hybrid, "granite_hybrid", vocab_size=64)
     check_model(ServeConfig(speculative_config='{"method": "early_layers", "num_layers": 1}'), hybrid)
     check_model(drafting(model_folder), hybrid)
     check_model(drafting(hybrid), model_folder)

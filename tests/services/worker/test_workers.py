@@ -15,7 +15,7 @@ from paceline.core.types import Key
 from paceline.proto import common_pb2, worker_pb2
 from paceline.services.worker import kv_memory
 from tests.services.worker.conftest import Host, StartHost, prompts
-from tests.tiny_checkpoints import SaveTiny, write_granite_hybrid
+from tests.tiny_checkpoints import SaveTiny, write_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -139,8 +139,10 @@ async def test_drafts_for_a_hybrid_change_no_token_whatever_happens_to_its_block
 ) -> None:
     target, drafter = tmp_path / "target", tmp_path / "drafter"
     heads = {"num_key_value_heads": 3}  # so that blocks have 64 tokens
-    write_granite_hybrid(target, **heads)
-    write_granite_hybrid(drafter, **heads, residual_multiplier=0.69)  # nearly the same, so that it is often right
+    write_tiny(target, "granite_hybrid", **heads)
+    write_tiny(
+        drafter, "granite_hybrid", **heads, residual_multiplier=0.69
+    )  # nearly the same, so that it is often right
     own = {"ngram": {"prompt_lookup_min": 1}, "early_layers": {"num_layers": 4}, "draft_model": {"model": str(drafter)}}
     config = {"method": method, "num_speculative_tokens": 3, "adaptive": False, **own[method]}
     firsts = [(prompt * 9)[: 3 * len(prompt) // 2] for prompt in prompts(6, 20, 60)]
