@@ -135,6 +135,9 @@ def build_parser() -> argparse.ArgumentParser:
     prepare = _add_command(commands, "prepare", "MODEL [options]", "Fetch or convert a model and print its folder.")
     prepare.add_argument("model", metavar="MODEL", help=_help(ServeConfig, "model"))
     _add_options(prepare, ServeConfig, PREPARE_OPTIONS)
+    prepare.add_argument(
+        "--link", type=Path, metavar="PATH", help="symbolic link to the folder, which is made or replaced"
+    )
     prepare.add_argument("--live-progress", action="store_true", help=argparse.SUPPRESS)
     watch = _add_command(commands, "top", "[options]", "Show the fleet and its speed, live; Ctrl-C ends it.")
     _add_gateway(watch)
@@ -185,7 +188,7 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
     elif name == "token":
         make_secret(arguments["file"])
     elif name == "prepare":
-        _prepare(arguments.pop("live_progress"), ServeConfig(**arguments))
+        _prepare(arguments.pop("live_progress"), arguments.pop("link"), ServeConfig(**arguments))
     else:
         config = _load(name, arguments.pop("config"), arguments)
         # Until the service handles signals itself, there is nothing to clean up. Without this handler, SIGTERM would
@@ -204,21 +207,26 @@ def _api_key(arguments: dict[str, Any]) -> str:
     return arguments["api_key"] or next(iter(env.api_keys()), "")
 
 
-def _prepare(live: bool, config: ServeConfig) -> None:
-    from paceline.models.assets import resolve_model
+def _prepare(live: bool, link: Path | None, config: ServeConfig) -> None:
+    from paceline.models.assets import link_folder, resolve_model
 
     # SIGTERM becomes an exception, so that a half-made folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report, live = StatusLines(sys.stderr), live or sys.stderr.isatty()
     how = config.quantization, config.revision, live, config.model_impl, config.trust_remote_code
     folder = resolve_model(config.model, Path(config.cache_dir), report, *how)
+    if link is not None:
+        link_folder(folder, link)
     print(folder)
 
 
 def _load(name: str, file: Path | None, flags: dict[str, Any]) -> ServiceConfig | ServeConfig:
     config = load_config(SERVICES[name].config, name, file, flags)
-    if not getattr(config, "model", True):
+    model = getattr(config, "model", None)
+    if model == "":
         raise ConfigError(f"{name} needs a model: paceline {name} MODEL")
+    if model and name != "serve" and not Path(model).is_dir():
+        raise ConfigError(f"{name} takes the folder of a model; run: paceline prepare {model}, which prints the folder")
     return config
 
 

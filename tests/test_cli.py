@@ -95,7 +95,10 @@ def test_help_lists_the_fields_of_speculative_config(
         (["serve", "--decode", "0"], "paceline: --decode must be at least 1, not 0"),
         (["decode"], "paceline: decode needs a model: paceline decode MODEL"),
         (["decode", "m", "--log-level", "loud"], "paceline: argument --log-level: invalid choice: 'loud'"),
-        (["serve", "-sc", '{"model": "/no/such"}'], "paceline: --speculative-config: model /no/such is not a folder"),
+        (
+            ["decode", "org/m"],
+            "paceline: decode takes the folder of a model; run: paceline prepare org/m, which prints",
+        ),
         (["serve", "--config", "/no/such.toml"], "paceline: cannot read /no/such.toml"),
         (["serve", "--kv-tier-memory", "1GiB"], "paceline: there is no option --kv-tier-memory: it is --kv-memory now"),
         (
@@ -171,16 +174,42 @@ def test_a_failure_while_running_is_one_sentence_and_exit_code_1() -> None:
     assert (done.returncode, done.stderr) == (1, "paceline: it went away\n")
 
 
+def test_a_draft_model_that_is_not_there_is_one_sentence() -> None:
+    done = paceline("serve", "--port=0", "-sc", '{"model": "/no/such"}')
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("paceline: prepare (draft model) failed: /no/such does not exist; give a")
+
+
 def test_the_command_line_itself_loads_nothing_heavy() -> None:
     look = "import atexit, sys; atexit.register(lambda: print({'torch', 'grpc', 'transformers'} & set(sys.modules)))"
     assert paceline("version", program=look).stdout.splitlines()[-1] == "set()"
 
 
-def test_prepare_prints_the_folder_alone(tmp_path: Path) -> None:
+def write_toy_folder(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (tmp_path / name).write_text("{}")
+        (folder / name).write_text("{}")
+
+
+def test_prepare_prints_the_folder_alone(tmp_path: Path) -> None:
+    write_toy_folder(tmp_path)
     done = paceline("prepare", str(tmp_path))
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}\n")
+
+
+def test_prepare_links_to_the_folder(tmp_path: Path) -> None:
+    link = tmp_path / "served" / "org" / "name"
+    for name in ("one", "two"):
+        write_toy_folder(tmp_path / name)
+        done = paceline("prepare", str(tmp_path / name), f"--link={link}")
+        assert (done.returncode, done.stdout) == (0, f"{tmp_path / name}\n")
+        assert link.readlink() == tmp_path / name
+    assert paceline("prepare", str(link), f"--link={link}").returncode == 0
+    assert link.readlink() == tmp_path / "two"
+    done = paceline("prepare", str(link), f"--link={tmp_path / 'one'}")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "cannot make the link" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "served", "two"]
 
 
 def test_prepare_tells_what_a_folder_lacks(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from paceline.core.errors import ConfigError
@@ -27,7 +28,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int = _field(4, "most drafts of a sequence in a step")
     prompt_lookup_min: int = _field(2, "shortest match, in tokens", "ngram")
     prompt_lookup_max: int = _field(4, "longest match, in tokens", "ngram")
-    model: str = _field("", "folder of a model with the same vocabulary", "draft_model")
+    model: str = _field("", "model with the same vocabulary, given like MODEL", "draft_model")
+    revision: str = _field("", "branch, tag or commit of a model on the hub", "draft_model")
     num_layers: int = _field(0, "number of first layers that draft", "early_layers")
     adaptive: bool = _field(True, "draft fewer tokens, or none, if that is faster")
     rejection_sample_method: RejectionSampleMethod = _field("strict", "strict or probabilistic")
@@ -94,9 +96,16 @@ def _check_values(config: SpeculativeConfig) -> None:
     if not 1 <= config.prompt_lookup_min <= config.prompt_lookup_max:
         raise ConfigError("--speculative-config: prompt_lookup_min must be from 1 to prompt_lookup_max")
     if config.method == "draft_model" and not config.model:
-        raise ConfigError("--speculative-config: draft_model needs model, the folder of a smaller model")
+        raise ConfigError("--speculative-config: draft_model needs model, a smaller model")
     if config.method == "early_layers" and config.num_layers < 1:
         raise ConfigError("--speculative-config: early_layers needs num_layers, at least 1")
+
+
+def with_draft_folder(text: str, folder: Path) -> str:
+    """Return the JSON of --speculative-config with a folder instead of the draft model's name and revision."""
+    values = json.loads(text) | {"model": str(folder)}
+    values.pop("revision", None)
+    return json.dumps(values)
 
 
 def speculative_help() -> str:

@@ -92,6 +92,22 @@ def resolve_model(
     )
 
 
+def link_folder(folder: Path, link: Path) -> None:
+    """Make `link` a symbolic link to `folder`. Missing folders above the link are made, and an older link is replaced.
+
+    Raises ModelError if `link` is something else than a link, or cannot be written.
+    """
+    new = link.with_name(f".{link.name}.new")
+    try:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        new.unlink(missing_ok=True)
+        new.symlink_to(folder.resolve())
+        new.replace(link)  # atomic, because workers may start meanwhile
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ModelError(f"cannot make the link {link} to {folder}: {error.strerror}") from error
+
+
 def write_sampling_defaults(folder: Path, sampling: Mapping[str, float]) -> None:
     """Add sampling parameters to a model's generation_config.json, except for those that it has already.
 

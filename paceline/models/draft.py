@@ -12,16 +12,23 @@ from paceline.models.folder import weight_files
 from paceline.models.model_config import ModelConfig, ModelFacts
 
 
+def is_draft_name(speculative: SpeculativeConfig | None) -> bool:
+    """Return whether the draft model is not a folder yet, but something that `resolve_model` makes a folder of."""
+    if speculative is None or speculative.method != "draft_model":
+        return False
+    return speculative.revision != "" or not Path(speculative.model).is_dir()
+
+
 def read_draft_config(speculative: SpeculativeConfig | None, model_impl: ModelImpl = "auto") -> ModelFacts | None:
     """Return the draft model's configuration; None without a draft model. Raises ConfigError if it cannot be loaded."""
     if speculative is None or speculative.method != "draft_model":
         return None
-    folder = Path(speculative.model)
-    if not folder.is_dir():
+    if is_draft_name(speculative):
         raise ConfigError(
-            f"--speculative-config: model {speculative.model} is not a folder; give the folder of a Hugging Face model "
-            "(paceline prepare NAME prints the folder of a bundled model)"
+            f"--speculative-config: model {speculative.model} is not a folder; give the folder of a Hugging Face "
+            "model, without a revision (paceline prepare NAME prints the folder of a bundled model or one of the hub)"
         )
+    folder = Path(speculative.model)
     try:
         weight_files(folder)
         return read_facts(folder, model_impl)

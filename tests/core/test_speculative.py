@@ -2,11 +2,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.speculative import SpeculativeConfig, parse_speculative_config, speculative_help
+from paceline.core.speculative import (
+    SpeculativeConfig,
+    parse_speculative_config,
+    speculative_help,
+    with_draft_folder,
+)
 
 
 def test_nothing_is_no_speculation() -> None:
@@ -68,3 +74,9 @@ def test_help_has_a_line_for_each_field() -> None:
     assert [line.split(":")[0].strip() for line in lines] == [f.name for f in dataclasses.fields(SpeculativeConfig)]
     assert "  prompt_lookup_max: ngram: longest match, in tokens [4]" in lines
     assert "  adaptive: draft fewer tokens, or none, if that is faster [true]" in lines
+
+
+def test_a_draft_model_becomes_a_folder_and_all_else_stays() -> None:
+    text = '{"model": "org/draft", "revision": "v1", "num_speculative_tokens": 2}'
+    config = parse_speculative_config(with_draft_folder(text, Path("/cache/draft")))
+    assert config == SpeculativeConfig("draft_model", 2, model="/cache/draft")

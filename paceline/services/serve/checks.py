@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_bytes
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import read_facts
-from paceline.models.draft import check_speculative, read_draft_config
+from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
 from paceline.models.folder import BLOCKS_FILE, weight_files
 from paceline.models.model_config import ModelConfig
 
@@ -27,7 +27,9 @@ _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 def check_config(config: ServeConfig) -> None:
     """Raise ConfigError for options that no stack can run with, whatever the model is."""
     find_policy(config.cache_policy)
-    read_draft_config(parse_speculative_config(config.speculative_config), config.model_impl)
+    speculative = parse_speculative_config(config.speculative_config)
+    if not is_draft_name(speculative):
+        read_draft_config(speculative, config.model_impl)
 
 
 def check_model(config: ServeConfig, folder: Path) -> None:

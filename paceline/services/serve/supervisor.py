@@ -15,6 +15,8 @@ from paceline.core.config import PREPARE_OPTIONS, KVTransferConfig, ServeConfig
 from paceline.core.machine import available_memory
 from paceline.core.options import flag
 from paceline.core.progress import StatusLines
+from paceline.core.speculative import parse_speculative_config, with_draft_folder
+from paceline.models.draft import is_draft_name
 from paceline.services.common.secret import make_secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.unix_socket import remove_stale_sockets
@@ -108,7 +110,7 @@ class Supervisor:
             await end_tasks(start, broken, stop, *self._supervisions, *workers)
 
     async def _start(self, folder: Path) -> None:
-        model = await self._prepare()
+        model = await self._prepare_models()
         checks.check_model(self._config, model)
         if warning := checks.check_memory(self._config, model, available_memory()):
             warn(warning)
@@ -143,9 +145,20 @@ class Supervisor:
         numerics = await welcome.numerics_in_use(redis, folder.name)
         say(welcome.first_request(self._config, model, port, numerics))
 
-    async def _prepare(self) -> Path:
-        """Prepare the model and return its folder. A separate process does this, so that its memory is free again."""
+    async def _prepare_models(self) -> Path:
+        """Return the folder of the model. The options then have the folder of the draft model, too."""
         config = self._config
+        # The draft model comes first, because it is small: its errors do not wait for the download of the model.
+        speculative = parse_speculative_config(config.speculative_config)
+        if speculative is not None and is_draft_name(speculative):
+            draft = {"model": speculative.model, "revision": speculative.revision, "quantization": "none"}
+            folder = await self._prepare("prepare (draft model)", config.model_copy(update=draft))
+            text = with_draft_folder(config.speculative_config, folder)
+            self._config = config.model_copy(update={"speculative_config": text})
+        return await self._prepare("prepare", config)
+
+    async def _prepare(self, name: str, config: ServeConfig) -> Path:
+        """Prepare a model and return its folder. A separate process does this, so that its memory is free again."""
         options = {name: getattr(config, name) for name in PREPARE_OPTIONS}
         arguments = [f"{flag(name)}={value}" for name, value in options.items() if not isinstance(value, bool)]
         arguments += [flag(name) for name, value in options.items() if value is True]
@@ -154,7 +167,7 @@ class Supervisor:
         command = self._command("prepare", config.model, *arguments)
         echo = StatusLines(sys.stderr)
         process = ManagedProcess(
-            lambda _: Child.start("prepare", command, "stdout", echo), lambda child: child.answer(PREPARE_SECONDS), warn
+            lambda _: Child.start(name, command, "stdout", echo), lambda child: child.answer(PREPARE_SECONDS), warn
         )
         self._parts["model"] = process
         child = await process.start()

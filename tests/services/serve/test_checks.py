@@ -89,16 +89,19 @@ def two_layers(folder: Path) -> Path:
 
 
 def test_a_draft_model_that_cannot_be_loaded_is_refused_whatever_the_model(draft_folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--speculative-config: model .*/nothing is not a folder; .*paceline prepare"
-    ):
-        check_config(drafting(draft_folder / "nothing"))
     change(draft_folder, architectures=["OtherForCausalLM"], quantization_config={"bits": 4})
     with pytest.raises(ConfigError, match=r"--speculative-config: .*quantized checkpoints are not supported"):
         check_config(drafting(draft_folder))
     (draft_folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"--speculative-config: .*has no weights"):
         check_config(drafting(draft_folder))
+
+
+def test_a_draft_model_is_a_folder_after_it_was_prepared(model_folder: Path, draft_folder: Path) -> None:
+    for config in (drafting(draft_folder / "nothing"), drafting(draft_folder, revision="v1")):
+        check_config(config)
+        with pytest.raises(ConfigError, match=r"--speculative-config: model .* is not a folder; .*paceline prepare"):
+            check_model(config, model_folder)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(model_folder: Path, draft_folder: Path) -> None:
