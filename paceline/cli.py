@@ -207,13 +207,13 @@ def _api_key(arguments: dict[str, Any]) -> str:
     return arguments["api_key"] or next(iter(env.api_keys()), "")
 
 
-def _prepare(live: bool, link: Path | None, config: ServeConfig) -> None:
+def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
     from paceline.models.assets import link_folder, resolve_model
 
     # SIGTERM becomes an exception, so that a half-made folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    report, live = StatusLines(sys.stderr), live or sys.stderr.isatty()
-    how = config.quantization, config.revision, live, config.model_impl, config.trust_remote_code
+    report = StatusLines(sys.stderr, is_relayed)
+    how = config.quantization, config.revision, config.model_impl, config.trust_remote_code
     folder = resolve_model(config.model, Path(config.cache_dir), report, *how)
     if link is not None:
         link_folder(folder, link)

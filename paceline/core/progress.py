@@ -9,53 +9,59 @@ from typing import TextIO
 
 _BAR_CELLS = 24
 _CLEAR_LINE = "\r\x1b[K"
+_QUIET_SECONDS = 15.0
 
 
 class StatusLines:
-    """A stream of lines. On a terminal, a line that begins with "\\r" is replaced by the line after it.
+    """A stream of lines. A line that begins with "\\r" is provisional: a terminal replaces it by the next line.
 
-    Elsewhere every line is printed as it is, so that a parent process can replace lines in its own terminal.
+    Other streams, such as log files, get a provisional line only every 15 seconds.
+
+    Args:
+        is_relayed: whether another process passes the lines on to a terminal. It gets all lines as they are.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, is_relayed: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
+        self._is_relayed = is_relayed
+        self._clock = clock
+        self._quiet_until = clock() + _QUIET_SECONDS
 
     def __call__(self, line: str) -> None:
         """Print a line. Nothing is printed if the stream's other end was closed."""
+        provisional = line.startswith("\r")
         if self._stream.isatty():
-            text = _CLEAR_LINE + line.removeprefix("\r") + ("" if line.startswith("\r") else "\n")
-        else:
+            text = _CLEAR_LINE + line.removeprefix("\r") + ("" if provisional else "\n")
+        elif self._is_relayed:
             text = line + "\n"
+        elif provisional and self._clock() < self._quiet_until:
+            return
+        else:
+            text = line.removeprefix("\r") + "\n"
+            self._quiet_until = self._clock() + _QUIET_SECONDS
         with contextlib.suppress(OSError):
             print(text, end="", file=self._stream, flush=True)
 
 
 class Progress:
-    """The progress of a download: a bar that is replaced in place, or a line for each further tenth.
+    """The progress of a download, as bars that replace each other.
 
     Args:
         total_bytes: size of the whole download.
-        report: gets the lines.
-        live: whether the lines are bars, which begin with "\\r" (see StatusLines).
+        report: gets the bars. Each is a line that begins with "\\r" (see StatusLines).
     """
 
-    def __init__(self, total_bytes: int, report: Callable[[str], None], live: bool) -> None:
+    def __init__(self, total_bytes: int, report: Callable[[str], None]) -> None:
         self._total = max(total_bytes, 1)
         self._report = report
-        self._live = live
         self._start = time.monotonic()
-        self._tenths = 0
 
     def show(self, done_bytes: int) -> None:
         """Report that `done_bytes` have arrived."""
         share = min(done_bytes / self._total, 1.0)
-        if self._live:
-            rate = done_bytes / max(time.monotonic() - self._start, 0.001)
-            bar = "#" * int(share * _BAR_CELLS)
-            self._report(f"\r[{bar:-<{_BAR_CELLS}}] {share:4.0%} of {size_text(self._total)}, {size_text(rate)}/s")
-        elif self._tenths < int(share * 10) < 10:
-            self._tenths = int(share * 10)
-            self._report(f"downloaded {size_text(done_bytes)} of {size_text(self._total)}")
+        rate = done_bytes / max(time.monotonic() - self._start, 0.001)
+        bar = "#" * int(share * _BAR_CELLS)
+        self._report(f"\r[{bar:-<{_BAR_CELLS}}] {share:4.0%} of {size_text(self._total)}, {size_text(rate)}/s")
 
 
 def size_text(size: float) -> str:

@@ -42,7 +42,6 @@ def resolve_model(
     report: Report,
     quantization: Quantization = "none",
     revision: str = "",
-    live: bool = False,
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
 ) -> Path:
@@ -52,10 +51,9 @@ def resolve_model(
         name_or_path: a name in BUNDLED, a Hugging Face folder, a .gguf file, or a name on the Hugging Face hub
             (`org/name` or `org/name/file.gguf`). A file or folder of this machine takes precedence over the hub.
         cache_dir: folder in which converted models are kept. Models of the hub are in the hub's own cache.
-        report: gets a sentence about each slow operation.
+        report: gets a sentence about each slow operation, and its progress (see Progress).
         quantization: "gguf" converts a model again if an older version has converted it without BLOCKS_FILE.
         revision: branch, tag or commit of a model on the hub; "" for its main branch.
-        live: whether progress is reported as a bar that is replaced in place (see StatusLines).
         model_impl: the code that will compute the model. A model of the hub that it cannot compute is refused.
         trust_remote_code: also fetch Python code from the hub, for that code.
 
@@ -73,14 +71,14 @@ def resolve_model(
         bundled = BUNDLED[name_or_path]
 
         def fetch(scratch: Path) -> Path:
-            return fetch_gguf(bundled, scratch, f"{name_or_path}.gguf", report, live)
+            return fetch_gguf(bundled, scratch, f"{name_or_path}.gguf", report)
 
         folder = _convert_gguf(name_or_path, cache_dir, report, fetch, quantization)
         write_sampling_defaults(folder, bundled.sampling)
         return folder
     path = Path(name_or_path).expanduser()
     if name is not None:
-        path = fetch_from_hub(name, revision, report, live, model_impl, trust_remote_code)
+        path = fetch_from_hub(name, revision, report, model_impl, trust_remote_code)
     if path.is_dir():
         return _with_tokenizer(path, cache_dir, report)
     if path.is_file() and path.suffix.lower() == ".gguf":

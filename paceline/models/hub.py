@@ -22,7 +22,6 @@ def fetch_from_hub(
     name: HubName,
     revision: str,
     report: Callable[[str], None],
-    live: bool,
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
 ) -> Path:
@@ -32,8 +31,7 @@ def fetch_from_hub(
 
     Args:
         revision: a branch, tag or commit; "" for the main branch.
-        report: gets a sentence about each slow operation.
-        live: whether progress is reported as a bar that is replaced in place (see StatusLines).
+        report: gets a sentence about each slow operation, and its progress (see Progress).
         model_impl, trust_remote_code: see `resolve_model`.
 
     Raises:
@@ -48,7 +46,7 @@ def fetch_from_hub(
         return _cached(name, revision)
     try:
         with mapped_errors(name, revision):
-            return _Repository(name, revision, model_impl, trust_remote_code).fetch(report, live)
+            return _Repository(name, revision, model_impl, trust_remote_code).fetch(report)
     except HubUnreachableError as error:
         try:
             path = _cached(name, revision)
@@ -97,16 +95,16 @@ class _Repository:
         self._trust_remote_code = trust_remote_code
         self._id = name.repository
         api = HfApi(library_name="paceline")
-        # This also writes to the cache to which commit a branch points, so that the cache can be used offline.
+        # This also saves in the cache which commit a branch has, so that the branch can be used offline.
         self._commit = api.resolve_revision(self._id, revision=revision or None).resolved
         info = api.model_info(self._id, revision=self._commit)
         self._listed = {file.rfilename for file in info.siblings or ()}
 
-    def fetch(self, report: Callable[[str], None], live: bool) -> Path:
+    def fetch(self, report: Callable[[str], None]) -> Path:
         """Return the folder or the GGUF file."""
         if self._name.gguf:
             self._check_gguf()
-            self._fetch_large([self._name.gguf], report, live)
+            self._fetch_large([self._name.gguf], report)
             return self._fetch(self._name.gguf)
         weights, tokenizer = self._weights_entry(), self._tokenizer()
         folder = self._fetch(_CONFIG).parent
@@ -118,7 +116,7 @@ class _Repository:
         for name in sorted(self._listed):
             if name in _SETTINGS or name in tokenizer or is_template(name):
                 self._fetch(name)
-        self._fetch_large(self._weights(weights), report, live)
+        self._fetch_large(self._weights(weights), report)
         return folder
 
     def _fetch(self, name: str) -> Path:
@@ -126,11 +124,11 @@ class _Repository:
 
         return Path(hf_hub_download(self._id, name, revision=self._commit))
 
-    def _fetch_large(self, names: Collection[str], report: Callable[[str], None], live: bool) -> None:
+    def _fetch_large(self, names: Collection[str], report: Callable[[str], None]) -> None:
         missing = missing_files(self._id, self._commit, sorted(names))
         if missing:
             check_space(missing)
-            download(self._id, self._commit, missing, report, live)
+            download(self._id, self._commit, missing, report)
 
     def _check_gguf(self) -> None:
         if self._name.gguf not in self._listed:
@@ -153,7 +151,7 @@ class _Repository:
                 f"{self._id} has its weights only in a pickle format (such as .bin), which can run code and is never "
                 "loaded; choose a repository or --revision with safetensors"
             )
-        raise ModelError(f"{self._id} is no model that can be served: it must have {_CONFIG} and {SINGLE_FILE}")
+        raise ModelError(f"{self._id} lacks {_CONFIG} or {SINGLE_FILE}; choose a repository that has both")
 
     def _tokenizer(self) -> list[str]:
         files = tokenizer_files(self._listed)

