@@ -73,7 +73,9 @@ class GatewayConfig(ServiceConfig):
 
     port: int = option(8000, "port to listen on", "network", at_least=0, at_most=65535)
     model: str = option("", "Hugging Face folder of the model; its tokenizer and chat template are read", "model")
-    served_model_name: str = option("", "name of the model in the API; default: last part of MODEL", "model")
+    served_model_name: str = option(
+        "", "name of the model in the API; default: org/name of the hub, or the last part of MODEL", "model"
+    )
     chat_template: str = option("", "file with a Jinja chat template, if the model's folder has none", "model")
     generation_config: GenerationConfig = option(
         "auto",

@@ -65,7 +65,7 @@ def resolve_model(
     name = None if name_or_path in BUNDLED else parse_hub_name(name_or_path)
     if revision and name is None:
         raise ConfigError(
-            f"--revision is for models of the hub (org/name), and {name_or_path} is not one; leave it out"
+            f"a revision is for models of the hub (org/name), and {name_or_path} is not one; leave it out"
         )
     if name_or_path in BUNDLED:
         bundled = BUNDLED[name_or_path]

@@ -1,6 +1,7 @@
 """The converter of a tokenizer to tokenizer.json: `python -m paceline.models.convert_tokenizer SOURCE TARGET`.
 
-It is a process of its own for the same reasons as the converter of GGUF files.
+It is a process of its own, so that the memory of transformers is free when it ends. If it fails, it exits with 1 and
+prints the reason to standard output.
 """
 
 from __future__ import annotations

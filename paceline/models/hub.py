@@ -149,14 +149,14 @@ class _Repository:
         if any(name.endswith(PICKLE_SUFFIXES) for name in self._listed):
             raise ModelError(
                 f"{self._id} has its weights only in a pickle format (such as .bin), which can run code and is never "
-                "loaded; choose a repository or --revision with safetensors"
+                "loaded; choose a repository or revision with safetensors"
             )
         raise ModelError(f"{self._id} lacks {_CONFIG} or {SINGLE_FILE}; choose a repository that has both")
 
     def _tokenizer(self) -> list[str]:
         files = tokenizer_files(self._listed)
         if not files:
-            raise ModelError(f"{self._id} has no tokenizer; choose another repository or --revision")
+            raise ModelError(f"{self._id} has no tokenizer; choose another repository or revision")
         return files
 
     def _check_model(self, folder: Path) -> None:
@@ -177,5 +177,5 @@ class _Repository:
         index = self._fetch(entry)
         names = [file.name for file in indexed_files(index.parent)]
         if absent := [name for name in names if name not in self._listed]:
-            raise ModelError(f"{self._id} lacks {', '.join(absent)}, which {entry} names; choose another --revision")
+            raise ModelError(f"{self._id} lacks {', '.join(absent)}, which {entry} names; choose another revision")
         return names

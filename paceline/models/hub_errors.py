@@ -26,7 +26,7 @@ def mapped_errors(name: HubName, revision: str) -> Iterator[None]:
 
     Raises:
         HubUnreachableError: the hub does not answer, or answers that it has a failure.
-        ModelError: the hub refuses the download, or the disk does.
+        ModelError: the hub refuses the download, or the cache cannot be written.
     """
     import httpx2
     from huggingface_hub.errors import HFValidationError, RevisionResolutionError
@@ -56,8 +56,7 @@ def _mapped(error: BaseException, repository: str, revision: str) -> ModelError:
         return ModelError(f"{repository} is gated: accept its licence at {page}, and {_token_advice()}")
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelError(
-            f"{repository} has no revision {revision or 'main'}; choose a branch, tag or commit of {page}/tree/main "
-            "with --revision"
+            f"{repository} has no revision {revision or 'main'}; choose a branch, tag or commit of {page}/tree/main"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return ModelError(
@@ -65,7 +64,7 @@ def _mapped(error: BaseException, repository: str, revision: str) -> ModelError:
             f"model is private, {_token_advice()}"
         )
     if isinstance(error, errors.RemoteEntryNotFoundError):
-        return ModelError(f"a file that {repository} lists is missing at {page}; try another --revision")
+        return ModelError(f"a file that {repository} lists is missing at {page}; try another revision")
     if isinstance(error, errors.HfHubHTTPError):
         return _mapped_status(error.response.status_code, repository)
     # The library wraps what went wrong if it has found nothing in its cache either.

@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.core.errors import ModelError
 
 FAST = "tokenizer.json"
-"""The only file that the gateway reads."""
+"""The form in which the gateway reads a tokenizer. Other forms are converted to it."""
 TEKKEN = "tekken.json"
 SENTENCEPIECE = "tokenizer.model"
 _TIKTOKEN = "tiktoken.model"

@@ -211,7 +211,7 @@ def test_names_that_lead_nowhere(hub: FakeHub, checkpoint: Path, prepare: Prepar
     hub.add("org/tiny", checkpoint)
     assert "org/tinny is neither a folder of this machine nor a model at" in error_of(prepare("org/tinny"))
     assert "org/tiny has no revision v9; choose a branch" in error_of(prepare("org/tiny", "--revision=v9"))
-    assert "--revision is for models of the hub" in error_of(prepare(str(checkpoint), "--revision=v1"))
+    assert "a revision is for models of the hub" in error_of(prepare(str(checkpoint), "--revision=v1"))
     said = error_of(prepare("org/tiny", HF_ENDPOINT="http://user:secret@127.0.0.1:1"))
     assert "cannot download org/tiny from http://127.0.0.1:1: the hub cannot be reached" in said
 
