@@ -13,8 +13,8 @@ RUN_DIR=$(mktemp -d /tmp/paceline-compose.XXXXXX)
 ENGINE_PID=
 export COMPOSE_PROJECT_NAME=paceline-test-$$ TAG=test-$$ PORT=0
 # These values override the caller's environment and an .env file, so that the test is always the same.
-export MODEL=smollm2-135m-instruct MODELS=models AUTH=auth HOST_ID=host EXTRAS=worker,convert,otlp BIND=127.0.0.1 PACELINE_API_KEY= OTEL_EXPORTER_OTLP_ENDPOINT=
-unset COMPOSE_FILE COMPOSE_PROFILES
+export MODEL=smollm2-135m-instruct REVISION= MODELS=models AUTH=auth HOST_ID=host EXTRAS=worker,convert,otlp BIND=127.0.0.1 PACELINE_API_KEY= OTEL_EXPORTER_OTLP_ENDPOINT=
+unset COMPOSE_FILE COMPOSE_PROFILES HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE
 
 say() { echo "compose/test.sh: $*" >&2; }
 
@@ -51,10 +51,11 @@ stop_all() {
     exit $status
 }
 
-# Fails if a container, volume or network of the stack still exists.
+# Fails if a container, volume or network of the stack, or of the second one that a test starts, still exists.
 leftovers() {
-    local label="label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" found
-    found=$(docker ps -aq --filter "$label"; docker volume ls -q --filter "$label"; docker network ls -q --filter "$label")
+    local found
+    found=$(docker ps -aq --filter "name=$COMPOSE_PROJECT_NAME"; docker volume ls -q --filter "name=$COMPOSE_PROJECT_NAME"
+        docker network ls -q --filter "name=$COMPOSE_PROJECT_NAME")
     [ -z "$found" ] || { say "left behind: $found"; return 1; }
 }
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Stack:
-    """A running compose project with two prefill and two decode workers."""
+    """A running compose project."""
 
     def __init__(self, compose: list[str], project: str) -> None:
         self._compose = compose
@@ -25,10 +25,10 @@ class Stack:
         self.url = "http://" + self.compose("port", "gateway", "8000").strip()
 
     def compose(self, *arguments: str) -> str:
-        return _output([*self._compose, *arguments])
+        return output_of([*self._compose, *arguments])
 
     def docker(self, *arguments: str) -> str:
-        return _output(["docker", *arguments])
+        return output_of(["docker", *arguments])
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of a service's running containers."""
@@ -70,7 +70,7 @@ class Stack:
         self.wait(f"{count} {role} workers", lambda: len(self.workers(role)) == count)
 
 
-def _output(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout

@@ -1,4 +1,4 @@
-"""A small Hugging Face hub on loopback, which speaks the part of the hub's protocol that downloads use."""
+"""A small Hugging Face hub, which speaks the part of the hub's protocol that downloads use."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ class FakeHub:
 
 
 @contextmanager
-def serve_hub() -> Iterator[FakeHub]:
-    """Run a hub without repositories."""
+def serve_hub(host: str = "127.0.0.1", port: int = 0) -> Iterator[FakeHub]:
+    """Run a hub without repositories. By default it has a free port of loopback."""
     hub = FakeHub()
 
     class Handler(_Handler):
         state = hub
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((host, port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
+    hub.url = f"http://{host}:{server.server_port}"
     try:
         yield hub
     finally:
