@@ -37,6 +37,8 @@ stop_all() {
     trap - EXIT
     if [ -f "$RUN_DIR/started" ]; then
         [ $status -eq 0 ] || $COMPOSE logs --no-color --tail=60 >&2 || true
+        # A test that was killed has not removed its own stack.
+        COMPOSE_PROJECT_NAME+=-hub logged $COMPOSE down -v --remove-orphans --timeout 10 || status=1
         logged $COMPOSE down -v --remove-orphans --timeout 10 || status=1
         leftovers || status=1
         docker rmi -f "paceline-gateway:$TAG" "paceline-worker:$TAG" >/dev/null 2>&1 || true
