@@ -25,6 +25,7 @@ def hub_stack(running_stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A second stack, whose model comes from a hub in its network."""
     folder = write_toy_model(tmp_path / "files")
     write_llama(folder, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
+    (folder / "model.safetensors").chmod(0o644)  # the hub's container has another user
     project = os.environ["COMPOSE_PROJECT_NAME"] + "-hub"
     variables = {"MODEL": "org/tiny", "REVISION": "v1", "HF_ENDPOINT": "http://hub:8080", "HF_TOKEN": TOKEN}
     for name, value in {**variables, "COMPOSE_PROJECT_NAME": project, "HUB_FILES": str(folder)}.items():
@@ -40,9 +41,13 @@ def hub_stack(running_stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_model_of_the_hub_is_served_by_its_name(hub_stack: Stack) -> None:
     for role in ("prefill", "decode"):
         hub_stack.wait_for_workers(role, 1)
-    assert [each["id"] for each in httpx.get(f"{hub_stack.url}/v1/models").json()["data"]] == ["org/tiny"]
+    assert [each["id"] for each in httpx.get(f"{hub_stack.url}/v1/models", trust_env=False).json()["data"]] == [
+        "org/tiny"
+    ]
     body = {"model": "org/tiny", "prompt": "Once", "max_tokens": 5, "ignore_eos": True}
-    answer = httpx.post(f"{hub_stack.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    answer = (
+        httpx.post(f"{hub_stack.url}/v1/completions", json=body, timeout=120, trust_env=False).raise_for_status().json()
+    )
     assert answer["usage"]["completion_tokens"] == 5
     look = "import os; print(os.path.realpath('/models/served/v1/org/tiny'), sorted(os.environ.items()))"
     for service in ("prefill", "decode", "gateway"):
