@@ -159,9 +159,9 @@ class Supervisor:
 
     async def _prepare(self, name: str, config: ServeConfig) -> Path:
         """Prepare a model and return its folder. A separate process does this, so that its memory is free again."""
-        options = {name: getattr(config, name) for name in PREPARE_OPTIONS}
-        arguments = [f"{flag(name)}={value}" for name, value in options.items() if not isinstance(value, bool)]
-        arguments += [flag(name) for name, value in options.items() if value is True]
+        options = {flag(option): getattr(config, option) for option in PREPARE_OPTIONS}
+        arguments = [f"{option}={value}" for option, value in options.items() if not isinstance(value, bool)]
+        arguments += [option for option, value in options.items() if value is True]
         if sys.stderr.isatty():  # the child writes to a pipe, so it would not know
             arguments.append("--live-progress")
         command = self._command("prepare", config.model, *arguments)
