@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import KernelParam
 
 from paceline.kernels import select_kernels
+from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.interface import AttentionBatch, Draw, GroupTables, HeadNorms, Kernels, NormKind, view_pool
 from paceline.kernels.triton_kernels.blocks import pack_blocks, unpack_blocks
 
@@ -72,8 +73,21 @@ def launches(
         own_sinks = torch.empty(heads) if sinks else None
         kernels.attention(queries, cache[0], batch, group, head_dim**-0.5, softcap, own_sinks)
         kernels.linear_heads(queries, kernels.pack(torch.empty(heads, 128, head_dim, dtype=dtype)))
+        record_experts(kernels)
         record_sampling_and_moving(kernels)
     return recorded
+
+
+def record_experts(kernels: Kernels) -> None:
+    """Launch experts of Qwen 3 30B-A3B, and with biases."""
+    tokens, hidden, inner, count, dtype = 5, 2048, 768, 128, torch.bfloat16
+    outer, down = torch.empty(inner, hidden, dtype=dtype), torch.empty(hidden, inner, dtype=dtype)
+    gates, downs = [kernels.pack(outer)] * count, [kernels.pack(down)] * count
+    biases = torch.empty(count, inner, dtype=dtype), torch.empty(count, inner, dtype=dtype), down
+    table, ids = torch.empty(6, count, dtype=torch.int64), torch.empty(tokens, 8, dtype=torch.int64)
+    for own in (biases, (None, None, None)):
+        experts = ExpertWeights(gates, gates, downs, "silu", *own, table=table)
+        kernels.experts(torch.empty(tokens, hidden, dtype=dtype), ids, torch.empty(tokens, 8), experts)
 
 
 def record_sampling_and_moving(kernels: Kernels) -> None:

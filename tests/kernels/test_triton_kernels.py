@@ -188,7 +188,8 @@ def test_every_kernel_compiles_for_gpus_and_fits_into_their_shared_memory(tmp_pa
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     rowwise = {"add_rms_norm", "gated", "rms_norm", "rotate", "rotate_and_store", "store_kv"}
-    names = {"attend", "combine", "matmul", *rowwise, "accept", "best", "draw", "move"}
+    experts = {"expert_products", "weighted_sum"}
+    names = {"attend", "combine", "matmul", *experts, *rowwise, "accept", "best", "draw", "move"}
     for architecture, room in SHARED_BYTES.items():
         own = [line for line in lines if line["architecture"] == architecture]
         assert {line["kernel"] for line in own} == names

@@ -498,3 +498,36 @@ def test_reading_a_config_or_finding_a_model_imports_no_torch() -> None:
 def test_every_architecture_has_a_reader(tmp_path: Path, architecture: str) -> None:
     fields = {"architectures": [architecture], "num_local_experts": 8, "num_experts_per_tok": 2, "mamba_n_heads": 6}
     assert read(tmp_path, LLAMA, **fields).architecture == architecture
+
+
+QWEN3_MOE: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+}
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_qwen3_moe(tmp_path: Path, name: str) -> None:
+    fields = {**QWEN3_MOE, name: QWEN3_MOE["num_experts"]}
+    if name != "num_experts":
+        del fields["num_experts"]
+    experts = read(tmp_path, fields, norm_topk_prob=True).experts
+    assert (experts.count, experts.inner_size, experts.shared_size) == (12, 24, 0)
+    assert experts.routing == Routing(3, normalize=True)
+    assert experts.dense_layers == {0, 2, 3, 4}
+    assert not read(tmp_path, fields).experts.routing.normalize
+
+
+def test_windows_of_models_with_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"a sliding window .* is not supported for Qwen3MoeForCausalLM"):
+        read(tmp_path, QWEN3_MOE, use_sliding_window=True)
+    mixtral = {**LLAMA, "architectures": ["MixtralForCausalLM"]}
+    assert read(tmp_path, mixtral).attention["full"].rope.theta == 1_000_000.0
+    with pytest.raises(ModelError, match="a sliding_window is not supported for MixtralForCausalLM"):
+        read(tmp_path, mixtral, sliding_window=4096)
