@@ -11,7 +11,7 @@ import pytest
 
 from tests.models.fake_hub import COMMIT, FakeHub
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
-from tests.tiny_checkpoints import write_llama
+from tests.tiny_checkpoints import write_tiny
 
 from .conftest import Stack, output_of
 
@@ -24,7 +24,7 @@ TOKEN = FakeHub().token
 def hub_stack(running_stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     """A second stack, whose model comes from a hub in its network."""
     folder = write_toy_model(tmp_path / "files")
-    write_llama(folder, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
+    write_tiny(folder, "llama", vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
     (folder / "model.safetensors").chmod(0o644)  # the hub's container has another user
     project = os.environ["COMPOSE_PROJECT_NAME"] + "-hub"
     variables = {"MODEL": "org/tiny", "REVISION": "v1", "HF_ENDPOINT": "http://hub:8080", "HF_TOKEN": TOKEN}
