@@ -12,7 +12,7 @@ import transformers
 
 FAMILIES = (
     *("llama", "gemma", "gemma2", "gemma3_text", "gemma4_text", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
-    *("qwen3_next", "mistral"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mistral"),
     *("mixtral", "ministral", "phi", "phi3", "phimoe", "olmo", "olmo2", "olmo3", "olmoe", "stablelm", "starcoder2"),
     *("gpt_neox", "gpt2", "gpt_bigcode", "gptj", "gpt_oss", "opt", "bloom", "falcon", "falcon_h1", "cohere", "cohere2"),
     *("glm", "glm4", "glm4_moe", "granite", "granitemoe", "granitemoehybrid", "nemotron", "nemotron_h", "smollm3"),
