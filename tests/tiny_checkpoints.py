@@ -227,8 +227,6 @@ def _fixture(family: str) -> Callable[[Path], SaveTiny]:
 
 globals().update({f"save_{family}": _fixture(family) for family in FAMILIES})
 
-write_llama = functools.partial(write_tiny, family="llama")
-
 
 def write_qwen3_5_with_vision(
     folder: Path, experts: bool = False, tie_word_embeddings: bool = False, **changes: object
