@@ -121,8 +121,11 @@ class PackedWeights:
         weight = self.take(name, *shape)
         return self._kernels.pack(weight if order is None else weight[list(order)])
 
-    def take_packed_parts(self, name: str, sizes_out: Sequence[int], size_in: int) -> list[PackedWeight]:
-        parts = torch.split(self.take(name, sum(sizes_out), size_in), list(sizes_out))
+    def take_packed_parts(
+        self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
+    ) -> list[PackedWeight]:
+        weight = self.take(name, sum(sizes_out), size_in)
+        parts = torch.split(weight if order is None else weight[list(order)], list(sizes_out))
         return [self._kernels.pack(part) for part in parts]
 
 
