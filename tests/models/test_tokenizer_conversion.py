@@ -70,7 +70,6 @@ def test_a_tokenizer_is_converted_once_and_the_model_is_linked(tmp_path: Path, f
 
 
 def test_a_sentencepiece_model_keeps_its_tokens(tmp_path: Path, folder: Path) -> None:
-    pytest.importorskip("sentencepiece")
     write_sentencepiece(folder)
     tokenizer = Tokenizer(resolve_model(str(folder), tmp_path / "cache", print))
     ids = tokenizer.encode("low lo", add_special_tokens=False)

@@ -241,7 +241,7 @@ asyncio.run(drain())
         process.communicate()
 
 
-def test_a_service_that_is_still_being_imported_ends_at_once(start: Start) -> None:
+def test_a_service_that_is_still_being_imported_ends_at_once(start: Start, tmp_path: Path) -> None:
     block_torch = (
         "import importlib.abc, sys, time\n"
         "class Finder(importlib.abc.MetaPathFinder):\n"
@@ -251,7 +251,7 @@ def test_a_service_that_is_still_being_imported_ends_at_once(start: Start) -> No
         "            time.sleep(60)\n"
         "sys.meta_path.insert(0, Finder())\n"
     )
-    worker = start("decode", "some-folder", program=block_torch)
+    worker = start("decode", str(tmp_path), program=block_torch)
     assert worker.stdout is not None
     assert select.select([worker.stdout], [], [], WAIT)[0]
     assert worker.stdout.readline() == "importing\n"
