@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -32,11 +33,25 @@ class Drafter(Protocol):
             states: hidden states [tokens, hidden] of the tokens of `inputs`, for each depth in `taps`.
         """
 
-    def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
+    def draft(self, rows: Rows, wanted: Mapping[int, int], newest: NewestStates) -> int:
         """Draft at most wanted[row] tokens, which is at least 1, after the context of each row, with `Rows.draft`.
 
         Return the number of drafted tokens; 0 if the time of this call says nothing about the cost of a draft.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class NewestStates:
+    """The hidden states of the target model after which it has chosen the newest token of each row."""
+
+    hidden: Tensor
+    """[n, hidden], after the final norm."""
+    places: Mapping[int, int]
+    """The place of each row's state in `hidden`."""
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        """Return the states of these rows, [rows, hidden], as a copy."""
+        return self.hidden[[self.places[row] for row in rows]]
 
 
 class PromptLookup:
@@ -57,7 +72,7 @@ class PromptLookup:
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
         pass
 
-    def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
+    def draft(self, rows: Rows, wanted: Mapping[int, int], newest: NewestStates) -> int:
         for row, count in wanted.items():
             rows.draft(row, [Draft(token) for token in self.lookup(rows.context(row), count)])
         return sum(rows.drafts[row] for row in wanted)
@@ -78,6 +93,25 @@ class PromptLookup:
             return []
         begin = int(places[-1]) + 1
         return [int(token) for token in context[begin : begin + count]]
+
+
+def draft_next(
+    rows: Rows, row: int, end: int, logits: Tensor, draws: bool, chooser: TokenChooser | None
+) -> tuple[Draft, bool]:
+    """Draft a token after the first `end` tokens of a row, drafts included, and put it there.
+
+    Args:
+        logits: fp32 [vocab] after these tokens; overwritten.
+        draws, chooser: see `sampler.propose`.
+
+    Returns:
+        The draft, and whether it would be the row's last token.
+    """
+    fixed = rows.row(row)
+    context = SamplingRow(fixed.sampling, rows.context(row, end), fixed.prompt_len)
+    draft = propose(logits, context, draws, chooser)
+    rows.token_ids[row, end] = draft.token
+    return draft, fixed.ends(draft.token, end + 1)
 
 
 class ModelDrafter:
@@ -116,7 +150,7 @@ class ModelDrafter:
         if prompts and self.fills_kv:
             self._catch_up(rows, {chunk.row: chunk.end for chunk in prompts})
 
-    def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
+    def draft(self, rows: Rows, wanted: Mapping[int, int], newest: NewestStates) -> int:
         late = {}
         if self.fills_kv:
             # A row without drafts for a while lacks much KV. It catches up over several steps, because other rows wait.
@@ -133,13 +167,10 @@ class ModelDrafter:
             inputs = rows.span([(row, starts[row], ends[row]) for row in order], comes_again=not self.fills_kv)
             logits = self._model.logits(self._forward(inputs, wanted_of_each=1)).values
             for index, (row, end) in enumerate(ends.items()):
-                fixed = rows.row(row)
-                context = SamplingRow(fixed.sampling, rows.context(row, end), fixed.prompt_len)
-                draft = propose(logits[index], context, self._draws, self._chooser)
+                draft, ends_row = draft_next(rows, row, end, logits[index], self._draws, self._chooser)
                 drafts[row].append(draft)
-                rows.token_ids[row, end] = draft.token
                 starts[row] = end
-                if len(drafts[row]) == wanted[row] or fixed.ends(draft.token, end + 1):
+                if len(drafts[row]) == wanted[row] or ends_row:
                     del left[row]
         for row, proposed in drafts.items():
             rows.draft(row, proposed)

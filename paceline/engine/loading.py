@@ -11,15 +11,19 @@ from torch import Tensor
 from paceline.core.config import ModelImpl, Quantization
 from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.core.speculative import SpeculativeConfig
+from paceline.engine.assistant import AssistantDrafter
 from paceline.engine.constraint import Grammars
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.scheduler import Limits
 from paceline.kernels.interface import Kernels, TokenChooser
 from paceline.models.base import Model
+from paceline.models.compiled import CompiledModel
+from paceline.models.config import is_assistant
 from paceline.models.draft import check_speculative, check_vocabularies
+from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import implementation_name, model_identity
-from paceline.models.loader import load_model
+from paceline.models.loader import load_assistant, load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,14 @@ class Loaded:
     grammars: Grammars
     chooser: TokenChooser | None = None
     """The kernels' chooser of tokens, if they have one."""
+    assistant: Gemma4Assistant | None = None
+    """A draft model that reads the model's own KV, and changes nothing in the layout."""
 
     @property
     def max_position(self) -> int:
-        """Tokens of the longest context that both models support."""
-        models = [self.model] if self.draft_model is None else [self.model, self.draft_model]
-        return min(model.config.max_position for model in models)
+        """Tokens of the longest context that all models support."""
+        models = (self.model, self.draft_model, self.assistant)
+        return min(model.config.max_position for model in models if model is not None)
 
     @property
     def max_drafts(self) -> int:
@@ -59,6 +65,9 @@ class Loaded:
             return PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
         caches = layer_caches(self.layout, pool)
         draws = config.is_probabilistic
+        if self.assistant is not None:
+            assert isinstance(self.model, CompiledModel)
+            return AssistantDrafter(self.assistant, self.model, caches, draws, self.chooser)
         if self.draft_model is None:
             return ModelDrafter(self.model, caches, draws, layers=config.num_layers, chooser=self.chooser)
         own, first_group = caches[len(self.model.layer_groups) :], len(self.model.group_shapes)
@@ -96,8 +105,12 @@ def load(
     if speculative is None:
         layout = make_layout(shapes, dtype.itemsize, identity)
         return Loaded(model, None, layout, None, Grammars(folder), kernels.chooser)
+    draft_folder = Path(speculative.model)
+    if speculative.method == "draft_model" and is_assistant(draft_folder):
+        assistant = load_assistant(draft_folder, dtype, kernels, device, packed_dir)
+        layout = make_layout(shapes, dtype.itemsize, identity, speculative.num_speculative_tokens)
+        return Loaded(model, None, layout, speculative, Grammars(folder), kernels.chooser, assistant)
     if speculative.method == "draft_model":
-        draft_folder = Path(speculative.model)
         draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir, "none", *code)
         check_vocabularies(draft_model.config, model.config)
         first = len(model.layer_groups)

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Token
 from paceline.engine.constraint import Constraints, GrammarError, Grammars, RowProgress
-from paceline.engine.drafter import Drafter
+from paceline.engine.drafter import Drafter, NewestStates
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, as_draw, best_of, sample, score
 from paceline.engine.scheduler import Limits
@@ -77,7 +77,9 @@ class ModelRunner:
             drafted, drafter_lengths = 0, []
             if self._drafter is not None:
                 self._drafter.observe(self._rows, step.chunks, inputs, taps.states)
-                drafted = self._draft(self._drafter, step.chunks, results)
+                drafted = self._draft(
+                    self._drafter, step.chunks, results, NewestStates(hidden, _newest(step.chunks, results, wanted))
+                )
                 if self._drafter.fills_kv:
                     drafter_lengths = [self._rows.drafter_lengths[chunk.row] for chunk in step.chunks]
             self._tell_constraints(step.chunks, results)
@@ -113,14 +115,16 @@ class ModelRunner:
                 progress[chunk.row] = RowProgress(tokens, [draft.token for draft in rows.drafts_of(chunk.row)])
         self._constraints.advance(progress)
 
-    def _draft(self, drafter: Drafter, chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> int:
+    def _draft(
+        self, drafter: Drafter, chunks: Sequence[Chunk], results: Sequence[ChunkResult], newest: NewestStates
+    ) -> int:
         """Draft tokens for the next step, and return their number."""
         wanted = {
             chunk.row: count
             for chunk, result in zip(chunks, results)
             if result.tokens and (count := min(chunk.drafts, self._rows.room_for_drafts(chunk.row))) > 0
         }
-        return drafter.draft(self._rows, wanted) if wanted else 0
+        return drafter.draft(self._rows, wanted, newest) if wanted else 0
 
     def _sample(
         self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs, wanted: Sequence[int]
@@ -293,6 +297,16 @@ def _wanted(chunks: Sequence[Chunk], inputs: Inputs) -> list[int]:
         end - begin if chunk.scored or (chunk.samples and chunk.follows) else int(chunk.samples)
         for chunk, (begin, end) in zip(chunks, pairwise(inputs.batch.query_start))
     ]
+
+
+def _newest(chunks: Sequence[Chunk], results: Sequence[ChunkResult], wanted: Sequence[int]) -> dict[int, int]:
+    """Return where the hidden state is after which each row's newest token was chosen, among all wanted ones."""
+    ends = list(accumulate(wanted))
+    return {
+        chunk.row: (end - count + len(result.tokens) if chunk.follows else end) - 1
+        for chunk, result, end, count in zip(chunks, results, ends, wanted)
+        if result.tokens
+    }
 
 
 def layer_caches(layout: KVLayout, pool: Tensor) -> list[AnyCache]:

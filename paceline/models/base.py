@@ -105,6 +105,9 @@ class Architecture(_Parts, Protocol):
     unread: Sequence[str]
     """Beginnings of the names of tensors that a checkpoint may have and that the model does not read."""
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the first layer's input for int64 token_ids [tokens]: [tokens, hidden]."""
+
     def lookups(self, token_ids: Tensor, begin: int, layers: int | None) -> Sequence[Tensor]:
         """Return what layers [begin, layers) read of these tokens from tables that are not on the device.
 

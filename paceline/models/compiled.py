@@ -26,6 +26,7 @@ class CompiledModel:
         self.group_shapes = model.group_shapes
         self.layer_groups = model.layer_groups
         self.logits = model.logits
+        self.embed = model.embed
         self._lookups = model.lookups
         self._layers = model.config.num_layers
         self._storing_layers = model.config.storing_layers

@@ -45,6 +45,9 @@ class Decoder:
         self._norm = RMSNorm(weights, f"{place}.norm", config.hidden_size, config.norm_eps, kernels, norm_kind)
         self._rotary = Rotary(config, self._embedding.device, kernels)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._embedding.embed(token_ids, self._embedding_scale)
+
     def lookups(self, token_ids: Tensor, begin: int, layers: int | None) -> Sequence[Tensor]:
         return ()
 
@@ -59,7 +62,7 @@ class Decoder:
         begin: int = 0,
         inputs: Sequence[Tensor] = (),
     ) -> Tensor:
-        embedded = self._embedding.embed(token_ids, self._embedding_scale)
+        embedded = self.embed(token_ids)
         x = inputs[-1] if begin else embedded
         steps = self._steps(embedded, positions, batch, begin, layers, inputs)
         own = slice(begin, layers)

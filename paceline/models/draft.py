@@ -7,9 +7,9 @@ from pathlib import Path
 from paceline.core.config import ModelImpl
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.speculative import SpeculativeConfig
-from paceline.models.config import read_facts
+from paceline.models.config import is_assistant, read_assistant, read_facts
 from paceline.models.folder import weight_files
-from paceline.models.model_config import ModelConfig, ModelFacts
+from paceline.models.model_config import Assistant, ModelConfig, ModelFacts
 
 
 def is_draft_name(speculative: SpeculativeConfig | None) -> bool:
@@ -31,7 +31,7 @@ def read_draft_config(speculative: SpeculativeConfig | None, model_impl: ModelIm
     folder = Path(speculative.model)
     try:
         weight_files(folder)
-        return read_facts(folder, model_impl)
+        return read_assistant(folder) if is_assistant(folder) else read_facts(folder, model_impl)
     except ModelError as error:
         raise ConfigError(f"--speculative-config: the draft model cannot be used: {error}") from error
 
@@ -48,6 +48,8 @@ def check_speculative(speculative: SpeculativeConfig | None, folder: Path, model
     draft, target = read_draft_config(speculative, model_impl), read_facts(folder, model_impl)
     if draft is not None:
         check_vocabularies(draft, target)
+        if isinstance(draft, ModelConfig) and draft.assistant is not None:
+            _check_assistant(draft, draft.assistant, target)
     if speculative.method == "early_layers":
         if not isinstance(target, ModelConfig):
             raise ConfigError(
@@ -55,6 +57,25 @@ def check_speculative(speculative: SpeculativeConfig | None, folder: Path, model
             )
         if speculative.num_layers >= target.num_layers:
             raise ConfigError(f"--speculative-config: num_layers must be below the model's {target.num_layers}")
+
+
+def _check_assistant(draft: ModelConfig, sizes: Assistant, target: ModelFacts) -> None:
+    if not isinstance(target, ModelConfig) or target.gemma4 is None:
+        raise ConfigError(
+            "--speculative-config: the draft model is an assistant of Gemma 4, and the model is no native Gemma 4 "
+            "(--model-impl); choose another draft model"
+        )
+    problem = ""
+    if sizes.target_size != target.hidden_size:
+        problem = f"has hidden states of {sizes.target_size} elements, and the model's have {target.hidden_size}"
+    for kind, own in draft.attention.items():
+        others = target.attention.get(kind)
+        if others is None or (own.head_dim, own.window) != (others.head_dim, others.window):
+            problem = problem or f"has other {kind} layers than the model"
+        elif own.num_heads % others.num_kv_heads:
+            problem = problem or f"has {own.num_heads} heads, which cannot share {others.num_kv_heads} KV heads evenly"
+    if problem:
+        raise ConfigError(f"--speculative-config: the assistant {problem}; choose that of the model's own size")
 
 
 def check_vocabularies(draft: ModelFacts, target: ModelFacts) -> None:

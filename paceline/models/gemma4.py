@@ -28,11 +28,16 @@ class Gemma4(Decoder):
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         place = "model.language_model" if config.architecture.endswith("ConditionalGeneration") else "model"
         layers = iter(range(config.num_layers))
+
+        def make_layer(kind: LayerType, own: str) -> Gemma4Layer:
+            layer = next(layers)
+            return Gemma4Layer(config, layer, weights, own, kernels, reads=layer in config.kv_sources)
+
         super().__init__(
             config,
             weights,
             kernels,
-            lambda kind, own: _Layer(config, next(layers), weights, own, kernels),
+            make_layer,
             norm_kind=NormKind.WIDE,
             embedding_scale=config.hidden_size**0.5,
             place=place,
@@ -127,13 +132,21 @@ class LayerInputs:
         return [(first, end) for first, end in self._spans if first >= begin and (layers is None or first < layers)]
 
 
-class _Layer:
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, place: str, kernels: Kernels) -> None:
+class Gemma4Layer:
+    """A layer.
+
+    Args:
+        reads: whether it has no keys and values of its own, and reads those of another layer.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Weights, place: str, kernels: Kernels, reads: bool
+    ) -> None:
         sizes, hidden = sizes_of(config), config.hidden_size
         norm = partial(RMSNorm, size=hidden, eps=config.norm_eps, kernels=kernels, kind=NormKind.WIDE)
-        inner = sizes.reader_intermediate_size if layer in config.kv_sources else config.intermediate_size
+        inner = sizes.reader_intermediate_size if reads else config.intermediate_size
         self.norm = norm(weights, f"{place}.input_layernorm")
-        self._attention = _Attention(config, layer, weights, f"{place}.self_attn", kernels)
+        self._attention = _Attention(config, config.layer_types[layer], weights, f"{place}.self_attn", kernels, reads)
         self._post_attention = norm(weights, f"{place}.post_attention_layernorm")
         self._pre_mlp = norm(weights, f"{place}.pre_feedforward_layernorm")
         self._mlp = GatedMLP(config, weights, f"{place}.mlp", kernels, inner=inner)
@@ -193,12 +206,13 @@ class _Experts:
 class _Attention:
     """Attention with norms of queries, keys and values. A layer without KV of its own only has queries."""
 
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, place: str, kernels: Kernels) -> None:
-        kind: LayerType = config.layer_types[layer]
+    def __init__(
+        self, config: ModelConfig, kind: LayerType, weights: Weights, place: str, kernels: Kernels, reads: bool
+    ) -> None:
         own = self._config = config.attention[kind]
         hidden, head_dim = config.hidden_size, own.head_dim
         self._kernels = kernels
-        self._reads = layer in config.kv_sources
+        self._reads = reads
 
         def take(name: str, heads: int) -> Linear:
             return Linear.take(weights, f"{place}.{name}", hidden, heads * head_dim, own.bias, kernels)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,8 +20,9 @@ from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 from paceline.models import mxfp4
 from paceline.models.base import Architecture, FusedExperts, Model
 from paceline.models.compiled import CompiledModel
-from paceline.models.config import implementation, read_config
+from paceline.models.config import implementation, read_assistant, read_config
 from paceline.models.folder import weight_files
+from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import model_identity
 from paceline.models.packed import Pack, packed_weights
 from paceline.models.quantized import quantized
@@ -32,7 +33,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 log = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
+Built = TypeVar("Built")
 
 
 def load_model(
@@ -71,10 +72,33 @@ def load_model(
         checkpoint.finish((*unread, *(("lm_head.weight",) if config.tie_word_embeddings else ())))
         return model
 
+    shared_dir = packed_dir if quantization == "none" else None
+    return CompiledModel(_with_packed(build, path, dtype, kernels, shared_dir), kernels)
+
+
+def load_assistant(
+    path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device, packed_dir: Path | None = None
+) -> Gemma4Assistant:
+    """Load a model that drafts with its target's keys and values. See `load_model`."""
+    config = read_assistant(path)
+
+    def build(pack: Pack) -> Gemma4Assistant:
+        checkpoint = Checkpoint(weight_files(path), dtype, device, pack)
+        model = Gemma4Assistant(config, checkpoint, kernels)
+        checkpoint.finish(("lm_head.weight",))
+        return model
+
+    return _with_packed(build, path, dtype, kernels, packed_dir)
+
+
+def _with_packed(
+    build: Callable[[Pack], Built], path: Path, dtype: torch.dtype, kernels: Kernels, packed_dir: Path | None
+) -> Built:
+    """Build a model with packed weights, which processes share in `packed_dir` if it is given."""
     pack: Pack = partial(_pack, kernels)
-    if packed_dir is not None and kernels.packing and quantization == "none":
+    if packed_dir is not None and kernels.packing:
         pack = packed_weights(packed_dir, f"{path.name}-{model_identity(path, str(dtype))[:16]}", kernels, build)
-    return CompiledModel(build(pack), kernels)
+    return build(pack)
 
 
 def _pack(kernels: Kernels, name: str, weight: Tensor) -> PackedWeight:
@@ -119,6 +143,10 @@ class Checkpoint:
         if tensor.dtype not in dtypes:
             raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantized checkpoints are not supported")
         return tensor
+
+    def take_indices(self, name: str, size: int) -> Tensor:
+        tensor = self.take_table(name, size, dtypes=(torch.int64, torch.int32))
+        return tensor if tensor.is_meta else tensor.to(self._device, torch.int64, copy=True)
 
     def has(self, name: str) -> bool:
         return name in self._file_of

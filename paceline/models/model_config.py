@@ -178,6 +178,18 @@ class Gemma4Config:
 
 
 @dataclass(frozen=True, slots=True)
+class Assistant:
+    """What only a model has that drafts with its target's keys, values and hidden states."""
+
+    target_size: int
+    """Elements of the target's hidden states."""
+    centroids: int = 0
+    """Centroids of tokens, each for equally many; 0 if all tokens have logits."""
+    best_centroids: int = 0
+    """Centroids whose tokens have logits."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The configuration of a model: all that its model file and the engine know of the checkpoint."""
 
@@ -206,6 +218,8 @@ class ModelConfig:
     unused_layers: int = 0
     """Layers that the checkpoint has after the model's, to predict several tokens. They are not loaded."""
     gemma4: Gemma4Config | None = None
+    assistant: Assistant | None = None
+    """None if the model does not read a target's keys and values."""
     kv_sources: Mapping[int, int] = field(default_factory=dict)
     """The layers without KV of their own, and for each the layer whose KV it reads."""
     mlp_bias: bool = False

@@ -17,6 +17,7 @@ from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
 from paceline.models.config.fields import Fields, Json
 from paceline.models.config.gemma3 import gemma3
 from paceline.models.config.gemma4 import gemma4
+from paceline.models.config.gemma4_assistant import gemma4_assistant
 from paceline.models.config.gpt_oss import gpt_oss
 from paceline.models.config.granite_hybrid import granite_hybrid
 from paceline.models.config.granite_moe import granite_moe
@@ -56,9 +57,24 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "Qwen3_5MoeForConditionalGeneration": qwen3_5,
 }
 
+_ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+
+
+def is_assistant(folder: Path) -> bool:
+    """Return whether a folder has a model that only drafts for another model, whose keys and values it reads."""
+    return _architecture(_read_json(folder / "config.json")) in _ASSISTANTS
+
 
 def implementation(folder: Path, model_impl: ModelImpl) -> Literal["native", "transformers"]:
-    """Return the code that computes the model of a folder. Raises ModelError if config.json cannot be read."""
+    """Return the code that computes the model of a folder.
+
+    Raises:
+        ModelError: config.json cannot be read, or describes a model that only drafts for another.
+    """
+    if is_assistant(folder):
+        raise ModelError(
+            f"{folder} has an assistant, which only drafts for a Gemma 4; give it as model in --speculative-config"
+        )
     if model_impl != "auto":
         return model_impl
     return "native" if _architecture(_read_json(folder / "config.json")) in _READERS else "transformers"
@@ -85,11 +101,20 @@ def read_config(folder: Path) -> ModelConfig:
     Raises:
         ModelError: config.json cannot be read, or describes a model that none of our model files computes.
     """
+    return _read(folder, _READERS)
+
+
+def read_assistant(folder: Path) -> ModelConfig:
+    """Return the configuration of an assistant; see `is_assistant`. Raises ModelError like `read_config`."""
+    return _read(folder, dict.fromkeys(_ASSISTANTS, gemma4_assistant))
+
+
+def _read(folder: Path, readers: Mapping[str, Callable[[Fields], ModelConfig]]) -> ModelConfig:
     raw = _read_json(folder / "config.json")
     architecture = _architecture(raw)
-    reader = _READERS.get(architecture)
+    reader = readers.get(architecture)
     if reader is None:
-        known = ", ".join(_READERS)
+        known = ", ".join(readers)
         raise ModelError(f"{folder}: architecture {architecture} is not supported; supported are: {known}")
     try:
         fields = Fields(raw, architecture)

@@ -1,0 +1,130 @@
+"""Gemma4AssistantForCausalLM and Gemma4UnifiedAssistantForCausalLM: they draft tokens for a Gemma 4.
+
+An assistant has no keys and values. Its layers attend to those of its target's last layers that store some. Its input
+is the target's embedding of the newest token, and a state: for the first draft, the target's hidden state after which
+this token was chosen; for each further draft, a projection of the assistant's own hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, NormKind, Taps
+from paceline.models.base import Weights
+from paceline.models.blocks import Embedding, Linear, run_layers
+from paceline.models.decoder import Decoder
+from paceline.models.gemma4 import Gemma4Layer
+from paceline.models.model_config import Assistant, LayerType, ModelConfig
+
+_UNLIKELY = -10_000.0
+"""Logit of a token that belongs to no chosen centroid. Its probability is 0 if any other token is allowed."""
+
+
+class AssistantWeights(Weights, Protocol):
+    """`Weights` that have indices, too."""
+
+    def take_indices(self, name: str, size: int) -> Tensor:
+        """Return the vector of this name, on the model's device: int64 [size]."""
+
+
+class Gemma4Assistant(Decoder):
+    """An assistant with its weights. Call it under `torch.inference_mode()`."""
+
+    def __init__(self, config: ModelConfig, weights: AssistantWeights, kernels: Kernels) -> None:
+        layers = iter(range(config.num_layers))
+        super().__init__(
+            config,
+            weights,
+            kernels,
+            lambda kind, own: Gemma4Layer(config, next(layers), weights, own, kernels, reads=True),
+            norm_kind=NormKind.WIDE,
+        )
+        self.kinds: tuple[LayerType, ...] = tuple(dict.fromkeys(config.layer_types))
+        """The types of layers. A batch has one group for each of them, which is the target's."""
+        self.group_shapes, self.layer_groups = (), tuple(map(self.kinds.index, config.layer_types))
+        sizes = assistant_of(config)
+        own, target = config.hidden_size, sizes.target_size
+        self._pre = Linear.take(weights, "pre_projection", 2 * target, own, False, kernels)
+        self._post = Linear.take(weights, "post_projection", own, target, False, kernels)
+        self._centroids = _Centroids(config, weights, kernels, self._embedding) if sizes.centroids else None
+        self._run = kernels.compile(self.forward)
+
+    def hidden(
+        self, embedded: Tensor, states: Tensor, positions: Tensor, caches: Sequence[AnyCache], batch: AttentionBatch
+    ) -> Tensor:
+        """Return hidden states after the final norm, [tokens, hidden], one for each context of a batch.
+
+        Args:
+            embedded: [tokens, target's hidden]: the target's embeddings of the newest tokens.
+            states: [tokens, target's hidden].
+            positions: int64 [tokens]: the same in all calls between two steps of the target.
+            caches: of the target, one for each of `kinds`.
+            batch: the tokens of each context that the assistant sees, of which the last counts as its query's own. It
+                has one group for each of `kinds`.
+        """
+        given = torch.cat((embedded, states), dim=1)
+        by_layer = [caches[group] for group in self.layer_groups]
+        return self._run(positions, positions, by_layer, batch, None, None, 0, (given,))
+
+    def next_states(self, hidden: Tensor) -> Tensor:
+        """Return the states for the next drafts: [tokens, target's hidden].
+
+        Args:
+            hidden: the result of `hidden`.
+        """
+        return self._post(hidden)
+
+    def logits(self, hidden: Tensor) -> Logits:
+        return super().logits(hidden) if self._centroids is None else self._centroids.logits(hidden)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[AnyCache],
+        batch: AttentionBatch,
+        layers: int | None = None,
+        taps: Taps | None = None,
+        begin: int = 0,
+        inputs: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Compute all layers. Token ids are not read, because `inputs` has what the first layer's input is made of."""
+        x = self._pre(inputs[0])
+        return run_layers(
+            self._layers, self._norm, x, caches, self._steps(x, positions, batch, 0, None, ()), taps, begin
+        )
+
+
+class _Centroids:
+    """A head that computes the logits of some tokens only: those of the centroids that fit a hidden state best."""
+
+    def __init__(self, config: ModelConfig, weights: AssistantWeights, kernels: Kernels, embedding: Embedding) -> None:
+        sizes, place = assistant_of(config), "masked_embedding"
+        self._best, self._vocab_size = sizes.best_centroids, config.vocab_size
+        self._embedding = embedding
+        self._centroids = Linear.take(
+            weights, f"{place}.centroids", config.hidden_size, sizes.centroids, False, kernels
+        )
+        tokens = weights.take_indices(f"{place}.token_ordering", config.vocab_size)
+        if not tokens.is_meta and not torch.equal(tokens.sort().values.cpu(), torch.arange(config.vocab_size)):
+            raise ModelError(f"{place}.token_ordering must have each of {config.vocab_size} tokens once")
+        self._tokens = tokens.view(sizes.centroids, -1)
+
+    def logits(self, hidden: Tensor) -> Logits:
+        """Return the logits after each of hidden [n, hidden]. Those of other tokens are _UNLIKELY."""
+        best = self._centroids(hidden).topk(self._best, dim=1).indices
+        tokens = self._tokens[best].flatten(1)
+        rows = self._embedding.embed(tokens.flatten()).view(*tokens.shape, -1)
+        found = torch.bmm(rows.float(), hidden.float().unsqueeze(2)).squeeze(2)
+        logits = torch.full((len(hidden), self._vocab_size), _UNLIKELY, device=hidden.device)
+        return Logits(logits.scatter_(1, tokens, found))
+
+
+def assistant_of(config: ModelConfig) -> Assistant:
+    assert config.assistant is not None
+    return config.assistant
