@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -273,6 +274,31 @@ def write_gemma4_unified(folder: Path, **changes: object) -> transformers.PreTra
     return _save(transformers.Gemma4UnifiedForConditionalGeneration, config, folder)
 
 
+def write_gemma4_assistant(
+    folder: Path, target_size: int = 40, unified: bool = False, centroids: bool = False, **changes: object
+) -> transformers.PreTrainedModel:
+    """Save a tiny random assistant of a GEMMA4 to a folder and return the `transformers` model.
+
+    Args:
+        target_size: size of the target's hidden states.
+        centroids: whether only tokens of chosen centroids have logits.
+        changes: fields of its text model.
+    """
+    name, layers = f"Gemma4{'Unified' if unified else ''}", ["sliding_attention"] * 2 + ["full_attention"]
+    own = {"hidden_size": 24, "num_hidden_layers": 3, "layer_types": layers, "hidden_size_per_layer_input": 0}
+    text = getattr(transformers, f"{name}TextConfig")(**{**GEMMA4, **own, "vocab_size_per_layer_input": 0, **changes})
+    config = getattr(transformers, f"{name}AssistantConfig")(
+        text_config=text,
+        backbone_hidden_size=target_size,
+        use_ordered_embeddings=centroids,
+        num_centroids=13,
+        centroid_intermediate_top_k=4,
+    )
+    # transformers 5.23 refuses a model whose layers all read others' keys and values, also if it is an assistant.
+    with mock.patch.object(type(text), "kv_sharing_modes", ["reuse"] * 3):
+        return _save(getattr(transformers, f"{name}AssistantForCausalLM"), config, folder)
+
+
 def _save(
     architecture: type[transformers.PreTrainedModel],
     config: transformers.PretrainedConfig,
@@ -293,6 +319,8 @@ def _save(
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            if name.endswith("token_ordering"):
+                buffer.copy_(torch.randperm(len(buffer), generator=generator))
     model = model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model

@@ -7,6 +7,7 @@ import queue
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ import torch
 from paceline.core.context import Context
 from paceline.core.kv_layout import make_layout
 from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.assistant import AssistantDrafter
 from paceline.engine.constraint import Grammars
 from paceline.engine.device_pool import DevicePool
-from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
+from paceline.engine.drafter import Drafter, ModelDrafter, NewestStates, PromptLookup
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
 from paceline.engine.rows import Inputs, Rows
@@ -28,6 +30,8 @@ from paceline.engine.step import Chunk, Event, Removed, Sampled, Trimmed
 from paceline.kernels import select_kernels
 from paceline.kernels.block_copies import BlockCopies
 from paceline.models.base import Model
+from paceline.models.compiled import CompiledModel
+from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.loader import load_model
 
 CPU = torch.device("cpu")
@@ -64,11 +68,24 @@ class Head:
             if 0 <= behind < end - first:
                 self._last[chunk.row] = states[self.taps[0]][first + behind]
 
-    def draft(self, rows: Rows, wanted: Mapping[int, int]) -> int:
+    def draft(self, rows: Rows, wanted: Mapping[int, int], newest: NewestStates) -> int:
         for row in wanted:
             token = int(self._model.logits(self._last[row].unsqueeze(0)).values.argmax())
             rows.draft(row, [Draft(token)])
         return len(wanted)
+
+
+class Watched(AssistantDrafter):
+    """An assistant's drafter that notes each context and the drafts after it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.drafted: list[tuple[list[int], list[int]]] = []
+
+    def draft(self, rows: Rows, wanted: Mapping[int, int], newest: NewestStates) -> int:
+        count = super().draft(rows, wanted, newest)
+        self.drafted += [(rows.context(row).tolist(), [own.token for own in rows.drafts_of(row)]) for row in wanted]
+        return count
 
 
 class Loop:
@@ -83,6 +100,8 @@ class Loop:
         speculation: Speculation | None = None,
         contexts_on_device: float | None = None,
         grammars: Grammars | None = None,
+        assistant: Gemma4Assistant | None = None,
+        probabilistic: bool = False,
     ) -> None:
         shapes = model.group_shapes
         layers = model.config.num_layers
@@ -109,12 +128,15 @@ class Loop:
         }
         if draft_model is not None:
             drafters["model"] = ModelDrafter(draft_model, caches[layers:], first_group=len(model.group_shapes))
+        if assistant is not None:
+            assert isinstance(model, CompiledModel)
+            self.watched = drafters["assistant"] = Watched(assistant, model, caches, probabilistic)
         limits = Limits(24, MAX_TOKENS, 8, drafts)
         self._events: queue.Queue[Event] = queue.Queue()
         self._failures: list[BaseException] = []
         self.engine = Engine(
             Scheduler(limits, speculation or Speculation(limits.max_drafts, adaptive=False), own),
-            ModelRunner(model, self.layout, pool, limits, grammars or NO_GRAMMARS, drafters[drafter]),
+            ModelRunner(model, self.layout, pool, limits, grammars or NO_GRAMMARS, drafters[drafter], probabilistic),
             lambda events: [self._events.put(event) for event in events] and None,
             self._failures.append,
             steps_in_flight,

@@ -14,7 +14,8 @@ def gemma4_assistant(fields: Fields) -> ModelConfig:
     if not isinstance(fields.raw.get("text_config"), dict):
         raise ModelError("text_config is missing")
     # The count includes all layers, but none of them reads another layer of this model.
-    text = {**fields.raw["text_config"], "num_kv_shared_layers": 0}
+    own = {"num_kv_shared_layers": 0, "tie_word_embeddings": fields.get("tie_word_embeddings", True)}
+    text = {**fields.raw["text_config"], **own}
     config = gemma4(Fields({**fields.raw, "text_config": text}, fields.architecture))
     has_layer_inputs = config.gemma4 is not None and config.gemma4.layer_input_size
     if has_layer_inputs or config.experts is not None or not config.tie_word_embeddings:
