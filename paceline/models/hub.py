@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
-from paceline.models.config import implementation, read_facts
+from paceline.models.config import implementation, is_assistant, read_assistant, read_facts
 from paceline.models.folder import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, indexed_files, weight_files
 from paceline.models.hub_download import check_space, download, missing_files
 from paceline.models.hub_errors import HubUnreachableError, hub_site, mapped_errors
@@ -161,6 +161,9 @@ class _Repository:
 
     def _check_model(self, folder: Path) -> None:
         try:
+            if is_assistant(folder):
+                read_assistant(folder)
+                return
             read_facts(folder, self._model_impl)
             if implementation(folder, self._model_impl) == "transformers":
                 # Imported here, because it needs torch and transformers.

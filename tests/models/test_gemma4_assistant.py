@@ -125,5 +125,5 @@ def test_each_token_has_one_centroid(tmp_path: Path) -> None:
         load_assistant(tmp_path, torch.float32, select_kernels(CPU), CPU)
     del tensors["masked_embedding.token_ordering"], tensors["pre_projection.weight"]
     save_file(tensors, file)
-    with pytest.raises(ModelError, match="missing tensors: pre_projection.weight, masked_embedding.token_ordering"):
+    with pytest.raises(ModelError, match=r"missing tensors: pre_projection\.weight, masked_embedding\.token_ordering"):
         load_assistant(tmp_path, torch.float32, select_kernels(CPU), CPU)

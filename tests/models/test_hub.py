@@ -14,7 +14,7 @@ import pytest
 
 from paceline.models.hub_name import HubName, parse_hub_name
 from tests.models.fake_hub import COMMIT, FakeHub, serve_hub
-from tests.tiny_checkpoints import write_tiny
+from tests.tiny_checkpoints import write_gemma4_assistant, write_tiny
 
 ROOT = Path(__file__).parents[2]
 TEXT = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
@@ -100,6 +100,17 @@ def test_only_what_serving_needs_is_fetched_and_only_once(hub: FakeHub, checkpoi
     assert folder_of(prepare("org/tiny", "--revision=v1")) == folder
     assert folder_of(prepare("org/tiny", f"--revision={COMMIT}")) == folder
     assert hub.fetched() == []
+
+
+def test_an_assistant_comes_like_a_model(tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    write_gemma4_assistant(tmp_path / "assistant")
+    (tmp_path / "assistant" / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+    hub.add("org/assistant", tmp_path / "assistant")
+    assert (folder_of(prepare("org/assistant")) / "model.safetensors").is_file()
+    write_gemma4_assistant(tmp_path / "other", sliding_window=1)
+    (tmp_path / "other" / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+    hub.add("org/other", tmp_path / "other")
+    assert "org/other/config.json: sliding_window must be at least 2" in error_of(prepare("org/other"))
 
 
 def test_without_the_hub_the_cache_is_used(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:

@@ -3,7 +3,8 @@
     python -m tests.stack.families [--family NAME ...] [--way NAME ...] [--prompts 32] [--tokens 64]
 
 Each checkpoint runs in fp32 in each way: one worker of each role; two of each, with prompts in chunks of 32 tokens;
-pools of their own with swapping; little memory with preemption and a disk tier; prompt lookup; two hosts.
+pools of their own with swapping; little memory with preemption and a disk tier; prompt lookup; two hosts; for Gemma 4,
+an assistant that drafts.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from tests.stack.cluster import Cluster
 from tests.stack.processes import serve
 from tests.stack.reference import PROMPTS
 from tests.stack.stacks import NGRAM
-from tests.tiny_checkpoints import FAMILIES, write_tiny
+from tests.tiny_checkpoints import FAMILIES, write_gemma4_assistant, write_tiny
 
 MODEL_LEN = 2048
 TWO_HOSTS = "two hosts"
+ASSISTANT = "assistant"
+"""A way for Gemma 4 alone."""
 WAYS: Mapping[str, tuple[str, ...]] = {
     "one of each": (),
     "two of each, chunks of 32": (
@@ -46,6 +49,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "little memory, disk": ("--kv-memory={small}", "--kv-disk-size={large}", "--kv-disk-dir={scratch}"),
     "prompt lookup": (f"--speculative-config={json.dumps(NGRAM)}".replace("{", "{{").replace("}", "}}"),),
     TWO_HOSTS: (),
+    ASSISTANT: ('--speculative-config={{"model": "{folder}/assistant", "adaptive": false}}',),
 }
 """Options of a stack for each way of running it. Memories have room for 2 (small) and 12 (large) longest contexts."""
 
@@ -62,7 +66,8 @@ class Checkpoint:
         model = load_model(self.folder, torch.float32, ReferenceKernels(), torch.device("cpu"))
         layout = make_layout(model.group_shapes, torch.float32.itemsize, "")
         context = layout.slots_for(MODEL_LEN) * layout.slot_bytes
-        own = [option.format(small=2 * context, large=12 * context, scratch=scratch) for option in WAYS[way]]
+        places = {"folder": self.folder, "scratch": scratch}
+        own = [option.format(small=2 * context, large=12 * context, **places) for option in WAYS[way]]
         return ["--dtype=float32", f"--max-model-len={MODEL_LEN}", *own]
 
     def first_difference(self, prompt: str, tokens: Sequence[int]) -> int | None:
@@ -76,7 +81,11 @@ class Checkpoint:
 def write_checkpoint(family: str, folder: Path) -> Checkpoint:
     """Write the checkpoint of a family to a folder, with a tokenizer of bytes."""
     write_toy_model(folder)
-    reference = write_tiny(folder, family, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
+    sizes = {"vocab_size": VOCAB_SIZE}
+    if family.startswith("gemma4"):
+        write_gemma4_assistant(folder / "assistant", **sizes)
+        sizes["vocab_size_per_layer_input"] = VOCAB_SIZE
+    reference = write_tiny(folder, family, **sizes, bos_token_id=None, eos_token_id=256)
     return Checkpoint(folder, reference)
 
 
@@ -124,6 +133,11 @@ async def wrong_prompts(way: str, checkpoint: Checkpoint, prompts: Sequence[str]
     ]
 
 
+def ways_of(family: str, ways: Sequence[str]) -> list[str]:
+    """Return those of `ways` in which a family can run."""
+    return [way for way in ways if way != ASSISTANT or family.startswith("gemma4")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stack.families", description=__doc__.partition("\n")[0])
     parser.add_argument("--family", action="append", choices=list(FAMILIES), help="default: all; may be repeated")
@@ -135,7 +149,7 @@ def main() -> int:
     for family in args.family or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = write_checkpoint(family, Path(folder))
-            for way in args.way or WAYS:
+            for way in ways_of(family, args.way or list(WAYS)):
                 found = asyncio.run(wrong_prompts(way, checkpoint, PROMPTS[: args.prompts], args.tokens))
                 wrong += len(found)
                 rows.append([family, way, str(args.prompts), str(len(found))])
