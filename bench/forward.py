@@ -21,7 +21,8 @@ from bench.kernels import medians
 from paceline.core.config import Quantization
 from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.engine.runner import layer_caches
-from paceline.kernels.interface import AttentionBatch, Forward, GroupTables, Kernels
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.interface import Forward, Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.folder import weight_files

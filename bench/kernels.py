@@ -30,18 +30,9 @@ from bench.floors import Floors, Rates
 from paceline.core.types import SamplingParams
 from paceline.engine.sampler import SamplingRow, as_draw, sample
 from paceline.kernels import rounds_blocks
-from paceline.kernels.interface import (
-    AnyCache,
-    AttentionBatch,
-    GroupTables,
-    Kernels,
-    LayerState,
-    PackedWeight,
-    RecurrentState,
-    Taps,
-    view_pool,
-    view_states,
-)
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import AnyCache, LayerState, RecurrentState, view_pool, view_states
+from paceline.kernels.interface import Kernels, PackedWeight, Taps
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import COMPRESSED
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8

@@ -25,7 +25,7 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Event, Sampled
-from paceline.kernels.interface import view_states
+from paceline.kernels.caches import view_states
 
 MAX_LEN = 1024
 GREEDY = SamplingParams()

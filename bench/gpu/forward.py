@@ -28,7 +28,8 @@ from bench.loop import machine
 from paceline.core.kv_layout import KVLayout
 from paceline.engine.runner import layer_caches
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import Draw, Kernels
+from paceline.kernels.choosing import Draw
+from paceline.kernels.interface import Kernels
 from paceline.models.model_config import ModelConfig
 
 MODELS = {"llama-8b": LLAMA_8B, "gemma-3-27b": GEMMA_27B}

@@ -22,7 +22,10 @@ from bench.gpu.timing import matrix_peak, median_seconds, pick_device, read_band
 from bench.kernels import BLOCK_TOKENS, Case, Shape, attention_case, linear_case, row_cases
 from bench.loop import machine
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import Draw, GroupTables, HeadNorms, Kernels, view_pool
+from paceline.kernels.batch import GroupTables
+from paceline.kernels.caches import view_pool
+from paceline.kernels.choosing import Draw
+from paceline.kernels.interface import HeadNorms, Kernels
 from paceline.kernels.reference import ReferenceKernels
 
 MODELS = (

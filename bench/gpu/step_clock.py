@@ -13,7 +13,9 @@ from torch import Tensor
 
 from paceline.engine.engine import Runner
 from paceline.engine.step import Step, StepResult
-from paceline.kernels.interface import AnyCache, AttentionBatch, Logits, Taps
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.interface import Logits, Taps
 from paceline.models.base import Model
 
 

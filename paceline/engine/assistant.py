@@ -12,7 +12,9 @@ from paceline.engine.drafter import NewestStates, draft_next
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import Draft
 from paceline.engine.step import Chunk
-from paceline.kernels.interface import AnyCache, AttentionBatch, TokenChooser
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.transfer import to_device
 from paceline.models.compiled import CompiledModel
 from paceline.models.gemma4_assistant import Gemma4Assistant

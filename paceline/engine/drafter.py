@@ -12,7 +12,8 @@ from torch import Tensor
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import Draft, SamplingRow, propose
 from paceline.engine.step import Chunk
-from paceline.kernels.interface import AnyCache, TokenChooser
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.choosing import TokenChooser
 from paceline.models.base import Model
 
 _CATCH_UP_TOKENS = 128

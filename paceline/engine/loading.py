@@ -16,7 +16,8 @@ from paceline.engine.constraint import Grammars
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.scheduler import Limits
-from paceline.kernels.interface import Kernels, TokenChooser
+from paceline.kernels.choosing import TokenChooser
+from paceline.kernels.interface import Kernels
 from paceline.models.base import Model
 from paceline.models.compiled import CompiledModel
 from paceline.models.config import is_assistant

@@ -18,7 +18,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.types import SamplingParams
 from paceline.engine.sampler import Draft, takes_best
 from paceline.engine.step import Chunk, RowAssigned, RowExtended
-from paceline.kernels.interface import AttentionBatch, GroupTables
+from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.transfer import to_device
 
 Span = tuple[int, int, int]

@@ -18,7 +18,9 @@ from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, as_draw, best_of, sample, score
 from paceline.engine.scheduler import Limits
 from paceline.engine.step import Chunk, ChunkResult, RowAssigned, Step, StepResult
-from paceline.kernels.interface import AnyCache, Draw, Logits, Taps, TokenChooser, view_pool, view_states
+from paceline.kernels.caches import AnyCache, view_pool, view_states
+from paceline.kernels.choosing import Draw, TokenChooser
+from paceline.kernels.interface import Logits, Taps
 from paceline.models.base import Model
 
 _SCORED_ROWS = 256

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.core.types import Logprob, SamplingParams, Token
 from paceline.engine.distribution import Distribution, cut
-from paceline.kernels.interface import Draw, TokenChooser
+from paceline.kernels.choosing import Draw, TokenChooser
 
 _MASK64 = (1 << 64) - 1
 _COLDEST = 1e-5

@@ -5,16 +5,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.kernels.interface import (
-    GroupTables,
-    HeadNorms,
-    Kernels,
-    LayerCache,
-    Logits,
-    NormKind,
-    PackedWeight,
-    TokenChooser,
-)
+from paceline.kernels.batch import GroupTables
+from paceline.kernels.caches import LayerCache
+from paceline.kernels.choosing import TokenChooser
+from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind, PackedWeight
 
 
 class Composed:

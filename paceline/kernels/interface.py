@@ -6,9 +6,8 @@ A backend is one class with the methods of `Kernels`: `ReferenceKernels` in plai
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
@@ -16,112 +15,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.turns import Turns
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import AnyCache, LayerCache
+from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.experts import ExpertKernels
 from paceline.kernels.heads import HeadKernels
 from paceline.kernels.quantized import QuantizedMatrix
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTables:
-    """Block tables and write positions of a step in one KV group."""
-
-    block_tokens: int
-    window: int
-    """Tokens that a query attends to, itself included; 0 for all."""
-    tables: Tensor
-    """int32 [requests, blocks]: slot of each block. Entries outside [first needed, context_len) are arbitrary."""
-    write_slots: Tensor
-    """int64 [tokens]: slot to which each token of the step is written."""
-    write_offsets: Tensor
-    """int64 [tokens]: the token's position inside the block."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionBatch:
-    """The ragged batch of one step: `requests` contexts, whose last few tokens are the queries.
-
-    Tokens of a request are consecutive, in order of position. The KV of the queries is stored before attention runs.
-    """
-
-    query_start: tuple[int, ...]
-    """[requests + 1]: tokens [query_start[r], query_start[r + 1]) belong to request r."""
-    context_len: tuple[int, ...]
-    """[requests]: tokens of each context, queries included."""
-    groups: tuple[GroupTables, ...]
-    final_len: tuple[int, ...] = field(default=(), kw_only=True)
-    """[requests]: tokens at the front of each context that no later step takes back; empty if all queries are final.
-    The tokens after them are drafts, or will be computed again. Only layers with a state read this."""
-
-    def final_lengths(self) -> tuple[int, ...]:
-        """Return [requests]: `final_len`, or `context_len` if all tokens are final."""
-        return self.final_len or self.context_len
-
-    def from_group(self, first: int) -> AttentionBatch:
-        """Return the same batch for a model whose groups begin with group `first`."""
-        return self if first == 0 else replace(self, groups=self.groups[first:])
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """Keys and values of one layer, views into the pool: [slots, kv_heads, block_tokens, head_dim].
-
-    Latent vectors are keys and values at once, so both views show the same memory.
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    @property
-    def first(self) -> Tensor:
-        """The tensor whose address and shape tell caches apart."""
-        return self.keys
-
-
-@dataclass(frozen=True, slots=True)
-class LayerState:
-    """The states of one recurrent layer, in place of keys and values: fp32 views into the pool.
-
-    A token reads the state after the token before it from that token's block, and writes to the block that it belongs
-    to. So a full block never changes again.
-
-    A step may begin before the end of an earlier step, because drafts were refused. Each part of a state can therefore
-    go back by as many tokens as there may be drafts, but not to before `AttentionBatch.final_len`. A step needs nothing
-    but the block of the token before it, so a block can be cached, moved or handed over at any time.
-    """
-
-    parts: tuple[Tensor, ...]
-    """[slots, ...] each; all dimensions but the first are dense. The layer's kernels say what they hold."""
-
-    @property
-    def first(self) -> Tensor:
-        return self.parts[0]
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentState:
-    """The state of a recurrence that can go back, such as Mamba-2's or a delta rule's: two parts of a `LayerState`.
-
-    A block has the state after some of its tokens, and the inputs of the computed tokens after these. A step whose
-    first token is at position p, in a context with `final` final tokens, does this for each request:
-
-    1. It takes the state of the block of token p - 1, and advances it by the pending inputs of the tokens before p.
-    2. It computes its tokens one after another. At the first token of a block, it puts the state before that token into
-       the block.
-    3. In the block, it advances the state only over final tokens. It leaves the block's state as it is if p > final.
-    4. It adds the inputs of its other tokens to the pending inputs of their blocks. Inputs of refused tokens are
-       overwritten by this, or never read.
-
-    The advance by a pending input has the same bits as the first computation of this token.
-    """
-
-    state: Tensor
-    """fp32 [slots, ...]"""
-    pending: Tensor
-    """fp32 [slots, 1 + drafts, inputs]: row 0 begins with the number of the block's tokens that `state` includes. Row
-    i + 1 has the inputs of the i-th token after them. Kernels refuse a step for which there are too few rows."""
-
-
-AnyCache = LayerCache | LayerState
+from paceline.kernels.recurrence import RecurrentKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,39 +71,6 @@ class HeadNorms:
     kind: NormKind
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Sampling parameters of a token that depends only on them and on its row of logits; see `SamplingParams`."""
-
-    temperature: float
-    """0 chooses the token with the largest logit."""
-    top_k: int
-    min_p: float
-    top_p: float
-    seed: int
-    position: int
-    """Position of the token to choose. The random number depends on the seed and this position only."""
-
-
-class TokenChooser(Protocol):
-    """Chooses tokens on the device of the logits, for many rows in one call, exactly as the host's sampler would."""
-
-    def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> Tensor:
-        """Choose a token for each of these rows of logits, fp32 [n, vocab]. Return int64 [rows]."""
-
-    def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> Tensor:
-        """Verify drafts strictly: accept a draft if it and all drafts before it equal the chosen tokens.
-
-        Args:
-            tokens: int64 [rows]: the token chosen for each row.
-            drafts: int64 [rows]: the input token of each row. The first row of a request is not a draft.
-            first_rows: [requests + 1]: rows [first_rows[r], first_rows[r + 1]) belong to request r.
-
-        Returns:
-            int64 [requests, width]: the accepted drafts, the token chosen after them, then -1.
-        """
-
-
 @dataclass(slots=True)
 class Taps:
     """Hidden states that a forward pass keeps, for drafters that were trained on them."""
@@ -235,7 +102,7 @@ class Forward(Protocol):
     ) -> Tensor: ...
 
 
-class Kernels(ExpertKernels, HeadKernels, Protocol):
+class Kernels(ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
     """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
 
     name: str
@@ -245,9 +112,6 @@ class Kernels(ExpertKernels, HeadKernels, Protocol):
     @property
     def chooser(self) -> TokenChooser | None:
         """The chooser of tokens; None if the host chooses them."""
-
-    compiles_states: bool
-    """Whether `compile` accepts forward passes with `causal_conv` and recurrences."""
 
     def take_turns(self, turns: Turns) -> None:
         """Let each later operation wait for its turn, if these kernels can. With others, a whole step is one turn."""
@@ -364,119 +228,3 @@ class Kernels(ExpertKernels, HeadKernels, Protocol):
 
     def sigmoid_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return sigmoid(gate) * up, elementwise."""
-
-    def causal_conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        batch: AttentionBatch,
-        group: GroupTables,
-    ) -> Tensor:
-        """Return silu of each channel's convolution over its own last inputs: x [tokens, channels] -> same shape.
-
-        Inputs before the context's first token are 0. A token's result depends on its own context only. The state can
-        go back because it keeps more inputs than the next token needs.
-
-        Args:
-            weight: [taps, channels]; the last tap is the token's own.
-            bias: [channels].
-            state: fp32 [slots, taps - 1 + drafts, channels], a part of `LayerState`: the last inputs. The input of
-                position p is in row p % (taps - 1 + drafts).
-        """
-
-    def selective_scan(
-        self,
-        x: Tensor,
-        time_steps: Tensor,
-        rates: Tensor,
-        state: RecurrentState,
-        batch: AttentionBatch,
-        group: GroupTables,
-    ) -> Tensor:
-        """Return the outputs of Mamba-2's recurrence, [tokens, heads * head_dim], computed token by token in fp32:
-
-            step  = softplus(time_steps + bias)
-            state = exp(step * decay) * state + step * input (outer) B
-            out   = state @ C + skip * input
-
-        A token's result depends on its own context only. (Dao and Gu 2024, https://arxiv.org/abs/2405.21060.)
-
-        Args:
-            x: [tokens, heads * head_dim + 2 * state_size]: the inputs of all heads, then B and C, which they share.
-            time_steps: [tokens, heads].
-            rates: fp32 [3, heads]: decay (negative), bias and skip.
-            state: of shape [heads, head_dim, state_size]. The pending inputs of a token are its x and its time steps.
-        """
-
-    def gated_delta_rule(
-        self,
-        x: Tensor,
-        gates: Tensor,
-        time_steps: Tensor,
-        rates: Tensor,
-        state: RecurrentState,
-        batch: AttentionBatch,
-        group: GroupTables,
-    ) -> Tensor:
-        """Return the outputs of the gated delta rule, [tokens, heads * value_dim], computed token by token in fp32:
-
-            step  = softplus(time_steps + bias)
-            state = exp(step * decay) * state
-            state = state + key (outer) (sigmoid(gates) * (value - key @ state))
-            out   = query @ state
-
-        Each query and key x becomes x / sqrt(sum(x^2) + 1e-6) first. A query is also divided by sqrt(key_dim). Heads
-        share queries and keys as query heads share keys in grouped-query attention. A token's result depends on its
-        own context only. (Yang et al. 2024, https://arxiv.org/abs/2412.06464.)
-
-        Args:
-            x: [tokens, 2 * key_heads * key_dim + heads * value_dim]: the queries, keys and values of all heads.
-            gates, time_steps: [tokens, heads].
-            rates: fp32 [2, heads]: decay (negative) and bias.
-            state: of shape [heads, key_dim, value_dim]. The pending inputs of a token are its x, gates and time steps.
-        """
-
-
-def view_pool(
-    arena: Tensor, slot_elements: int, layers: int, kv_heads: int, block_tokens: int, head_dim: int, planes: int = 2
-) -> list[LayerCache]:
-    """Return the caches of one group's layers as views into the pool.
-
-    Args:
-        arena: the pool, flat, [slots * slot_elements] in the cache's dtype.
-        planes: 2 for keys and values; 1 if each key is a value too.
-    """
-    slots = arena.numel() // slot_elements
-    plane = kv_heads * block_tokens * head_dim
-    strides = (slot_elements, block_tokens * head_dim, head_dim, 1)
-    shape = (slots, kv_heads, block_tokens, head_dim)
-
-    def plane_view(index: int) -> Tensor:
-        return torch.as_strided(arena, shape, strides, storage_offset=arena.storage_offset() + index * plane)
-
-    views = [plane_view(index) for index in range(planes * layers)]
-    return [LayerCache(keys, values) for keys, values in zip(views[::planes], views[planes - 1 :: planes])]
-
-
-def view_states(arena: Tensor, slot_bytes: int, layers: int, parts: Sequence[Sequence[int]]) -> list[LayerState]:
-    """Return the states of one group's layers as views into the pool.
-
-    Args:
-        arena: the pool, flat, of any dtype.
-        parts: the shape of each part of a layer's state.
-    """
-    words = arena.view(torch.uint8).view(torch.float32)
-    slot_elements = slot_bytes // words.itemsize
-    slots = words.numel() // slot_elements
-    place = words.storage_offset()
-
-    def take(shape: Sequence[int]) -> Tensor:
-        nonlocal place
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        part = torch.as_strided(words, (slots, *shape), (slot_elements, *strides), place)
-        place += math.prod(shape)
-        return part
-
-    return [LayerState(tuple(take(shape) for shape in parts)) for _ in range(layers)]

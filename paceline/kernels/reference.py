@@ -7,22 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.turns import Turns
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import LayerCache
 from paceline.kernels.composed import Composed
-from paceline.kernels.interface import (
-    AttentionBatch,
-    Forward,
-    GroupTables,
-    LayerCache,
-    NormKind,
-    PackedWeight,
-    RecurrentState,
-)
+from paceline.kernels.interface import Forward, NormKind, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
-from paceline.kernels.recurrent import inputs_before, keep_inputs, run_recurrence, spans
 from paceline.kernels.reference_experts import ReferenceExperts
+from paceline.kernels.reference_recurrence import ReferenceRecurrence
 
 
-class ReferenceKernels(ReferenceExperts, Composed):
+class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
     """`Kernels` in plain torch.
 
     Row-wise operations and attention of a row do not depend on other rows of the batch. `linear` is as exact as the
@@ -127,81 +121,6 @@ class ReferenceKernels(ReferenceExperts, Composed):
 
     def sigmoid_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return torch.sigmoid(gate) * up
-
-    def causal_conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        batch: AttentionBatch,
-        group: GroupTables,
-    ) -> Tensor:
-        out, taps = torch.empty_like(x), weight.float()
-        for span in spans(batch, group):
-            tokens = slice(span.first, span.first + span.end - span.start)
-            seen = torch.cat((inputs_before(span, state, len(taps) - 1), x[tokens].float()))
-            count = span.end - span.start
-            total = torch.zeros_like(seen[:count]) if bias is None else bias.float().expand(count, -1).contiguous()
-            for tap, factors in enumerate(taps):
-                total = total + factors * seen[tap : tap + count]
-            # Row by row, because torch computes the last few elements of a tensor in another way than all others.
-            out[tokens] = torch.stack([F.silu(row) for row in total]).to(x.dtype)
-            keep_inputs(span, state, seen)
-        return out
-
-    def selective_scan(
-        self,
-        x: Tensor,
-        time_steps: Tensor,
-        rates: Tensor,
-        state: RecurrentState,
-        batch: AttentionBatch,
-        group: GroupTables,
-    ) -> Tensor:
-        _, heads, head_dim, state_size = state.state.shape
-        decay, bias, skip = rates
-
-        def advance(now: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-            own, b, c, raw = torch.split(inputs, [heads * head_dim, state_size, state_size, heads])
-            step, own = F.softplus(raw + bias), own.view(heads, head_dim)
-            now = now * torch.exp(step * decay).view(-1, 1, 1) + (step.unsqueeze(1) * own).unsqueeze(2) * b
-            return now, skip.unsqueeze(1) * own + (now * c).sum(-1)
-
-        # Token by token, so that the order of all sums is the same wherever a chunk begins.
-        results = run_recurrence(state, torch.cat((x, time_steps), 1).float(), batch, group, advance)
-        return torch.stack(results).flatten(1).to(x.dtype) if results else x[:, : heads * head_dim].clone()
-
-    def gated_delta_rule(
-        self,
-        x: Tensor,
-        gates: Tensor,
-        time_steps: Tensor,
-        rates: Tensor,
-        state: RecurrentState,
-        batch: AttentionBatch,
-        group: GroupTables,
-    ) -> Tensor:
-        _, heads, key_dim, value_dim = state.state.shape
-        keys = (x.shape[1] - heads * value_dim) // 2
-        repeats = heads * key_dim // keys
-        decay, bias = rates
-
-        def advance(now: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-            query, key, value, gate, raw = torch.split(inputs, [keys, keys, heads * value_dim, heads, heads])
-            query, key = (_unit(own.view(-1, key_dim)).repeat_interleave(repeats, 0) for own in (query, key))
-            now = now * torch.exp(F.softplus(raw + bias) * decay).view(-1, 1, 1)
-            change = value.view(heads, value_dim) - (key.unsqueeze(2) * now).sum(1)
-            now = now + key.unsqueeze(2) * (change * torch.sigmoid(gate).unsqueeze(1)).unsqueeze(1)
-            return now, (query.unsqueeze(2) * now).sum(1) * key_dim**-0.5
-
-        results = run_recurrence(state, torch.cat((x, gates, time_steps), 1).float(), batch, group, advance)
-        return torch.stack(results).flatten(1).to(x.dtype) if results else x[:, 2 * keys :].clone()
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Return x with rows of length 1."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _first_visible_key(position: int, window: int) -> int:

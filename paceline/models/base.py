@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.kv_layout import GroupShape, divide_groups, state_groups
-from paceline.kernels.interface import AnyCache, AttentionBatch, Logits, PackedWeight, Taps
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.interface import Logits, PackedWeight, Taps
 from paceline.models.model_config import LayerType, ModelConfig, ModelFacts
 
 

@@ -9,20 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import (
-    AnyCache,
-    AttentionBatch,
-    GroupTables,
-    HeadNorms,
-    Kernels,
-    LayerCache,
-    LayerState,
-    Logits,
-    NormKind,
-    PackedWeight,
-    RecurrentState,
-    Taps,
-)
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import AnyCache, LayerCache, LayerState, RecurrentState
+from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind, PackedWeight, Taps
 from paceline.models.base import Weights
 from paceline.models.model_config import LayerType, ModelConfig, Rope
 from paceline.models.order import gated_order

@@ -9,7 +9,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Taps
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.interface import Kernels, Taps
 from paceline.kernels.transfer import to_device
 from paceline.models.base import Architecture
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, NormKind, Taps
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.interface import Kernels, Logits, NormKind, Taps
 from paceline.models.base import Weights, kv_groups
 from paceline.models.blocks import AttentionStep, Embedding, Layer, RMSNorm, run_layers
 from paceline.models.model_config import LayerType, ModelConfig

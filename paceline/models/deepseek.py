@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, Kernels, LayerCache
+from paceline.kernels.caches import AnyCache, LayerCache
+from paceline.kernels.interface import Kernels
 from paceline.models.base import Weights
 from paceline.models.blocks import AttentionStep, GatedMLP, Layer, Linear, RMSNorm
 from paceline.models.decoder import Decoder

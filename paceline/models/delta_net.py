@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, Kernels, LayerState, RecurrentState
+from paceline.kernels.caches import AnyCache, LayerState, RecurrentState
+from paceline.kernels.interface import Kernels
 from paceline.models.base import Weights
 from paceline.models.blocks import AttentionStep, Linear, RMSNorm
 from paceline.models.model_config import ModelConfig

@@ -10,7 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, HeadNorms, Kernels, LayerCache, NormKind
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import AnyCache, LayerCache
+from paceline.kernels.interface import HeadNorms, Kernels, NormKind
 from paceline.kernels.transfer import to_device
 from paceline.models.base import Weights
 from paceline.models.blocks import AttentionStep, GatedMLP, Linear, RMSNorm

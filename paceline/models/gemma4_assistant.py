@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, Logits, NormKind, Taps
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.interface import Kernels, Logits, NormKind, Taps
 from paceline.models.base import Weights
 from paceline.models.blocks import Embedding, Linear, run_layers
 from paceline.models.decoder import Decoder

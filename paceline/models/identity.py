@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.core.config import ModelImpl, Quantization
 from paceline.models.config import implementation
+from paceline.models.folder import BLOCKS_FILE, weight_files
 
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
@@ -33,7 +34,8 @@ def model_identity(folder: Path, dtype: str, quantization: Quantization = "none"
         for path in sorted(folder.glob("*.py")):
             digest.update(path.read_bytes())
     digest.update((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    blocks = folder / BLOCKS_FILE
+    for path in [*weight_files(folder), *([blocks] if blocks.is_file() else [])]:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:

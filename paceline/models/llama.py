@@ -7,7 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, Kernels, NormKind
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm
 from paceline.models.decoder import Decoder

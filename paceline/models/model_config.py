@@ -42,6 +42,11 @@ class Rope:
     query_growth: float = 0.0
     """A rotated query is multiplied by 1 + query_growth * log(1 + position // original_max_position)."""
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest context for which YaRN scales the angles; 0 if it does not scale them."""
+        return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Latent:

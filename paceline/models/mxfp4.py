@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.quantized import QuantizedMatrix
+from paceline.models.folder import MXFP4_BLOCKS
 
-BLOCKS, SCALES = "_blocks", "_scales"
+BLOCKS, SCALES = MXFP4_BLOCKS, "_scales"
 """Ends of the names of the two tensors that a checkpoint has for a matrix."""
 BLOCK_BYTES = 16
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, Kernels, NormKind
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Attention, AttentionStep, GatedMLP, Layer, RMSNorm
 from paceline.models.decoder import Decoder

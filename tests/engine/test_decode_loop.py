@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,8 +64,12 @@ def test_tokens_do_not_depend_on_where_blocks_lie(model: Model, drafter: str) ->
         assert loop.engine.stats.stored_blocks > 0
 
 
-@pytest.mark.parametrize("drafter", ["none", "lookup", "early", "model"])
-def test_tokens_of_a_hybrid_do_not_depend_on_how_the_loop_runs(drafter: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "pools"), [("none", (1,)), ("lookup", (2.5,)), ("early", (None, 1, 2.5)), ("model", (None, 1))]
+)
+def test_tokens_of_a_hybrid_do_not_depend_on_how_the_loop_runs(
+    drafter: str, pools: Sequence[float | None], tmp_path: Path
+) -> None:
     heads = {"num_key_value_heads": 6}  # so that blocks are small enough for some to be given back
     write_tiny(tmp_path / "target", "granite_hybrid", **heads)
     model, draft_model = load(tmp_path / "target"), None
@@ -73,7 +78,7 @@ def test_tokens_of_a_hybrid_do_not_depend_on_how_the_loop_runs(drafter: str, tmp
         draft_model = load(tmp_path / "drafter")
     asked = requests(model.config.vocab_size)
     wanted = expected(model, asked)
-    for contexts in (None, 1, 2.5):
+    for contexts in pools:
         loop = Loop(model, 2, drafter, draft_model, contexts_on_device=contexts)
         assert_same(loop.run(asked), wanted)
         loop.engine.stop()

@@ -17,7 +17,7 @@ from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Sampled
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import Draw, TokenChooser
+from paceline.kernels.choosing import Draw, TokenChooser
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from paceline.core.kv_layout import GroupShape, KVLayout, make_layout, state_groups
 from paceline.engine.runner import layer_caches
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import AnyCache, AttentionBatch, GroupTables, Kernels, LayerCache, LayerState
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import AnyCache, LayerCache, LayerState
+from paceline.kernels.interface import Kernels
 
 CPU = torch.device("cpu")
 SLOTS = 3

@@ -28,7 +28,7 @@ from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Sampled
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import TokenChooser
+from paceline.kernels.choosing import TokenChooser
 from paceline.models.base import Model
 from paceline.models.loader import load_model
 from tests.engine.loops import NO_GRAMMARS

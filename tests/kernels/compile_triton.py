@@ -19,8 +19,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import KernelParam
 
 from paceline.kernels import select_kernels
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import view_pool
+from paceline.kernels.choosing import Draw
 from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.interface import AttentionBatch, Draw, GroupTables, HeadNorms, Kernels, NormKind, view_pool
+from paceline.kernels.interface import HeadNorms, Kernels, NormKind
 from paceline.kernels.triton_kernels.blocks import pack_blocks, unpack_blocks
 
 ARCHITECTURES = (80, 90)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, LayerCache, view_pool
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import LayerCache, view_pool
+from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.reference import ReferenceKernels

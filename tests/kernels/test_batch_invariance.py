@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, NormKind
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.interface import Kernels, NormKind
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.core.types import SamplingParams
 from paceline.engine.sampler import SamplingRow, as_draw, sample
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import Draw, TokenChooser
+from paceline.kernels.choosing import Draw, TokenChooser
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.kernels import NativeChooser
 from paceline.kernels.native.library import instruction_sets

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import GroupTables, HeadNorms, Kernels, LayerCache, NormKind, view_pool
+from paceline.kernels.batch import GroupTables
+from paceline.kernels.caches import LayerCache, view_pool
+from paceline.kernels.interface import HeadNorms, Kernels, NormKind
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAN = float("nan")

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, NormKind, view_pool
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import view_pool
+from paceline.kernels.interface import Kernels, NormKind
 from paceline.kernels.reference import ReferenceKernels
 
 pytestmark = pytest.mark.slow

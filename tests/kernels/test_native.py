@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AttentionBatch, Draw, GroupTables, LayerCache
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import LayerCache
+from paceline.kernels.choosing import Draw
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets, memory_fence
 
@@ -28,7 +30,8 @@ LAST_SHARED = 50 * 128
 PRELUDE = """
 import os, resource, signal, sys, threading, time
 import torch
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import LayerCache
 from paceline.kernels.native import NativeKernels
 
 def leave_room(megabytes):

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from bench.kernels import quantize_q4_1
 from paceline.core.experts import ExpertActivation, Routing
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import AnyCache, LayerState
 from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, LayerState, PackedWeight
+from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.kernels import COMPRESSING
 from paceline.kernels.native.library import COMPRESSED, instruction_sets
@@ -67,9 +69,10 @@ QUANTIZE = {"int8": quantize_int8, "q4_1": quantize_q4_1}
 
 
 @SETS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("how", QUANTIZE)
-@pytest.mark.parametrize("tokens", [1, 6, 90])
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("int8", torch.bfloat16), ("q4_1", torch.bfloat16), ("int8", torch.float32)], ids=str
+)
+@pytest.mark.parametrize("tokens", [1, 90])
 def test_quantized_experts(name: str, dtype: torch.dtype, how: str, tokens: int) -> None:
     kernels, sizes = native(2, name), (4, 96, 64, dtype)
     own = pack_experts(kernels, lambda weight: kernels.pack(QUANTIZE[how](weight)), *sizes)
@@ -106,13 +109,13 @@ def test_matrices_of_a_layer_may_have_different_forms(name: str, tokens: int) ->
 
 
 @SETS
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_in_any_batch_and_with_any_threads(name: str, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
     how = data.draw(st.sampled_from(["whole", *QUANTIZE]))
     experts = data.draw(st.integers(1, 6))
-    top_k, tokens = data.draw(st.integers(1, experts)), data.draw(st.sampled_from([2, 9, 17, 33, 40, 100]))
+    top_k, tokens = data.draw(st.integers(1, experts)), data.draw(st.sampled_from([2, 9, 17, 40]))
     hidden, inner = data.draw(st.integers(1, 80)), data.draw(st.integers(1, 80))
     activation = data.draw(st.sampled_from(["silu", "gelu_tanh", "clamped_swiglu"]))
     if how == "q4_1":
@@ -185,3 +188,23 @@ def test_a_recorded_pass_gives_the_same_bits(name: str, dtype: torch.dtype) -> N
         ids = torch.arange(tokens) % 50
         batch = AttentionBatch((0, tokens), (tokens,), ())
         assert torch.equal(replay(ids, ids, nowhere, batch), forward(ids, ids, nowhere, batch))
+
+
+def test_a_choice_that_is_not_possible_is_refused() -> None:
+    kernels, logits = native(1, instruction_sets()[0]), random(2, 8)
+    for routing in (Routing(9), Routing(0), Routing(2, groups=3), Routing(5, groups=4, top_groups=2)):
+        with pytest.raises(ValueError, match="cannot choose among 8 experts"):
+            kernels.choose_experts(logits, routing)
+    with pytest.raises(ValueError, match="the corrections must be"):
+        kernels.choose_experts(logits, Routing(2), correction=random(7))
+
+
+def test_experts_of_different_shapes_are_refused() -> None:
+    big, small = REFERENCE.pack(random(24, 16)), REFERENCE.pack(random(16, 24))
+    ExpertWeights([big], [big], [small], "silu")
+    with pytest.raises(ValueError, match="all 1 experts must have matrices 24 x 16 and 16 x 24"):
+        ExpertWeights([big], [small], [small], "silu")
+    with pytest.raises(ValueError, match="all 2 experts must have matrices"):
+        ExpertWeights([big, big], [big, big], [small], "silu")
+    with pytest.raises(ValueError, match="the biases of experts must have the shapes"):
+        ExpertWeights([big], [big], [small], "silu", random(1, 24), random(1, 24), None)

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, RecurrentState, view_states
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import RecurrentState, view_states
+from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.reference import ReferenceKernels

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from bench.kernels import quantize_q4_1
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AttentionBatch, Forward, LayerCache, PackedWeight, Taps
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import LayerCache
+from paceline.kernels.interface import Forward, PackedWeight, Taps
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
@@ -101,6 +103,19 @@ def run(forward: Forward, case: Any, layers: int | None = None, taps: Taps | Non
     contexts = zip(case.batch.query_start, case.batch.query_start[1:], case.batch.context_len)
     positions = torch.cat([torch.arange(length - (end - start), length) for start, end, length in contexts])
     return forward(torch.arange(tokens) % 50, positions, [case.cache] * 3, case.batch, layers, taps)
+
+
+def test_an_activation_may_come_soon_after_fused_layers(kernels: NativeKernels, paged_case: Callable[..., Any]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    embedding, *own = (kernels.pack(torch.randn(rows, 24, generator=generator)) for rows in (50, 24, 24, 24))
+
+    def forward(token_ids: Tensor, *rest: object) -> Tensor:
+        x = kernels.embed(token_ids, embedding)
+        gate, up, down = (lambda y, weight=weight: kernels.linear(y, weight) for weight in own)
+        return kernels.gelu_tanh_and_mul(down(kernels.silu_and_mul(gate(x), up(x))), x)
+
+    case = paged_case(kernels, [(3, 9)])
+    assert torch.equal(run(kernels.compile(forward), case), run(forward, case))
 
 
 def test_a_replay_gives_the_bits_of_the_pass_for_any_number_of_tokens(

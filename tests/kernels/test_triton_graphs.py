@@ -15,7 +15,8 @@ from bench.gpu.random_model import PackedWeights, RandomWeights, llama_config
 from paceline.core.kv_layout import make_layout
 from paceline.engine.runner import layer_caches
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import AttentionBatch, GroupTables, Taps
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.interface import Taps
 from paceline.models.gemma3 import Gemma3
 
 pytest.importorskip("triton", reason="the package triton is not installed")

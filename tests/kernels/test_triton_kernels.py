@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import AttentionBatch, GroupTables, Kernels, LayerCache
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import LayerCache
+from paceline.kernels.interface import Kernels
 from paceline.kernels.reference import ReferenceKernels
 
 pytestmark = pytest.mark.slow
@@ -194,3 +196,11 @@ def test_every_kernel_compiles_for_gpus_and_fits_into_their_shared_memory(tmp_pa
         own = [line for line in lines if line["architecture"] == architecture]
         assert {line["kernel"] for line in own} == names
         assert max(line["shared_bytes"] for line in own) <= room
+
+
+def test_the_scores_of_experts_do_not_depend_on_the_batch(invariant: Kernels) -> None:
+    x, weight = torch.randn(21, 40), torch.randn(7, 40)
+    packed = invariant.pack(weight)
+    together = invariant.router_logits(x, packed)
+    assert torch.equal(together, torch.cat([invariant.router_logits(row, packed) for row in x.split(1)]))
+    torch.testing.assert_close(together, x @ weight.T, atol=1e-4, rtol=1e-4)

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from paceline.core.kv_layout import make_layout
 from paceline.engine.runner import layer_caches
-from paceline.kernels.interface import AttentionBatch, GroupTables, Taps
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.interface import Taps
 from paceline.models.base import Model
 
 TRIMMED = 2**31 - 1

@@ -242,6 +242,7 @@ def test_smollm3(tmp_path: Path) -> None:
 
 
 GPT_OSS = {**LLAMA, "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 3, "num_local_experts": 32}
+del GPT_OSS["torch_dtype"]  # published ones do not have it
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
@@ -253,6 +254,13 @@ def test_gpt_oss(tmp_path: Path) -> None:
     assert (full.rope.theta, full.rope.factor, full.rope.truncate) == (150_000.0, 32.0, False)
     assert full.rope.attention_factor == pytest.approx(1.3466, abs=1e-4)
     assert config.experts == Experts(32, 80, Routing(4, normalize=True), "clamped_swiglu", bias=True)
+    assert config.dtype == "bfloat16"
+
+
+def test_yarn_makes_contexts_longer(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert read(tmp_path, LLAMA, max_position_embeddings=4096, rope_scaling=yarn).max_position == 16_384
+    assert read(tmp_path, LLAMA, max_position_embeddings=20_000, rope_scaling=yarn).max_position == 20_000
 
 
 def test_gemma3_old_style(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from paceline.kernels.interface import Forward
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.models.loader import load_model
+from tests.tiny_checkpoints import write_tiny
 
 CPU = torch.device("cpu")
 PROMPT = [(7 * index * index + 3) % 97 for index in range(150)]
@@ -24,13 +25,11 @@ class CalledOneByOne(NativeKernels):
         return forward
 
 
+BEST, *OTHERS = instruction_sets()
 FAMILIES = ["llama", "gemma3", "granite_hybrid", "ministral3", "gpt_oss", "deepseek_v3", "gemma4", "qwen3_5"]
-
-
-@pytest.fixture(params=[f"save_{family}" for family in FAMILIES])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    request.getfixturevalue(request.param)(dtype=torch.bfloat16)
-    return tmp_path
+CASES = [*((family, BEST) for family in FAMILIES), *(("gpt_oss", own) for own in OTHERS)]
+"""Families with the best instruction set, and one with windows, sinks and experts with the others. Kernels with all
+instruction sets have tests of their own."""
 
 
 def logits_in(contexts: Any, *parts: list[int], beside: list[int] | None = None) -> Tensor:
@@ -50,14 +49,16 @@ def cut(tokens: list[int], size: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("instruction_set", instruction_sets())
+@pytest.mark.parametrize(("family", "instruction_set"), CASES)
 def test_logits_do_not_depend_on_chunks_batches_or_threads(
-    folder: Path, paged_contexts: Any, instruction_set: str
+    family: str, instruction_set: str, tmp_path: Path, paged_contexts: Any
 ) -> None:
+    write_tiny(tmp_path, family, torch.bfloat16)
     results = []
     for kernels in (NativeKernels(2, instruction_set), CalledOneByOne(1, instruction_set)):
-        model = load_model(folder, torch.bfloat16, kernels, CPU)
-        for parts, beside in ((cut(PROMPT, 150), None), (cut(PROMPT, 1), None), (cut(PROMPT, 33), NEIGHBOUR)):
+        model = load_model(tmp_path, torch.bfloat16, kernels, CPU)
+        ways = (([PROMPT], None), ([PROMPT[:110], *cut(PROMPT[110:], 1)], None), (cut(PROMPT, 33), NEIGHBOUR))
+        for parts, beside in ways:
             contexts = paged_contexts(model, 2, 256, torch.bfloat16)
             results.append(logits_in(contexts, *parts, beside=beside))
     assert results[0].isfinite().all()

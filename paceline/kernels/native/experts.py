@@ -1,4 +1,4 @@
-"""The numbers by which the native kernels know the options of layers with experts. See src/experts.h."""
+"""Layers with experts in the library. See src/experts.h."""
 
 from __future__ import annotations
 
@@ -7,17 +7,94 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from paceline.core.errors import ConfigError
 from paceline.core.experts import ExpertActivation, Routing
 from paceline.kernels.experts import ExpertWeights
+from paceline.kernels.interface import PackedWeight
+from paceline.kernels.native.library import Cache, Kind, Op
+from paceline.kernels.native.operations import Operations, need, with_dense_rows
 
-ACTIVATIONS: tuple[ExpertActivation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
+_ACTIVATIONS: tuple[ExpertActivation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 """In the order of `ExpertActivation` of src/program.h."""
-MOST_GROUPS = 64
+_MOST_GROUPS = 64
 """`kMostGroups` of src/program.h."""
 _SIGMOID, _NORMALIZE, _SCORE_OF_TWO = 1, 2, 4
 
 
-def choosing_format(routing: Routing) -> int:
+class NativeExperts(Operations):
+    """`ExpertKernels` in the library."""
+
+    def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            need("the bias", bias, x.dtype, weight.size_out)
+        return self.multiply(Kind.ROUTER_LOGITS, x, weight, bias, torch.float32)
+
+    def choose_experts(
+        self, logits: Tensor, routing: Routing, correction: Tensor | None = None, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        tokens, experts = logits.shape
+        need("the logits", logits, torch.float32, tokens, experts)
+        if routing.groups > _MOST_GROUPS:
+            raise ConfigError(f"the native kernels take {_MOST_GROUPS} groups of experts; choose --kernels reference")
+        if experts % routing.groups or not 1 <= routing.top_k <= experts // routing.groups * routing.top_groups:
+            raise ValueError(f"{routing} cannot choose among {experts} experts")
+        for name, own in (("the corrections", correction), ("the scales", scales)):
+            if own is not None:
+                need(name, own, own.dtype, experts)
+        changes = None if correction is None and scales is None else _changes_of(correction, scales)
+        weights = logits.new_empty(tokens, routing.top_k)
+        ids = logits.new_empty(tokens, routing.top_k, dtype=torch.int64)
+        op = Op(Kind.CHOOSE_EXPERTS, rows=tokens, n0=experts, n1=routing.top_k, n2=routing.groups, f0=routing.factor)
+        op.cache.slots, op.format = routing.top_groups, _choosing_format(routing)
+        self.run(op, weights, (logits.contiguous(), changes, ids))
+        return ids, weights
+
+    def index_experts(self, experts: ExpertWeights) -> ExpertWeights:
+        """Return the weights with a table of the addresses and formats of matrices and biases: int64 [experts, 9].
+
+        A row is `Expert` of src/experts.h. There is no table if a tensor is missing, which the loader reports.
+        """
+        given = experts.gate_bias, experts.up_bias, experts.down_bias
+        gate_bias, up_bias, down_bias = biases = [None if bias is None else bias.contiguous() for bias in given]
+        matrices = list(zip(experts.gate, experts.up, experts.down))
+        tensors = [weight.data for own in matrices for weight in own] + [bias for bias in biases if bias is not None]
+        if any(tensor.is_meta for tensor in tensors):
+            return experts
+        rows = [
+            [
+                *(weight.data.data_ptr() for weight in own),
+                *(weight.format or 0 for weight in own),
+                *(0 if bias is None else bias[expert].data_ptr() for bias in biases),
+            ]
+            for expert, own in enumerate(matrices)
+        ]
+        return replace(experts, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias, table=torch.tensor(rows))
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+        (tokens, hidden), top_k, gate = x.shape, ids.shape[1], experts.gate[0]
+        if experts.table is None or (gate.size_in, gate.dtype) != (hidden, x.dtype):
+            raise ValueError(f"x is {list(x.shape)} {x.dtype}; the experts take [tokens, {gate.size_in}] {gate.dtype}")
+        need("the experts of tokens", ids, torch.int64, tokens, top_k)
+        need("their weights", weights, torch.float32, tokens, top_k)
+        x = with_dense_rows(x)
+        out = x.new_empty(tokens, hidden)
+        op = Op(Kind.EXPERTS, rows=tokens, n0=hidden, n1=gate.size_out, n2=x.stride(0))
+        op.format = _ACTIVATIONS.index(experts.activation)
+        op.cache = Cache(experts.table.data_ptr(), None, len(experts.gate), top_k)
+        self.run(op, out, (x, ids.contiguous(), weights.contiguous()))
+        return out
+
+    def add_gated(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        tokens, size = x.shape
+        need("the second operand", y, x.dtype, tokens, size)
+        need("the gate", gate, x.dtype, tokens, 1)
+        out = x.new_empty(tokens, size)
+        operands = (x.contiguous(), y.contiguous(), gate.contiguous())
+        self.run(Op(Kind.ADD_GATED, rows=tokens, n0=size), out, operands)
+        return out
+
+
+def _choosing_format(routing: Routing) -> int:
     """Return `Choosing` of src/program.h."""
     return (
         _SIGMOID * (routing.scores == "sigmoid")
@@ -26,32 +103,9 @@ def choosing_format(routing: Routing) -> int:
     )
 
 
-def changes_of(correction: Tensor | None, scales: Tensor | None) -> Tensor:
+def _changes_of(correction: Tensor | None, scales: Tensor | None) -> Tensor:
     """Return corrections and scales of experts as one tensor, fp32 [2, experts]. At least one of them is given."""
     if correction is None:
         assert scales is not None
         correction = torch.zeros_like(scales)
     return torch.stack((correction, torch.ones_like(correction) if scales is None else scales)).float()
-
-
-def index_experts(experts: ExpertWeights) -> ExpertWeights:
-    """Return the weights with a table of the addresses and formats of their matrices and biases: int64 [experts, 9].
-
-    A row is `Expert` of src/experts.h. There is no table if a tensor is missing, which the loader reports.
-    """
-    gate_bias, up_bias, down_bias = biases = [
-        None if bias is None else bias.contiguous() for bias in (experts.gate_bias, experts.up_bias, experts.down_bias)
-    ]
-    matrices = list(zip(experts.gate, experts.up, experts.down))
-    tensors = [weight.data for own in matrices for weight in own] + [bias for bias in biases if bias is not None]
-    if any(tensor.is_meta for tensor in tensors):
-        return experts
-    rows = [
-        [
-            *(weight.data.data_ptr() for weight in own),
-            *(weight.format or 0 for weight in own),
-            *(0 if bias is None else bias[expert].data_ptr() for bias in biases),
-        ]
-        for expert, own in enumerate(matrices)
-    ]
-    return replace(experts, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias, table=torch.tensor(rows))

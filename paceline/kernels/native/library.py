@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AttentionBatch, GroupTables
+from paceline.kernels.batch import AttentionBatch, GroupTables
 
 _FOLDER = Path(__file__).parent
 FILE_NAME = "_library.abi3.so"

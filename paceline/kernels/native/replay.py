@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupTables, Taps
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.interface import Forward, Taps
 from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, Kind, Op, Step, make_step
 
 RECORDED_TOKENS = 2
@@ -77,7 +79,7 @@ def fuse_gated_layers(
                 and (is_between(gate_out) and is_between(up_out))
             ):
                 gate.kind = _GATED[Kind(op.kind)]
-                fused[-3:] = [(gate, (operands[0], x, gate_weight, up_weight))]
+                fused[-3:] = [(gate, (operands[0], x, gate_weight, up_weight, None))]
     return fused
 
 

@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import LayerCache
 from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.device import INTERPRETED
 from paceline.kernels.triton_kernels.device import attention as device

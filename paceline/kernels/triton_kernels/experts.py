@@ -35,10 +35,11 @@ def index_experts(experts: ExpertWeights) -> ExpertWeights:
     if any(weight.data.is_meta for own in (gate, up, down) for weight in own):
         return experts  # a missing tensor, which the loader reports
     rows = [[weight.data.data_ptr() for weight in own] for own in (gate, up, down)]
-    for bias in (experts.gate_bias, experts.up_bias, experts.down_bias):
-        rows.append([0] * len(gate) if bias is None else [own.data_ptr() for own in bias])
+    given = experts.gate_bias, experts.up_bias, experts.down_bias
+    gate_bias, up_bias, down_bias = biases = [None if bias is None else bias.contiguous() for bias in given]
+    rows += [[0] * len(gate) if bias is None else [own.data_ptr() for own in bias] for bias in biases]
     table = torch.tensor(rows, dtype=torch.int64, device=gate[0].data.device)
-    return replace(experts, gate=gate, up=up, down=down, table=table)
+    return ExpertWeights(gate, up, down, experts.activation, gate_bias, up_bias, down_bias, table)
 
 
 def _dense(weight: PackedWeight) -> PackedWeight:

@@ -16,7 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels.interface import AnyCache, AttentionBatch, Forward, GroupTables, Taps
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import AnyCache
+from paceline.kernels.interface import Forward, Taps
 from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.attention import SPLIT, StaticBatch
 

@@ -7,16 +7,10 @@ import triton
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import LayerCache
 from paceline.kernels.experts import ExpertWeights, clamped_swiglu
-from paceline.kernels.interface import (
-    AttentionBatch,
-    Forward,
-    GroupTables,
-    HeadNorms,
-    LayerCache,
-    NormKind,
-    PackedWeight,
-)
+from paceline.kernels.interface import Forward, HeadNorms, NormKind, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels import rowwise
@@ -70,6 +64,11 @@ class TritonKernels(ReferenceKernels):
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return _invariant_linear(x, weight.data, bias) if self._batch_invariant else super().linear(x, weight, bias)
+
+    def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        if not self._batch_invariant:
+            return super().router_logits(x, weight, bias)
+        return _invariant_linear(x, weight.data, bias, torch.float32)
 
     def linear_heads(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return _invariant_heads(x, weight.data) if self._batch_invariant else super().linear_heads(x, weight)
@@ -136,9 +135,13 @@ class TritonKernels(ReferenceKernels):
         return compute_experts(x, ids, weights, experts, activate[experts.activation])
 
 
-def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute F.linear of x [tokens, in] and weight [out, in]. Tiles have the same shape for any number of tokens."""
-    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute F.linear of x [tokens, in] and weight [out, in]. Tiles have the same shape for any number of tokens.
+
+    Args:
+        dtype: of the result; by default that of x.
+    """
+    out = torch.empty(len(x), len(weight), dtype=dtype or x.dtype, device=x.device)
     _multiply(out.unsqueeze(1), x.unsqueeze(1), weight.unsqueeze(0), bias)
     return out
 

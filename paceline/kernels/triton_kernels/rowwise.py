@@ -9,7 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels.interface import GroupTables, HeadNorms, LayerCache, NormKind
+from paceline.kernels.batch import GroupTables
+from paceline.kernels.caches import LayerCache
+from paceline.kernels.interface import HeadNorms, NormKind
 from paceline.kernels.triton_kernels.device import rowwise as device
 from paceline.kernels.triton_kernels.tuning import Options, Tuner, Untuned
 

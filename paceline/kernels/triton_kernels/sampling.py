@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.kernels.interface import Draw
+from paceline.kernels.choosing import Draw
 from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.device import sampling as device
 

@@ -42,12 +42,13 @@ def llama_like(
     heads = fields.size("num_attention_heads")
     head_dim = fields.size("head_dim", fields.size("hidden_size") // heads)
     max_position = fields.size("max_position_embeddings", 2048)
+    rope = fields.rope(10_000.0, max_position)
     full = AttentionConfig(
         num_heads=heads,
         num_kv_heads=fields.size("num_key_value_heads", heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=fields.rope(10_000.0, max_position),
+        rope=rope,
         bias=bias,
         output_bias=output_bias,
     )
@@ -60,7 +61,7 @@ def llama_like(
         layer_types=tuple(layer_types),
         attention=attention,
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        max_position=max_position,
+        max_position=max(max_position, rope.longest_context),
     )
 
 

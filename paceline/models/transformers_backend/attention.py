@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.errors import ModelError
-from paceline.kernels.interface import AttentionBatch, Kernels, LayerCache
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import LayerCache
+from paceline.kernels.interface import Kernels
 
 NAME = "paceline"
 """Our name in the registries of `transformers`."""

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.kv_layout import GroupShape
-from paceline.kernels.interface import AnyCache, AttentionBatch, Kernels, LayerCache, Logits, Taps
+from paceline.kernels.batch import AttentionBatch
+from paceline.kernels.caches import AnyCache, LayerCache
+from paceline.kernels.interface import Kernels, Logits, Taps
 from paceline.models.compiled import wanted_rows
 from paceline.models.config.transformers import TransformersConfig
 from paceline.models.packed import Pack

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.core.kv_layout import BASE_TOKENS, make_layout
-from paceline.kernels.interface import AttentionBatch, GroupTables, LayerCache, view_pool
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import LayerCache, view_pool
 from paceline.models.base import Model
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.1}

@@ -13,7 +13,7 @@ from paceline.core.options import flag, parse_bytes
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import read_facts
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
-from paceline.models.folder import BLOCKS_FILE, weight_files
+from paceline.models.folder import BLOCKS_FILE, count_weights
 from paceline.models.model_config import ModelConfig
 
 PROCESS_BYTES = 400 << 20
@@ -113,17 +113,16 @@ def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     Workers share the mapped file or the file of packed weights. Weights that plain torch has to convert, and quantized
     weights, are a copy in each worker.
     """
-    stored_bytes = sum(file.stat().st_size for file in weight_files(folder))
-    stored = read_facts(folder, config.model_impl).dtype
+    count, stored = count_weights(folder), read_facts(folder, config.model_impl).dtype
     dtype = stored if config.dtype == "auto" else config.dtype
-    whole = stored_bytes * _ITEMSIZES[dtype] // _ITEMSIZES[stored]
+    whole = count * _ITEMSIZES[dtype]
     if config.quantization == "none":
         return whole * (workers if config.kernels == "reference" and dtype != stored else 1)
     if config.kernels == "reference":  # each worker dequantizes the weights
         return workers * whole
     if config.quantization == "gguf" and (folder / BLOCKS_FILE).is_file():
         return workers * (folder / BLOCKS_FILE).stat().st_size
-    return workers * stored_bytes // _ITEMSIZES[stored] // 32 * 34
+    return workers * count // 32 * 34
 
 
 def _idle_expert_bytes(folder: Path, config: ServeConfig) -> int:

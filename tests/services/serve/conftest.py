@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 
 @pytest.fixture
@@ -28,5 +30,5 @@ def model_folder(tmp_path: Path) -> Path:
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(bytes(1 << 20))
+    save_file({"weight": torch.zeros(1 << 19, dtype=torch.bfloat16)}, folder / "model.safetensors")
     return folder

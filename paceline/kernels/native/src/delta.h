@@ -1,4 +1,4 @@
-// Layers with the gated delta rule; see `Kernels.gated_delta_rule` of ../../interface.py.
+// Layers with the gated delta rule; see `RecurrentKernels` of ../../recurrence.py.
 
 constexpr int64_t kDeltaVectors = 4;  // vectors of a state's rows that are computed together, as sums of their own
 constexpr float kUnitEps = 1e-6f;

@@ -110,7 +110,7 @@ constexpr int64_t packed_elements(int32_t type, int64_t out, int64_t in) {
     return round_up(out, kLanes) * padded_in(type, in);
 }
 
-// See `Draw` of ../../interface.py.
+// See `Draw` of ../../choosing.py.
 struct Draw {
     int64_t row;
     double temperature;
@@ -146,7 +146,7 @@ struct Op {
 };
 constexpr int64_t kMostJoined = 4;  // including the first one
 
-// See `GroupTables` of ../../interface.py.
+// See `GroupTables` of ../../batch.py.
 struct Group {
     int64_t block_tokens, window, table_width;
     const int32_t* tables;

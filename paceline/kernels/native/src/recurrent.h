@@ -1,4 +1,4 @@
-// Layers with a state for each context; see `LayerState` of ../../interface.py. Each request is computed token by
+// Layers with a state for each context; see `LayerState` of ../../caches.py. Each request is computed token by
 // token, so that no result depends on where a chunk begins.
 
 constexpr int64_t kMostTaps = 16;

@@ -1,4 +1,4 @@
-"""The parts of layers with a state that do not depend on the layer's formula, in plain torch. See `RecurrentState`."""
+"""Layers with a state in plain torch, and the parts of them that do not depend on the formula. See `RecurrentState`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,88 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.interface import AttentionBatch, GroupTables, RecurrentState
+from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.caches import RecurrentState
 
 Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function from the state before a token and fp32 [inputs] to the state after the token and the token's result."""
+
+
+class ReferenceRecurrence:
+    """`RecurrentKernels` in plain torch, token by token."""
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        batch: AttentionBatch,
+        group: GroupTables,
+    ) -> Tensor:
+        out, taps = torch.empty_like(x), weight.float()
+        for span in spans(batch, group):
+            tokens = slice(span.first, span.first + span.end - span.start)
+            seen = torch.cat((inputs_before(span, state, len(taps) - 1), x[tokens].float()))
+            count = span.end - span.start
+            total = torch.zeros_like(seen[:count]) if bias is None else bias.float().expand(count, -1).contiguous()
+            for tap, factors in enumerate(taps):
+                total = total + factors * seen[tap : tap + count]
+            # Row by row, because torch computes the last few elements of a tensor in another way than all others.
+            out[tokens] = torch.stack([F.silu(row) for row in total]).to(x.dtype)
+            keep_inputs(span, state, seen)
+        return out
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        state: RecurrentState,
+        batch: AttentionBatch,
+        group: GroupTables,
+    ) -> Tensor:
+        _, heads, head_dim, state_size = state.state.shape
+        decay, bias, skip = rates
+
+        def advance(now: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            own, b, c, raw = torch.split(inputs, [heads * head_dim, state_size, state_size, heads])
+            step, own = F.softplus(raw + bias), own.view(heads, head_dim)
+            now = now * torch.exp(step * decay).view(-1, 1, 1) + (step.unsqueeze(1) * own).unsqueeze(2) * b
+            return now, skip.unsqueeze(1) * own + (now * c).sum(-1)
+
+        # Token by token, so that the order of all sums is the same wherever a chunk begins.
+        results = run_recurrence(state, torch.cat((x, time_steps), 1).float(), batch, group, advance)
+        return torch.stack(results).flatten(1).to(x.dtype) if results else x[:, : heads * head_dim].clone()
+
+    def gated_delta_rule(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        state: RecurrentState,
+        batch: AttentionBatch,
+        group: GroupTables,
+    ) -> Tensor:
+        _, heads, key_dim, value_dim = state.state.shape
+        keys = (x.shape[1] - heads * value_dim) // 2
+        repeats = heads * key_dim // keys
+        decay, bias = rates
+
+        def advance(now: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            query, key, value, gate, raw = torch.split(inputs, [keys, keys, heads * value_dim, heads, heads])
+            query, key = (_unit(own.view(-1, key_dim)).repeat_interleave(repeats, 0) for own in (query, key))
+            now = now * torch.exp(F.softplus(raw + bias) * decay).view(-1, 1, 1)
+            change = value.view(heads, value_dim) - (key.unsqueeze(2) * now).sum(1)
+            now = now + key.unsqueeze(2) * (change * torch.sigmoid(gate).unsqueeze(1)).unsqueeze(1)
+            return now, (query.unsqueeze(2) * now).sum(1) * key_dim**-0.5
+
+        results = run_recurrence(state, torch.cat((x, gates, time_steps), 1).float(), batch, group, advance)
+        return torch.stack(results).flatten(1).to(x.dtype) if results else x[:, 2 * keys :].clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +196,8 @@ def run_recurrence(
                 state.state[piece.slot] = now
             block[0, 0] = settled - piece.begin // size * size
     return results
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return x with rows of length 1."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

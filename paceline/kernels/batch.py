@@ -1,0 +1,47 @@
+"""The ragged batch of a step, as kernels see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """Block tables and write positions of a step in one KV group."""
+
+    block_tokens: int
+    window: int
+    """Tokens that a query attends to, itself included; 0 for all."""
+    tables: Tensor
+    """int32 [requests, blocks]: slot of each block. Entries outside [first needed, context_len) are arbitrary."""
+    write_slots: Tensor
+    """int64 [tokens]: slot to which each token of the step is written."""
+    write_offsets: Tensor
+    """int64 [tokens]: the token's position inside the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The ragged batch of one step: `requests` contexts, whose last few tokens are the queries.
+
+    Tokens of a request are consecutive, in order of position. The KV of the queries is stored before attention runs.
+    """
+
+    query_start: tuple[int, ...]
+    """[requests + 1]: tokens [query_start[r], query_start[r + 1]) belong to request r."""
+    context_len: tuple[int, ...]
+    """[requests]: tokens of each context, queries included."""
+    groups: tuple[GroupTables, ...]
+    final_len: tuple[int, ...] = field(default=(), kw_only=True)
+    """[requests]: tokens at the front of each context that no later step takes back; empty if all queries are final.
+    The tokens after them are drafts, or will be computed again. Only layers with a state read this."""
+
+    def final_lengths(self) -> tuple[int, ...]:
+        """Return [requests]: `final_len`, or `context_len` if all tokens are final."""
+        return self.final_len or self.context_len
+
+    def from_group(self, first: int) -> AttentionBatch:
+        """Return the same batch for a model whose groups begin with group `first`."""
+        return self if first == 0 else replace(self, groups=self.groups[first:])

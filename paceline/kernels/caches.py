@@ -1,0 +1,116 @@
+"""The caches of layers: views of keys and values, or of states, into a pool of blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer, views into the pool: [slots, kv_heads, block_tokens, head_dim].
+
+    Latent vectors are keys and values at once, so both views show the same memory.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def first(self) -> Tensor:
+        """The tensor whose address and shape tell caches apart."""
+        return self.keys
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """The states of one recurrent layer, in place of keys and values: fp32 views into the pool.
+
+    A token reads the state after the token before it from that token's block, and writes to the block that it belongs
+    to. So a full block never changes again.
+
+    A step may begin before the end of an earlier step, because drafts were refused. Each part of a state can therefore
+    go back by as many tokens as there may be drafts, but not to before `AttentionBatch.final_len`. A step needs nothing
+    but the block of the token before it, so a block can be cached, moved or handed over at any time.
+    """
+
+    parts: tuple[Tensor, ...]
+    """[slots, ...] each; all dimensions but the first are dense. The layer's kernels say what they hold."""
+
+    @property
+    def first(self) -> Tensor:
+        return self.parts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """The state of a recurrence that can go back, such as Mamba-2's or a delta rule's: two parts of a `LayerState`.
+
+    A block has the state after some of its tokens, and the inputs of the computed tokens after these. A step whose
+    first token is at position p, in a context with `final` final tokens, does this for each request:
+
+    1. It takes the state of the block of token p - 1, and advances it by the pending inputs of the tokens before p.
+    2. It computes its tokens one after another. At the first token of a block, it puts the state before that token into
+       the block.
+    3. In the block, it advances the state only over final tokens. It leaves the block's state as it is if p > final.
+    4. It adds the inputs of its other tokens to the pending inputs of their blocks. Inputs of refused tokens are
+       overwritten by this, or never read.
+
+    The advance by a pending input has the same bits as the first computation of this token.
+    """
+
+    state: Tensor
+    """fp32 [slots, ...]"""
+    pending: Tensor
+    """fp32 [slots, 1 + drafts, inputs]: row 0 begins with the number of the block's tokens that `state` includes. Row
+    i + 1 has the inputs of the i-th token after them. Kernels refuse a step for which there are too few rows."""
+
+
+AnyCache = LayerCache | LayerState
+
+
+def view_pool(
+    arena: Tensor, slot_elements: int, layers: int, kv_heads: int, block_tokens: int, head_dim: int, planes: int = 2
+) -> list[LayerCache]:
+    """Return the caches of one group's layers as views into the pool.
+
+    Args:
+        arena: the pool, flat, [slots * slot_elements] in the cache's dtype.
+        planes: 2 for keys and values; 1 if each key is a value too.
+    """
+    slots = arena.numel() // slot_elements
+    plane = kv_heads * block_tokens * head_dim
+    strides = (slot_elements, block_tokens * head_dim, head_dim, 1)
+    shape = (slots, kv_heads, block_tokens, head_dim)
+
+    def plane_view(index: int) -> Tensor:
+        return torch.as_strided(arena, shape, strides, storage_offset=arena.storage_offset() + index * plane)
+
+    views = [plane_view(index) for index in range(planes * layers)]
+    return [LayerCache(keys, values) for keys, values in zip(views[::planes], views[planes - 1 :: planes])]
+
+
+def view_states(arena: Tensor, slot_bytes: int, layers: int, parts: Sequence[Sequence[int]]) -> list[LayerState]:
+    """Return the states of one group's layers as views into the pool.
+
+    Args:
+        arena: the pool, flat, of any dtype.
+        parts: the shape of each part of a layer's state.
+    """
+    words = arena.view(torch.uint8).view(torch.float32)
+    slot_elements = slot_bytes // words.itemsize
+    slots = words.numel() // slot_elements
+    place = words.storage_offset()
+
+    def take(shape: Sequence[int]) -> Tensor:
+        nonlocal place
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        part = torch.as_strided(words, (slots, *shape), (slot_elements, *strides), place)
+        place += math.prod(shape)
+        return part
+
+    return [LayerState(tuple(take(shape) for shape in parts)) for _ in range(layers)]
