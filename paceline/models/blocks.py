@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.caches import AnyCache, LayerCache, LayerState, RecurrentState
-from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind, PackedWeight, Taps
+from paceline.kernels.caches import AnyCache, LayerCache
+from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind, PackedWeight
 from paceline.models.base import Weights
 from paceline.models.model_config import LayerType, ModelConfig, Rope
 from paceline.models.order import gated_order
@@ -170,35 +169,6 @@ class Attention:
         return self._o(rows if gate is None else kernels.sigmoid_and_mul(gate, rows))
 
 
-class MambaMixer:
-    """A Mamba-2 mixer, in place of attention: a convolution over the last few tokens, then a recurrence over all."""
-
-    def __init__(self, config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> None:
-        mamba, hidden = config.mamba, config.hidden_size
-        assert mamba is not None
-        inner, channels, heads, taps = mamba.inner_size, mamba.conv_channels, mamba.heads, mamba.conv_taps
-        self._gate, self._in, self._time_steps = Linear.take_parts(
-            weights, f"{place}.in_proj", hidden, (inner, channels, heads), mamba.bias, kernels
-        )
-        self._conv = weights.take(f"{place}.conv1d.weight", channels, 1, taps)[:, 0].T.contiguous()
-        self._conv_bias = weights.take(f"{place}.conv1d.bias", channels) if mamba.conv_bias else None
-        decay, bias, skip = (weights.take(f"{place}.{name}", heads).float() for name in ("A_log", "dt_bias", "D"))
-        if not (decay.is_meta or bias.is_meta or skip.is_meta):  # a missing tensor, which the loader reports
-            self._rates = torch.stack((-decay.exp(), bias, skip))
-        self._norm = RMSNorm(weights, f"{place}.norm", inner, config.norm_eps, kernels)
-        self._out = Linear.take(weights, f"{place}.out_proj", inner, hidden, mamba.bias, kernels)
-        self._kernels = kernels
-
-    def __call__(self, x: Tensor, cache: AnyCache, step: AttentionStep) -> Tensor:
-        kernels = self._kernels
-        assert isinstance(cache, LayerState)
-        *scanned, convolved = cache.parts
-        seen = kernels.causal_conv(self._in(x), self._conv, self._conv_bias, convolved, step.batch, step.group)
-        state = RecurrentState(*scanned)
-        found = kernels.selective_scan(seen, self._time_steps(x), self._rates, state, step.batch, step.group)
-        return self._out(self._norm(kernels.silu_and_mul(self._gate(x), found)))
-
-
 class GatedMLP:
     """down(activation(gate(x)) * up(x)).
 
@@ -260,51 +230,3 @@ class Embedding:
         if self._softcap:
             logits = Logits(self._softcap * torch.tanh(logits.values / self._softcap))
         return logits
-
-
-class Layer(Protocol):
-    """A layer that adds to the residual stream."""
-
-    norm: RMSNorm
-    """The norm of the layer's input."""
-
-    def __call__(
-        self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep
-    ) -> tuple[Tensor, Tensor]:
-        """Return x after the layer, and `next_norm` of it.
-
-        Args:
-            x: [tokens, hidden], the residual stream.
-            normed: `norm` of x.
-            next_norm: the norm that the next layer, or the end of the model, applies to the result.
-        """
-
-
-def run_layers(
-    layers: Sequence[Layer],
-    last_norm: RMSNorm,
-    x: Tensor,
-    caches: Sequence[AnyCache],
-    steps: Sequence[AttentionStep],
-    taps: Taps | None,
-    begin: int = 0,
-) -> Tensor:
-    """Run layers one after another and return [tokens, hidden] after `last_norm`.
-
-    One pass over memory adds the output of a layer to the residual stream and applies the next layer's norm.
-
-    Args:
-        x: [tokens, hidden], the embedded tokens, or the residual stream after `begin` layers.
-        caches: one for each layer.
-        steps: the attention inputs of each layer.
-        taps: gets the hidden states after chosen layers.
-        begin: number of the model's layers before `layers`.
-    """
-    taps = taps or Taps()
-    taps.see(begin, x)
-    norms = [*(layer.norm for layer in layers[1:]), last_norm]
-    normed = layers[0].norm(x)
-    for depth, (layer, next_norm, cache, step) in enumerate(zip(layers, norms, caches, steps), begin + 1):
-        x, normed = layer(x, normed, next_norm, cache, step)
-        taps.see(depth, x)
-    return normed

@@ -10,12 +10,13 @@ from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.interface import Kernels, Logits, NormKind, Taps
 from paceline.models.base import Weights, kv_groups
-from paceline.models.blocks import AttentionStep, Embedding, Layer, RMSNorm, run_layers
-from paceline.models.model_config import LayerType, ModelConfig
+from paceline.models.blocks import AttentionStep, Embedding, RMSNorm
+from paceline.models.layers import Layer, run_layers
+from paceline.models.model_config import ModelConfig
 from paceline.models.rotary import Rotary
 
-MakeLayer = Callable[[LayerType, str], Layer]
-"""A function that makes a layer of a type, with the prefix of its tensors' names."""
+MakeLayer = Callable[[int, str], Layer]
+"""A function that makes a layer from its number and the prefix of its tensors' names."""
 
 
 class Decoder:
@@ -43,7 +44,7 @@ class Decoder:
         self.group_shapes, self.layer_groups = kv_groups(config)
         self._embedding = Embedding(config, weights, kernels, place)
         self._embedding_scale = embedding_scale
-        self._layers = [make_layer(kind, f"{place}.layers.{layer}") for layer, kind in enumerate(config.layer_types)]
+        self._layers = [make_layer(layer, f"{place}.layers.{layer}") for layer in range(config.num_layers)]
         self._norm = RMSNorm(weights, f"{place}.norm", config.hidden_size, config.norm_eps, kernels, norm_kind)
         self._rotary = Rotary(config, self._embedding.device, kernels)
 

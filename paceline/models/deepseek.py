@@ -10,9 +10,10 @@ from torch import Tensor
 from paceline.kernels.caches import AnyCache, LayerCache
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Weights
-from paceline.models.blocks import AttentionStep, GatedMLP, Layer, Linear, RMSNorm
+from paceline.models.blocks import AttentionStep, GatedMLP, Linear, RMSNorm
 from paceline.models.decoder import Decoder
 from paceline.models.experts import MixtureOfExperts, Router, experts_of, separate_experts
+from paceline.models.layers import PreNormLayer
 from paceline.models.model_config import LayerType, ModelConfig
 from paceline.models.rotary import rotary_order
 
@@ -24,11 +25,11 @@ class Deepseek(Decoder):
     """A DeepSeek model: a few layers with an MLP, then layers with experts."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
-        experts = config.experts
-        dense = iter(experts is None or layer in experts.dense_layers for layer in range(config.num_layers))
-
-        def make_layer(kind: LayerType, place: str) -> Layer:
-            return _Layer(config, kind, weights, place, kernels, next(dense))
+        def make_layer(layer: int, place: str) -> PreNormLayer:
+            kind, mlp = config.layer_types[layer], f"{place}.mlp"
+            attention = LatentAttention(config, kind, weights, f"{place}.self_attn", kernels)
+            make_mlp = _experts if config.has_experts(layer) else GatedMLP
+            return PreNormLayer(config, weights, place, kernels, attention, make_mlp(config, weights, mlp, kernels))
 
         super().__init__(config, weights, kernels, make_layer)
 
@@ -106,27 +107,6 @@ class LatentAttention:
         kernels.store_kv(keys, keys, cache, step.group)
         attended = kernels.attention(queries, cache, step.batch, step.group, own.scale, own.softcap)
         return self._o(kernels.linear_heads(attended[..., : latent.rank], self._to_values).flatten(1))
-
-
-class _Layer:
-    def __init__(
-        self, config: ModelConfig, kind: LayerType, weights: Weights, place: str, kernels: Kernels, is_dense: bool
-    ) -> None:
-        size, eps, mlp = config.hidden_size, config.norm_eps, f"{place}.mlp"
-        self.norm = RMSNorm(weights, f"{place}.input_layernorm", size, eps, kernels)
-        self._attention = LatentAttention(config, kind, weights, f"{place}.self_attn", kernels)
-        self._mlp_norm = RMSNorm(weights, f"{place}.post_attention_layernorm", size, eps, kernels)
-        self._mlp: GatedMLP | MixtureOfExperts
-        if is_dense:
-            self._mlp = GatedMLP(config, weights, mlp, kernels)
-        else:
-            self._mlp = _experts(config, weights, mlp, kernels)
-
-    def __call__(
-        self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep
-    ) -> tuple[Tensor, Tensor]:
-        x, normed = self._mlp_norm.of_sum(x, self._attention(normed, cache, step))
-        return next_norm.of_sum(x, self._mlp(normed))
 
 
 def _experts(config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> MixtureOfExperts:

@@ -22,7 +22,7 @@ class Gemma3(Decoder):
             config,
             weights,
             kernels,
-            lambda kind, place: _Layer(config, kind, weights, place, kernels),
+            lambda layer, place: _Layer(config, config.layer_types[layer], weights, place, kernels),
             norm_kind=NormKind.UNIT_OFFSET,
             embedding_scale=config.hidden_size**0.5,
         )

@@ -29,10 +29,8 @@ class Gemma4(Decoder):
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         place = "model.language_model" if config.architecture.endswith("ConditionalGeneration") else "model"
-        layers = iter(range(config.num_layers))
 
-        def make_layer(kind: LayerType, own: str) -> Gemma4Layer:
-            layer = next(layers)
+        def make_layer(layer: int, own: str) -> Gemma4Layer:
             return Gemma4Layer(config, layer, weights, own, kernels, reads=layer in config.kv_sources)
 
         super().__init__(

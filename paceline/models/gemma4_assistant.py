@@ -18,9 +18,10 @@ from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.interface import Kernels, Logits, NormKind, Taps
 from paceline.models.base import Weights
-from paceline.models.blocks import Embedding, Linear, run_layers
+from paceline.models.blocks import Embedding, Linear
 from paceline.models.decoder import Decoder
 from paceline.models.gemma4 import Gemma4Layer
+from paceline.models.layers import run_layers
 from paceline.models.model_config import Assistant, LayerType, ModelConfig
 
 _UNLIKELY = -10_000.0
@@ -38,12 +39,11 @@ class Gemma4Assistant(Decoder):
     """An assistant with its weights. Call it under `torch.inference_mode()`."""
 
     def __init__(self, config: ModelConfig, weights: AssistantWeights, kernels: Kernels) -> None:
-        layers = iter(range(config.num_layers))
         super().__init__(
             config,
             weights,
             kernels,
-            lambda kind, own: Gemma4Layer(config, next(layers), weights, own, kernels, reads=True),
+            lambda layer, own: Gemma4Layer(config, layer, weights, own, kernels, reads=True),
             norm_kind=NormKind.WIDE,
         )
         self.kinds: tuple[LayerType, ...] = tuple(dict.fromkeys(config.layer_types))

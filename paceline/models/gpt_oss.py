@@ -13,7 +13,7 @@ class GptOss(Llama):
     """A GPT-OSS model: experts as MLPs. Attention has sinks, and a window in every other layer."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
-        def make_mlp(place: str) -> MixtureOfExperts:
+        def make_mlp(layer: int, place: str) -> MixtureOfExperts:
             router = Router.take(config, weights, f"{place}.router", kernels)
             gate_up, down = f"{place}.experts.gate_up_proj", f"{place}.experts.down_proj"
             experts = fused_experts(config, weights, gate_up, down, kernels, transposed=True, interleaved=True)

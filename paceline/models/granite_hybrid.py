@@ -7,9 +7,10 @@ from torch import Tensor
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Weights
-from paceline.models.blocks import Attention, AttentionStep, GatedMLP, MambaMixer, RMSNorm
+from paceline.models.blocks import Attention, AttentionStep, GatedMLP, RMSNorm
 from paceline.models.decoder import Decoder
 from paceline.models.experts import MixtureOfExperts, Router, fused_experts
+from paceline.models.mamba import MambaMixer
 from paceline.models.model_config import LayerType, ModelConfig
 
 
@@ -24,7 +25,7 @@ class GraniteHybrid(Decoder):
             config,
             weights,
             kernels,
-            lambda kind, place: _Layer(config, kind, weights, place, kernels),
+            lambda layer, place: _Layer(config, config.layer_types[layer], weights, place, kernels),
             embedding_scale=config.embedding_multiplier,
         )
 

@@ -235,6 +235,10 @@ class ModelConfig:
     """Factor on what attention, mixer or MLP adds to the residual stream."""
     logits_divisor: float = 1.0
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts in place of an MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
     @property
     def num_layers(self) -> int:
         return len(self.layer_types)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-from torch import Tensor
-
-from paceline.kernels.caches import AnyCache
 from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Weights
-from paceline.models.blocks import Attention, AttentionStep, GatedMLP, Layer, Linear, RMSNorm
+from paceline.models.blocks import Attention, GatedMLP, Linear
 from paceline.models.decoder import Decoder
 from paceline.models.delta_net import GatedDeltaNet
 from paceline.models.experts import MixtureOfExperts, Router, experts_of, stored_experts
-from paceline.models.model_config import LayerType, ModelConfig
+from paceline.models.layers import PreNormLayer
+from paceline.models.model_config import ModelConfig
 
 
 class Qwen3Next(Decoder):
@@ -24,39 +21,24 @@ class Qwen3Next(Decoder):
     """A head that drafts tokens, and the encoder of images."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
-        layers = range(config.num_layers)
-        dense = iter(config.experts is None or layer in config.experts.dense_layers for layer in layers)
-
-        def make_layer(kind: LayerType, place: str) -> Layer:
-            return _Layer(config, kind, weights, place, kernels, next(dense))
+        def make_layer(layer: int, place: str) -> PreNormLayer:
+            mixer, mlp = _mixer(config, layer, weights, place, kernels), f"{place}.mlp"
+            make_mlp = _experts if config.has_experts(layer) else GatedMLP
+            own = make_mlp(config, weights, mlp, kernels)
+            return PreNormLayer(config, weights, place, kernels, mixer, own, NormKind.UNIT_OFFSET)
 
         has_media = config.architecture.endswith("ForConditionalGeneration")
         place = "model.language_model" if has_media else "model"
         super().__init__(config, weights, kernels, make_layer, NormKind.UNIT_OFFSET, place=place)
 
 
-class _Layer:
-    def __init__(
-        self, config: ModelConfig, kind: LayerType, weights: Weights, place: str, kernels: Kernels, is_dense: bool
-    ) -> None:
-        norm = partial(
-            RMSNorm, size=config.hidden_size, eps=config.norm_eps, kernels=kernels, kind=NormKind.UNIT_OFFSET
-        )
-        self.norm = norm(weights, f"{place}.input_layernorm")
-        self._mixer: Attention | GatedDeltaNet
-        if kind == "delta":
-            self._mixer = GatedDeltaNet(config, weights, f"{place}.linear_attn", kernels)
-        else:
-            self._mixer = Attention(config, kind, weights, f"{place}.self_attn", kernels, NormKind.UNIT_OFFSET)
-        self._mlp_norm = norm(weights, f"{place}.post_attention_layernorm")
-        mlp = f"{place}.mlp"
-        self._mlp = GatedMLP(config, weights, mlp, kernels) if is_dense else _experts(config, weights, mlp, kernels)
-
-    def __call__(
-        self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep
-    ) -> tuple[Tensor, Tensor]:
-        x, normed = self._mlp_norm.of_sum(x, self._mixer(normed, cache, step))
-        return next_norm.of_sum(x, self._mlp(normed))
+def _mixer(
+    config: ModelConfig, layer: int, weights: Weights, place: str, kernels: Kernels
+) -> Attention | GatedDeltaNet:
+    kind = config.layer_types[layer]
+    if kind == "delta":
+        return GatedDeltaNet(config, weights, f"{place}.linear_attn", kernels)
+    return Attention(config, kind, weights, f"{place}.self_attn", kernels, NormKind.UNIT_OFFSET)
 
 
 def _experts(config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> MixtureOfExperts:

@@ -60,6 +60,7 @@ def prepare(tmp_path: Path, hub: FakeHub) -> Prepare:
             "HF_ENDPOINT": hub.url,
             "HF_HOME": str(tmp_path / "hf"),
             "PACELINE_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_DOWNLOAD_TIMEOUT": "120",  # a busy machine may take longer than the default of 10
             **variables,
         }
         command = [sys.executable, "-m", "paceline", "prepare", *arguments]

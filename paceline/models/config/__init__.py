@@ -139,16 +139,17 @@ def _check_shapes(config: ModelConfig) -> None:
         if own.head_dim % 2:
             raise ModelError(f"head_dim must be even for the rotary embedding, not {own.head_dim}")
     if (experts := config.experts) is not None:
-        routing = experts.routing
-        if routing.top_k > experts.count:
-            raise ModelError(f"a token cannot have {routing.top_k} of {experts.count} experts")
-        if experts.count % routing.groups or routing.top_groups > routing.groups:
+        routing, count, groups = experts.routing, experts.count, experts.routing.groups
+        choices = count // groups * routing.top_groups
+        if count % groups or routing.top_groups > groups:
             raise ModelError(
-                f"{experts.count} experts cannot be in {routing.groups} equal groups, of which a token has "
-                f"{routing.top_groups}"
+                f"the number of groups ({groups}) must divide the number of experts ({count}), and a token must have "
+                f"at most that many groups, not {routing.top_groups}"
             )
-        if routing.top_k > experts.count // routing.groups * routing.top_groups:
-            raise ModelError(f"{routing.top_groups} groups of experts have fewer than {routing.top_k} experts")
+        if routing.top_k > choices:
+            raise ModelError(f"a token cannot have {routing.top_k} experts: it chooses among {choices}")
+        if routing.group_score == "top2" and count // groups < 2:
+            raise ModelError(f"groups are scored by their two best experts, so each of {groups} groups needs two")
 
 
 def _read_json(path: Path) -> Json:

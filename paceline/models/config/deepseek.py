@@ -90,7 +90,7 @@ def _deepseek(fields: Fields, routing: Routing) -> ModelConfig:
         experts=None
         if len(dense_layers) == layers
         else Experts(
-            count=_count(fields.size("n_routed_experts"), routing),
+            count=fields.size("n_routed_experts"),
             inner_size=fields.size("moe_intermediate_size"),
             routing=routing,
             activation=activation,
@@ -130,13 +130,3 @@ def _scale_of_yarn(fields: Fields) -> float:
     if kind == "default" or not weight or factor <= 1:
         return 1.0
     return (0.1 * weight * math.log(factor) + 1.0) ** 2
-
-
-def _count(experts: int, routing: Routing) -> int:
-    """Return the number of experts. Raises ModelError if `routing` cannot choose among them."""
-    groups, chosen = routing.groups, routing.top_groups
-    if experts % groups or chosen > groups or routing.top_k > experts // groups * chosen:
-        raise ModelError(
-            f"{routing.top_k} of {experts} experts cannot be chosen from {chosen} of {groups} groups of equal size"
-        )
-    return experts

@@ -18,6 +18,7 @@ def test_numerics_name_a_quantization_that_changes_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instruction_set: str, dtype: str, quantization: str
 ) -> None:
     monkeypatch.setenv("PACELINE_ISA", instruction_set)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     config = WorkerConfig(model=str(tmp_path), dtype=dtype, quantization=quantization, model_impl="native")
     options = ComputeOptions.resolve(config)
     changes_bits = quantization == "int8" or (dtype == "bfloat16" and instruction_set in INTEGER_PRODUCTS)
