@@ -148,9 +148,9 @@ class WorkerConfig(ServiceConfig):
     )
     model_impl: ModelImpl = option(
         "auto",
-        "code that computes the model. native: this program's own, which is fast and has few families. transformers: "
-        "the model's code in the package transformers, with this program's attention and matrix products. auto: native "
-        "if it has the model's architecture, else transformers",
+        "code that computes the model. native: Paceline's own, which is faster and has the architectures that are "
+        "native in docs/architectures.md. transformers: the model's code in the package transformers, with Paceline's "
+        "attention and matrix products. auto: native if it has the model's architecture, else transformers",
         "model",
     )
     trust_remote_code: bool = option(

@@ -229,8 +229,8 @@ def _state_tokens(kv_tokens: Sequence[int], states: int) -> int:
 def divide_groups(shapes: tuple[GroupShape, ...]) -> tuple[GroupShape, ...]:
     """Return groups with keys and values for the same layers, so that prefixes can be reused in small units.
 
-    If the units are small already, the groups stay as they are. Otherwise the choice among the divisions with the
-    smallest units, or with units of at most _FINE_TOKENS, is the one with the lowest price.
+    If the unit of reuse is at most _FINE_TOKENS, the groups stay as they are. Otherwise the cheapest division is chosen
+    whose unit is at most _FINE_TOKENS; if there is none, the one with the smallest unit.
     """
     if not shapes or make_layout(shapes, _ITEMSIZE, "").alignment <= _FINE_TOKENS:
         return shapes
@@ -243,7 +243,7 @@ def divide_groups(shapes: tuple[GroupShape, ...]) -> tuple[GroupShape, ...]:
 
 
 def _divided(shapes: tuple[GroupShape, ...], room: int) -> tuple[GroupShape, ...]:
-    """Return groups of as many whole layers as have at most `room` bytes in BASE_TOKENS tokens, but at least one."""
+    """Divide each group so that a block of BASE_TOKENS tokens has at most `room` bytes, or one layer."""
     divided: list[GroupShape] = []
     for shape in shapes:
         fit = max(1, room * len(shape.layers) // shape.block_bytes(BASE_TOKENS, _ITEMSIZE))

@@ -43,7 +43,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NewestStates:
-    """The hidden states of the target model after which it has chosen the newest token of each row."""
+    """For each row, the target's hidden state from which the newest token was chosen."""
 
     hidden: Tensor
     """[n, hidden], after the final norm."""

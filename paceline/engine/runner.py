@@ -294,7 +294,7 @@ class ModelRunner:
 
 
 def _wanted(chunks: Sequence[Chunk], inputs: Inputs) -> list[int]:
-    """Return for each chunk the number of its last tokens after which somebody needs logits."""
+    """Return how many of each chunk's last tokens need logits."""
     return [
         end - begin if chunk.scored or (chunk.samples and chunk.follows) else int(chunk.samples)
         for chunk, (begin, end) in zip(chunks, pairwise(inputs.batch.query_start))
@@ -302,7 +302,7 @@ def _wanted(chunks: Sequence[Chunk], inputs: Inputs) -> list[int]:
 
 
 def _newest(chunks: Sequence[Chunk], results: Sequence[ChunkResult], wanted: Sequence[int]) -> dict[int, int]:
-    """Return where the hidden state is after which each row's newest token was chosen, among all wanted ones."""
+    """Return the index of each row's hidden state from which its newest token was chosen, among the wanted ones."""
     ends = list(accumulate(wanted))
     return {
         chunk.row: (end - count + len(result.tokens) if chunk.follows else end) - 1

@@ -63,7 +63,7 @@ class Weights(Protocol):
         """Return the parts of a matrix [sum(sizes_out), size_in], each packed by itself.
 
         Args:
-            order: the order in which the parts have the matrix's rows; None for their own.
+            order: the order of the matrix's rows in the parts; None keeps the checkpoint's order.
         """
 
     def take_packed_derived(
@@ -86,7 +86,7 @@ class Weights(Protocol):
 
 
 class _Parts(Protocol):
-    """What the engine and the loader both know of a model."""
+    """The attributes of a model that both the engine and the loader read."""
 
     @property
     def config(self) -> ModelFacts: ...

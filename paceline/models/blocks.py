@@ -52,10 +52,10 @@ class Linear:
         kernels: Kernels,
         order: Sequence[int] | None = None,
     ) -> list[Linear]:
-        """Make several layers of one matrix [sum(sizes_out), size_in], as which the checkpoint keeps them.
+        """Make several layers from one matrix of the checkpoint, [sum(sizes_out), size_in].
 
         Args:
-            order: the order in which the layers have the matrix's outputs; None for their own.
+            order: the order of the matrix's outputs in the layers; None keeps the checkpoint's order.
         """
         parts = weights.take_packed_parts(f"{place}.weight", sizes_out, size_in, order)
         biases: Sequence[Tensor | None] = [None] * len(parts)
@@ -89,7 +89,7 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """The inputs of a step that attention or a Mamba mixer needs, for the layers of one group."""
+    """The inputs of a step that attention or a recurrent mixer needs, for the layers of one group."""
 
     rotation: Rotation | None
     """None if queries and keys are not rotated by their positions."""

@@ -41,7 +41,7 @@ class GatedDeltaNet:
             )
         self._conv = weights.take(f"{place}.conv1d.weight", channels, 1, taps)[:, 0].T.contiguous()
         decay, bias = (weights.take(f"{place}.{name}", heads, dtype=torch.float32) for name in ("A_log", "dt_bias"))
-        if not (decay.is_meta or bias.is_meta):  # a missing tensor, which the loader reports
+        if not (decay.is_meta or bias.is_meta):  # a tensor on the meta device is missing, which the loader reports
             self._rates = torch.stack((-decay.exp(), bias))
         self._norm = RMSNorm(weights, f"{place}.norm", delta.value_dim, config.norm_eps, kernels)
         self._out = Linear.take(weights, f"{place}.out_proj", values, hidden, False, kernels)

@@ -62,7 +62,7 @@ def check_speculative(speculative: SpeculativeConfig | None, folder: Path, model
 def _check_assistant(draft: ModelConfig, sizes: Assistant, target: ModelFacts) -> None:
     if not isinstance(target, ModelConfig) or target.gemma4 is None:
         raise ConfigError(
-            "--speculative-config: the draft model is an assistant of Gemma 4, and the model is no native Gemma 4 "
+            "--speculative-config: the draft model is an assistant of Gemma 4, and the model is not a native Gemma 4 "
             "(--model-impl); choose another draft model"
         )
     problem = ""
@@ -75,7 +75,9 @@ def _check_assistant(draft: ModelConfig, sizes: Assistant, target: ModelFacts) -
         elif own.num_heads % others.num_kv_heads:
             problem = problem or f"has {own.num_heads} heads, which cannot share {others.num_kv_heads} KV heads evenly"
     if problem:
-        raise ConfigError(f"--speculative-config: the assistant {problem}; choose that of the model's own size")
+        raise ConfigError(
+            f"--speculative-config: the assistant {problem}; choose the assistant that was released for this model"
+        )
 
 
 def check_vocabularies(draft: ModelFacts, target: ModelFacts) -> None:

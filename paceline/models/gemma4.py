@@ -157,7 +157,7 @@ class Gemma4Layer:
             self._project = Linear.take(weights, f"{place}.per_layer_projection", size, hidden, False, kernels)
             self._post_input = norm(weights, f"{place}.post_per_layer_input_norm")
         scalar = weights.take(f"{place}.layer_scalar", 1)
-        self._scalar = 1.0 if scalar.is_meta else float(scalar)  # a missing tensor, which the loader reports
+        self._scalar = 1.0 if scalar.is_meta else float(scalar)  # on meta: missing, which the loader reports
         self._kernels = kernels
 
     def __call__(

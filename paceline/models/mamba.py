@@ -25,7 +25,9 @@ class MambaMixer:
         self._conv = weights.take(f"{place}.conv1d.weight", channels, 1, taps)[:, 0].T.contiguous()
         self._conv_bias = weights.take(f"{place}.conv1d.bias", channels) if mamba.conv_bias else None
         decay, bias, skip = (weights.take(f"{place}.{name}", heads).float() for name in ("A_log", "dt_bias", "D"))
-        if not (decay.is_meta or bias.is_meta or skip.is_meta):  # a missing tensor, which the loader reports
+        if not (
+            decay.is_meta or bias.is_meta or skip.is_meta
+        ):  # a tensor on the meta device is missing, which the loader reports
             self._rates = torch.stack((-decay.exp(), bias, skip))
         self._norm = RMSNorm(weights, f"{place}.norm", inner, config.norm_eps, kernels)
         self._out = Linear.take(weights, f"{place}.out_proj", inner, hidden, mamba.bias, kernels)

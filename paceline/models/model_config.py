@@ -137,7 +137,7 @@ class DeltaNet:
     heads: int
     """Heads with a value and a state of their own."""
     key_heads: int
-    """Heads with a query and a key, each for heads / key_heads heads."""
+    """Heads with a query and a key. Each serves heads / key_heads value heads."""
     key_dim: int
     value_dim: int
     conv_taps: int
@@ -177,9 +177,9 @@ class Gemma4Config:
     reader_intermediate_size: int
     """Width of the MLP in layers without KV of their own."""
     layer_input_size: int
-    """Elements of a token that only one layer reads, for each layer; 0 if there are none."""
+    """Size of the per-layer embedding of a token; 0 if the model has none."""
     layer_input_vocab_size: int
-    """Rows of the table from which they come."""
+    """Rows of the table of per-layer embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +189,9 @@ class Assistant:
     target_size: int
     """Elements of the target's hidden states."""
     centroids: int = 0
-    """Centroids of tokens, each for equally many; 0 if all tokens have logits."""
+    """Clusters of tokens, all of one size; 0 if all tokens have logits."""
     best_centroids: int = 0
-    """Centroids whose tokens have logits."""
+    """Clusters whose tokens have logits in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class ModelConfig:
     assistant: Assistant | None = None
     """None if the model does not read a target's keys and values."""
     kv_sources: Mapping[int, int] = field(default_factory=dict)
-    """The layers without KV of their own, and for each the layer whose KV it reads."""
+    """For each layer without KV of its own, the layer whose KV it reads."""
     mlp_bias: bool = False
     logit_softcap: float = 0.0
     """Bound of logits: they become bound * tanh(logits / bound); 0 is off."""

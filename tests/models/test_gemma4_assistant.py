@@ -100,7 +100,7 @@ def test_an_assistant_needs_native_code_of_its_target(tmp_path: Path) -> None:
         ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 104}, {}, "inputs for each layer"),
         ({"sliding_window": 1}, {}, "sliding_window must be at least 2"),
         ({}, {"tie_word_embeddings": False}, "a head of its own"),
-        ({}, {"num_centroids": 10}, "104 tokens cannot have 10 centroids evenly"),
+        ({}, {"num_centroids": 10}, r"vocab_size \(104\) must be a multiple of num_centroids \(10\)"),
         ({}, {"centroid_intermediate_top_k": 14}, "of which 14 are chosen"),
         ({}, {"backbone_hidden_size": 0}, "backbone_hidden_size must be a positive whole number"),
         ({}, {"text_config": None}, "text_config is missing"),

@@ -32,5 +32,8 @@ def _assistant(fields: Fields, vocab_size: int) -> Assistant:
         return Assistant(target_size)
     centroids, best = fields.size("num_centroids", 2048), fields.size("centroid_intermediate_top_k", 32)
     if vocab_size % centroids or best > centroids:
-        raise ModelError(f"{vocab_size} tokens cannot have {centroids} centroids evenly, of which {best} are chosen")
+        raise ModelError(
+            f"vocab_size ({vocab_size}) must be a multiple of num_centroids ({centroids}), and "
+            f"centroid_intermediate_top_k ({best}) must be at most num_centroids"
+        )
     return Assistant(target_size, centroids, best)
