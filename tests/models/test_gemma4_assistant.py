@@ -69,8 +69,13 @@ def test_an_assistant_alone_is_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "target", "drafter", "complaint"),
     [
-        ("llama", {"vocab_size": 103}, {}, "the model is no native Gemma 4"),
-        ("gemma4", {}, {"target_size": 48}, "hidden states of 48 elements, and the model's have 40; choose that of"),
+        ("llama", {"vocab_size": 103}, {}, "the model is not a native Gemma 4"),
+        (
+            "gemma4",
+            {},
+            {"target_size": 48},
+            "hidden states of 48 elements, and the model's have 40; choose the assistant",
+        ),
         ("gemma4", {}, {"vocab_size": 104}, "vocabulary of the draft model has 104 tokens and the model's 103"),
         ("gemma4", {}, {"head_dim": 24}, "other sliding layers"),
         ("gemma4", {}, {"sliding_window": 20}, "other sliding layers"),
@@ -90,7 +95,7 @@ def test_an_assistant_needs_native_code_of_its_target(tmp_path: Path) -> None:
     write_tiny(tmp_path / "target", "gemma4")
     write_gemma4_assistant(tmp_path / "assistant")
     check_speculative(speculative(tmp_path / "assistant"), tmp_path / "target")
-    with pytest.raises(ConfigError, match="no native Gemma 4"):
+    with pytest.raises(ConfigError, match="not a native Gemma 4"):
         check_speculative(speculative(tmp_path / "assistant"), tmp_path / "target", "transformers")
 
 
@@ -101,7 +106,7 @@ def test_an_assistant_needs_native_code_of_its_target(tmp_path: Path) -> None:
         ({"sliding_window": 1}, {}, "sliding_window must be at least 2"),
         ({}, {"tie_word_embeddings": False}, "a head of its own"),
         ({}, {"num_centroids": 10}, r"vocab_size \(104\) must be a multiple of num_centroids \(10\)"),
-        ({}, {"centroid_intermediate_top_k": 14}, "of which 14 are chosen"),
+        ({}, {"centroid_intermediate_top_k": 14}, r"centroid_intermediate_top_k \(14\) must be at most"),
         ({}, {"backbone_hidden_size": 0}, "backbone_hidden_size must be a positive whole number"),
         ({}, {"text_config": None}, "text_config is missing"),
     ],
