@@ -86,7 +86,7 @@ def record_experts(kernels: Kernels) -> None:
     tokens, hidden, inner, count, dtype = 5, 2048, 768, 128, torch.bfloat16
     outer, down = torch.empty(inner, hidden, dtype=dtype), torch.empty(hidden, inner, dtype=dtype)
     gates, downs = [kernels.pack(outer)] * count, [kernels.pack(down)] * count
-    biases = torch.empty(count, inner, dtype=dtype), torch.empty(count, inner, dtype=dtype), down
+    biases = [torch.empty(count, size, dtype=dtype) for size in (inner, inner, hidden)]
     table, ids = torch.empty(6, count, dtype=torch.int64), torch.empty(tokens, 8, dtype=torch.int64)
     for own in (biases, (None, None, None)):
         experts = ExpertWeights(gates, gates, downs, "silu", *own, table=table)

@@ -60,12 +60,19 @@ def prepare(tmp_path: Path, hub: FakeHub) -> Prepare:
             "HF_ENDPOINT": hub.url,
             "HF_HOME": str(tmp_path / "hf"),
             "PACELINE_CACHE": str(tmp_path / "cache"),
-            "HF_HUB_DOWNLOAD_TIMEOUT": "120",  # a busy machine may take longer than the default of 10
             **variables,
         }
         command = [sys.executable, "-m", "paceline", "prepare", *arguments]
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
+        with subprocess.Popen(
+            command,
+            env=environment,
+            cwd=tmp_path,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored if a shell runs tests with `&`
+        ) as process:
             if stop is not None:
                 assert hub.stalls.wait(60)
                 process.send_signal(stop)
