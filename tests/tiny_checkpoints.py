@@ -250,6 +250,28 @@ def write_qwen3_5_with_vision(
     return _save(getattr(transformers, f"{name}ForConditionalGeneration"), config, folder)
 
 
+def write_gemma3_with_vision(folder: Path, **changes: object) -> transformers.PreTrainedModel:
+    """Save a tiny random Gemma 3 with an encoder of images to a folder and return the `transformers` model."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**_SMALL, **FAMILIES["gemma3"][1], **changes}
+    config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    return _save(transformers.Gemma3ForConditionalGeneration, config, folder)
+
+
+def write_mistral3_with_vision(folder: Path, family: str, **changes: object) -> transformers.PreTrainedModel:
+    """Save a tiny random Mistral 3 with an encoder of images to a folder and return the `transformers` model.
+
+    Args:
+        family: of the text model, "mistral" or "ministral3".
+    """
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**_SMALL, "model_type": family, **FAMILIES[family][1], **changes}
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config={**vision, "model_type": "pixtral", "image_size": 28, "patch_size": 14}
+    )
+    return _save(transformers.Mistral3ForConditionalGeneration, config, folder)
+
+
 def write_gemma4_with_media(
     folder: Path, kind: str, max_shard_size: str = "1GB", **changes: object
 ) -> transformers.PreTrainedModel:

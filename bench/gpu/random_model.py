@@ -117,6 +117,10 @@ class PackedWeights:
         self.take = self.take_table = weights.take
         self._kernels = kernels
 
+    def has(self, name: str) -> bool:
+        """Return False for names of nested text models: these weights have the names of a model for text alone."""
+        return name.startswith(("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."))
+
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self.take(name, *shape)
         return self._kernels.pack(weight if order is None else weight[list(order)])

@@ -169,7 +169,8 @@ class Kernels(ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles for `rotate`, fp32 [tokens, head_dim] each.
 
-        Both are multiplied by scale * (1 + growth * log(1 + position // growth_tokens)).
+        Both are multiplied by scale * (1 + growth * log(1 + position // growth_tokens)), except for the dimensions with
+        frequency 0: these are not rotated at all.
 
         positions: int64 [tokens]; frequencies: fp32 [head_dim / 2], in radians per position.
         """

@@ -71,6 +71,7 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
         factor: float | Tensor = scale
         if growth:
             factor = scale * (1.0 + growth * (1 + positions // growth_tokens).float().log().unsqueeze(1))
+        factor = torch.where(frequencies.repeat(2) == 0.0, 1.0, factor)
         return angles.cos() * factor, angles.sin() * factor
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -208,8 +208,9 @@ class Embedding:
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, place: str = "model") -> None:
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.take_packed(f"{place}.embed_tokens.weight", *shape)
+        head = "language_model.lm_head" if place == "language_model.model" else "lm_head"
         tied = config.tie_word_embeddings
-        self._head = self._embedding if tied else weights.take_packed("lm_head.weight", *shape)
+        self._head = self._embedding if tied else weights.take_packed(f"{head}.weight", *shape)
         self._softcap = config.logit_softcap
         self._divisor = config.logits_divisor
         self._kernels = kernels

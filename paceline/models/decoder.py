@@ -19,16 +19,33 @@ MakeLayer = Callable[[int, str], Layer]
 """A function that makes a layer from its number and the prefix of its tensors' names."""
 
 
+_MEDIA = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in (
+        *("vision_tower", "audio_tower", "visual", "vision_embedder", "multi_modal_projector"),
+        *("embed_vision", "embed_audio"),
+    )
+)
+"""Beginnings of the names of tensors for images and audio, which are not read."""
+
+
+def text_place(weights: Weights) -> str:
+    """Return the prefix of the text model's tensors: inside a model for several media, it has one of two spellings."""
+    nested = ("model.language_model", "language_model.model")
+    return next((place for place in nested if weights.has(f"{place}.embed_tokens.weight")), "model")
+
+
 class Decoder:
     """A decoder of transformer layers; see `Architecture`. A model file has a subclass that says how to make a layer.
 
     Args:
         norm_kind: of the norm after the last layer.
         embedding_scale: factor on the embeddings.
-        place: prefix of the names of all tensors but the head's.
     """
 
-    unread: Sequence[str] = ()
+    place: str
+    """Prefix of the names of all tensors but the head's."""
 
     def __init__(
         self,
@@ -38,8 +55,9 @@ class Decoder:
         make_layer: MakeLayer,
         norm_kind: NormKind = NormKind.ROUNDED,
         embedding_scale: float = 1.0,
-        place: str = "model",
     ) -> None:
+        self.place = place = text_place(weights)
+        self.unread: Sequence[str] = _MEDIA if place != "model" else ()
         self.config = config
         self.group_shapes, self.layer_groups = kv_groups(config)
         self._embedding = Embedding(config, weights, kernels, place)

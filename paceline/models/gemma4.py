@@ -20,7 +20,6 @@ from paceline.models.decoder import Decoder
 from paceline.models.experts import Router, experts_of, fused_experts
 from paceline.models.model_config import Gemma4Config, LayerType, ModelConfig
 
-_MEDIA = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
 _KV = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
 
 
@@ -28,7 +27,6 @@ class Gemma4(Decoder):
     """A Gemma 4 model. Most layers attend to a window, and the last ones may read the KV of earlier layers."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
-        place = "model.language_model" if config.architecture.endswith("ConditionalGeneration") else "model"
 
         def make_layer(layer: int, own: str) -> Gemma4Layer:
             return Gemma4Layer(config, layer, weights, own, kernels, reads=layer in config.kv_sources)
@@ -40,11 +38,11 @@ class Gemma4(Decoder):
             make_layer,
             norm_kind=NormKind.WIDE,
             embedding_scale=config.hidden_size**0.5,
-            place=place,
         )
-        self._layer_inputs = LayerInputs(config, weights, place, kernels) if sizes_of(config).layer_input_size else None
-        self.unread = [f"model.{part}" for part in _MEDIA]
-        self.unread += [f"{place}.layers.{layer}.self_attn.{part}" for layer in config.kv_sources for part in _KV]
+        has_inputs = sizes_of(config).layer_input_size > 0
+        self._layer_inputs = LayerInputs(config, weights, self.place, kernels) if has_inputs else None
+        layers = [f"{self.place}.layers.{layer}.self_attn." for layer in config.kv_sources]
+        self.unread = [*self.unread, *(layer + part for layer in layers for part in _KV)]
 
     def lookups(self, token_ids: Tensor, begin: int, layers: int | None) -> Sequence[Tensor]:
         return self._layer_inputs.lookups(token_ids, begin, layers) if self._layer_inputs is not None else ()

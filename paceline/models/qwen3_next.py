@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Attention, GatedMLP, Linear
@@ -17,9 +15,6 @@ from paceline.models.model_config import ModelConfig
 class Qwen3Next(Decoder):
     """A Qwen3-Next or Qwen 3.5: most layers have a gated delta net; a few attend to the whole context, with a gate."""
 
-    unread: Sequence[str] = ("mtp.", "model.visual.")
-    """A head that drafts tokens, and the encoder of images."""
-
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         def make_layer(layer: int, place: str) -> PreNormLayer:
             mixer, mlp = _mixer(config, layer, weights, place, kernels), f"{place}.mlp"
@@ -27,9 +22,8 @@ class Qwen3Next(Decoder):
             own = make_mlp(config, weights, mlp, kernels)
             return PreNormLayer(config, weights, place, kernels, mixer, own, NormKind.UNIT_OFFSET)
 
-        has_media = config.architecture.endswith("ForConditionalGeneration")
-        place = "model.language_model" if has_media else "model"
-        super().__init__(config, weights, kernels, make_layer, NormKind.UNIT_OFFSET, place=place)
+        super().__init__(config, weights, kernels, make_layer, NormKind.UNIT_OFFSET)
+        self.unread = ("mtp.", *self.unread)  # the head that drafts tokens
 
 
 def _mixer(

@@ -1,4 +1,4 @@
-"""The class that computes each architecture. A new one is one line here and one in `_READERS` of config.py."""
+"""The class that computes each architecture. A new one is one line here and one in `_READERS` of config/__init__.py."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Architecture]] = 
     "MistralForCausalLM": Llama,
     "MinistralForCausalLM": Llama,
     "Ministral3ForCausalLM": Llama,
+    "Mistral3ForConditionalGeneration": Llama,
     "Qwen2ForCausalLM": Llama,
     "Qwen3ForCausalLM": partial(Llama, head_norms=True),
     "SmolLM3ForCausalLM": Llama,
     "GptOssForCausalLM": GptOss,
     "Gemma3ForCausalLM": Gemma3,
+    "Gemma3ForConditionalGeneration": Gemma3,
     "DeepseekV2ForCausalLM": Deepseek,
     "DeepseekV3ForCausalLM": Deepseek,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,

@@ -123,3 +123,11 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:
         yield select_kernels(device, request.param)
+
+
+@pytest.fixture(scope="module", params=["reference", *instruction_sets()])
+def computers(request: pytest.FixtureRequest) -> list[Kernels]:
+    """Kernels whose results must have the same bits: the same instruction set with one thread and with several."""
+    if request.param == "reference":
+        return [ReferenceKernels(), ReferenceKernels()]
+    return [NativeKernels(threads, request.param) for threads in (1, 3)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.caches import RecurrentState, view_states
+from paceline.kernels.caches import RecurrentState
 from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
-from paceline.kernels.native.library import instruction_sets
-from paceline.kernels.reference import ReferenceKernels
+from tests.kernels.states import SLOTS, Piece, StatePool, pieces_of, sizes_of
 
-SLOTS = 40
 DRAFTS = 5
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -46,8 +43,8 @@ class Sizes:
         return 2 * self.keys + self.heads * self.value_dim
 
 
-class Contexts:
-    """A layer with random weights, its inputs for some contexts, and their states in a pool of NaN."""
+class Contexts(StatePool):
+    """A layer with random weights, its inputs for some contexts, and their states."""
 
     def __init__(self, sizes: Sizes, lengths: Sequence[int], dtype: torch.dtype, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -63,37 +60,15 @@ class Contexts:
         self.time_steps = [random(length, sizes.heads).to(dtype) for length in lengths]
         inputs = sizes.row + 2 * sizes.heads
         parts = ((sizes.heads, sizes.key_dim, sizes.value_dim), (1 + DRAFTS, inputs), (3,))
-        slot_bytes = 4 * (2 * sum(map(math.prod, parts)) + 8)  # two layers, with padding after the block
-        self.pool = torch.full((SLOTS * slot_bytes // 4,), float("nan"))
-        self.state = RecurrentState(*view_states(self.pool, slot_bytes, 2, parts)[1].parts[:2])
-        free = iter(torch.randperm(SLOTS, generator=torch.Generator("cpu").manual_seed(1), device="cpu").tolist())
-        self.tables = [[next(free) for _ in range(0, length, sizes.block_tokens)] for length in lengths]
+        super().__init__(parts, lengths, sizes.block_tokens)
+        self.state = RecurrentState(*self.parts[:2])
 
-    def step(
-        self, kernels: Kernels, pieces: Sequence[tuple[int, int, int]], final: tuple[int, ...] = ()
-    ) -> list[Tensor]:
+    def step(self, kernels: Kernels, pieces: Sequence[Piece], final: tuple[int, ...] = ()) -> list[Tensor]:
         """Compute tokens [begin, end) of some contexts, and return the results of each."""
-        size, width = self.sizes.block_tokens, max(map(len, self.tables))
-        # Table entries that a request does not need yet, or not any more, are invalid.
-        tables = torch.full((len(pieces), width), 2**31 - 1, dtype=torch.int32)
-        for row, (context, begin, end) in enumerate(pieces):
-            first, last = max(0, begin - 1) // size, (end - 1) // size
-            tables[row, first : last + 1] = torch.tensor(self.tables[context][first : last + 1], dtype=torch.int32)
-        counts = [end - begin for _, begin, end in pieces]
-        nowhere = torch.zeros(sum(counts), dtype=torch.int64)
-        group = GroupTables(size, 2, tables, nowhere, nowhere)
-        starts = (0, *torch.tensor(counts, device="cpu").cumsum(0).tolist())
-        batch = AttentionBatch(starts, tuple(end for _, _, end in pieces), (group,), final_len=final)
-        x, gates, time_steps = (
-            torch.cat([own[context][begin:end] for context, begin, end in pieces])
-            for own in (self.x, self.gates, self.time_steps)
-        )
-        found = kernels.gated_delta_rule(x, gates, time_steps, self.rates, self.state, batch, group)
-        return list(torch.split(found, counts))
-
-    def bits(self) -> Tensor:
-        """Return a copy of the pool as integers, in which NaN is equal to itself."""
-        return self.pool.view(torch.int32).clone()
+        batch = self.batch(pieces, final)
+        x, gates, time_steps = (pieces_of(own, pieces) for own in (self.x, self.gates, self.time_steps))
+        found = kernels.gated_delta_rule(x, gates, time_steps, self.rates, self.state, batch, batch.groups[0])
+        return list(torch.split(found, sizes_of(pieces)))
 
     def formula(self, context: int) -> Tensor:
         """Return the results for a whole context, in fp64."""
@@ -127,14 +102,6 @@ def test_the_rule_is_its_formula(kernels: Kernels, sizes: Sizes, dtype: torch.dt
     for context, found in enumerate(results):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), contexts.formula(context), atol=tolerance, rtol=tolerance)
-
-
-@pytest.fixture(scope="module", params=["reference", *instruction_sets()])
-def computers(request: pytest.FixtureRequest) -> list[Kernels]:
-    """Kernels whose results must have the same bits: the same instruction set with one thread and with several."""
-    if request.param == "reference":
-        return [ReferenceKernels(), ReferenceKernels()]
-    return [NativeKernels(threads, request.param) for threads in (1, 3)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

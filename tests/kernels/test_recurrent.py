@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -15,13 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.caches import RecurrentState, view_states
+from paceline.kernels.caches import RecurrentState
 from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
-from paceline.kernels.native.library import instruction_sets
-from paceline.kernels.reference import ReferenceKernels
+from tests.kernels.states import SLOTS, Piece, StatePool, pieces_of, sizes_of
 
-SLOTS = 40
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -59,51 +56,27 @@ class Layer:
         self.time_steps = [random(context, sizes.heads).to(dtype) for context in contexts]
 
 
-class Pool:
-    """A pool of NaN for two layers, of which the second one is computed."""
+class Pool(StatePool):
+    """The states of a layer that is convolved and scanned."""
 
     def __init__(self, layer: Layer, drafts: int = 0) -> None:
         sizes = layer.sizes
         scanned = ((sizes.heads, sizes.head_dim, sizes.state_size), (1 + drafts, sizes.channels + sizes.heads))
         parts = (*scanned, (sizes.taps - 1 + drafts, sizes.channels))
-        slot_bytes = 4 * (2 * sum(map(math.prod, parts)) + 8)  # with padding after the block
-        self.bytes = torch.full((SLOTS * slot_bytes // 4,), float("nan"))
-        *scan, self.convolved = view_states(self.bytes, slot_bytes, 2, parts)[1].parts
+        super().__init__(parts, list(map(len, layer.x)), sizes.block_tokens)
+        *scan, self.convolved = self.parts
         self.scanned = RecurrentState(*scan)
         self._layer = layer
-        free = iter(torch.randperm(SLOTS, generator=torch.Generator("cpu").manual_seed(1), device="cpu").tolist())
-        self.tables = [[next(free) for _ in range(0, len(x), sizes.block_tokens)] for x in layer.x]
 
     def step(
-        self, kernels: Kernels, pieces: Sequence[tuple[int, int, int]], final: tuple[int, ...] = ()
+        self, kernels: Kernels, pieces: Sequence[Piece], final: tuple[int, ...] = ()
     ) -> list[tuple[Tensor, Tensor]]:
         """Compute tokens [begin, end) of some contexts. Return the convolved and scanned results of each."""
-        layer, width = self._layer, max(map(len, self.tables))
-        # Table entries that a request does not need yet, or not any more, are invalid.
-        tables = torch.full((len(pieces), width), 2**31 - 1, dtype=torch.int32)
-        for row, (context, begin, end) in enumerate(pieces):
-            first, last = max(0, begin - 1) // layer.sizes.block_tokens, (end - 1) // layer.sizes.block_tokens
-            tables[row, first : last + 1] = torch.tensor(self.tables[context][first : last + 1], dtype=torch.int32)
-        counts = [end - begin for _, begin, end in pieces]
-        nowhere = torch.zeros(sum(counts), dtype=torch.int64)
-        group = GroupTables(layer.sizes.block_tokens, 2, tables, nowhere, nowhere)
-        starts = (0, *torch.tensor(counts, device="cpu").cumsum(0).tolist())
-        batch = AttentionBatch(starts, tuple(end for _, _, end in pieces), (group,), final_len=final)
-        x = torch.cat([layer.x[context][begin:end] for context, begin, end in pieces])
-        time_steps = torch.cat([layer.time_steps[context][begin:end] for context, begin, end in pieces])
+        layer, batch = self._layer, self.batch(pieces, final)
+        x, time_steps, group = pieces_of(layer.x, pieces), pieces_of(layer.time_steps, pieces), batch.groups[0]
         seen = kernels.causal_conv(x, layer.weight, layer.bias, self.convolved, batch, group)
         found = kernels.selective_scan(x, time_steps, layer.rates, self.scanned, batch, group)
-        return list(zip(torch.split(seen, counts), torch.split(found, counts)))
-
-    def keep_only(self, context: int, first: int, last: int) -> None:
-        """Fill all blocks of a context with NaN, except the blocks of the tokens at positions first to last."""
-        size, slots = self._layer.sizes.block_tokens, self.tables[context]
-        lost = [slot for i, slot in enumerate(slots) if not first // size <= i <= last // size]
-        self.bytes.view(SLOTS, -1)[lost] = torch.nan
-
-    def bits(self) -> Tensor:
-        """Return a copy of the pool as integers, in which NaN is equal to itself."""
-        return self.bytes.view(torch.int32).clone()
+        return list(zip(torch.split(seen, sizes_of(pieces)), torch.split(found, sizes_of(pieces))))
 
 
 def formula(layer: Layer, context: int) -> tuple[Tensor, Tensor]:
@@ -137,14 +110,6 @@ def test_convolution_and_scan_are_their_formulas(kernels: Kernels, sizes: Sizes,
             whole = torch.cat(found)
             assert whole.dtype == dtype
             torch.testing.assert_close(whole.double(), wanted, atol=tolerance, rtol=tolerance)
-
-
-@pytest.fixture(scope="module", params=["reference", *instruction_sets()])
-def computers(request: pytest.FixtureRequest) -> list[Kernels]:
-    """Kernels whose results must have the same bits: the same instruction set with one thread and with several."""
-    if request.param == "reference":
-        return [ReferenceKernels(), ReferenceKernels()]
-    return [NativeKernels(threads, request.param) for threads in (1, 3)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

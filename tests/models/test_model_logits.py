@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.kernels import select_kernels
@@ -15,7 +16,13 @@ from paceline.kernels.interface import Forward, Taps
 from paceline.kernels.native import NativeKernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
-from tests.tiny_checkpoints import DIVIDED, write_qwen3_5_with_vision, write_tiny
+from tests.tiny_checkpoints import (
+    DIVIDED,
+    write_gemma3_with_vision,
+    write_mistral3_with_vision,
+    write_qwen3_5_with_vision,
+    write_tiny,
+)
 
 CPU = torch.device("cpu")
 Load = Callable[[Path], Model]
@@ -67,7 +74,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("save_qwen3_moe", {}),
     "qwen3_moe-not-normalized": ("save_qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2}),
     "granite_moe": ("save_granite_moe", {}),
-    "mixtral": ("save_mixtral", {"num_experts_per_tok": 5}),
+    "mixtral": ("save_mixtral", {"num_experts_per_tok": 5, "sliding_window": 20}),
 }
 DEEPSEEK_YARN = {
     "rope_type": "yarn",
@@ -110,8 +117,16 @@ MROPE = {
     "mrope_section": [2, 2, 2],
     "mrope_interleaved": True,
 }
+DELTA_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 DELTA_NETS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("save_qwen3_next", {}),
+    "qwen3_next-yarn": ("save_qwen3_next", {"rope_parameters": DELTA_YARN}),
     "qwen3_next-dense": ("save_qwen3_next", {"num_experts": 0, "attention_bias": True, "linear_num_key_heads": 6}),
     "qwen3_5": ("save_qwen3_5", {}),
     "qwen3_5-own-sizes-tied": (
@@ -221,6 +236,26 @@ def test_delta_nets(
     # difference where the result is small.
     reference = request.getfixturevalue(fixture)(**changes)
     check_against_reference(reference, load(tmp_path), paged_contexts, tolerance=1e-3)
+
+
+def test_gemma3_with_vision(tmp_path: Path, paged_contexts: Any, load: Load) -> None:
+    check_against_reference(write_gemma3_with_vision(tmp_path), load(tmp_path), paged_contexts)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["new names", "old names"])
+@pytest.mark.parametrize("family", ["mistral", "ministral3"])
+def test_mistral3_with_vision(tmp_path: Path, paged_contexts: Any, family: str, nested: bool, load: Load) -> None:
+    reference = write_mistral3_with_vision(tmp_path, family)
+    if nested:  # as older releases of transformers saved it
+        file = tmp_path / "model.safetensors"
+        tensors = {
+            name.replace("model.language_model.", "language_model.model.").replace(
+                "lm_head", "language_model.lm_head"
+            ): own
+            for name, own in load_file(file).items()
+        }
+        save_file(tensors, file, {"format": "pt"})
+    check_against_reference(reference, load(tmp_path), paged_contexts)
 
 
 @pytest.mark.parametrize(("experts", "tied"), [(False, False), (True, True)], ids=["dense", "experts"])

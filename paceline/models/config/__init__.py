@@ -14,7 +14,7 @@ from typing import Literal
 from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
 from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
-from paceline.models.config.fields import Fields, Json
+from paceline.models.config.fields import Fields, Json, NotNativeError
 from paceline.models.config.gemma3 import gemma3
 from paceline.models.config.gemma4 import gemma4
 from paceline.models.config.gemma4_assistant import gemma4_assistant
@@ -22,7 +22,7 @@ from paceline.models.config.gpt_oss import gpt_oss
 from paceline.models.config.granite_hybrid import granite_hybrid
 from paceline.models.config.granite_moe import granite_moe
 from paceline.models.config.llama import llama, smollm3
-from paceline.models.config.mistral import ministral3, mistral
+from paceline.models.config.mistral import ministral3, mistral, mistral3
 from paceline.models.config.mixtral import mixtral
 from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
@@ -35,11 +35,13 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "MistralForCausalLM": mistral,
     "MinistralForCausalLM": mistral,
     "Ministral3ForCausalLM": ministral3,
+    "Mistral3ForConditionalGeneration": mistral3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "SmolLM3ForCausalLM": smollm3,
     "GptOssForCausalLM": gpt_oss,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma3ForConditionalGeneration": gemma3,
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
@@ -121,6 +123,8 @@ def _read(folder: Path, readers: Mapping[str, Callable[[Fields], ModelConfig]]) 
         fields.refuse_unsupported()
         config = reader(fields)
         _check_shapes(config)
+    except NotNativeError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}; --model-impl transformers may compute it") from None
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from None
     except (TypeError, ValueError, AttributeError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
-from paceline.models.config.fields import Fields
+from paceline.models.config.fields import Fields, NotNativeError
 from paceline.models.model_config import AttentionConfig, Experts, Latent, LayerType, ModelConfig
 
 _LATENT = {
@@ -30,10 +30,10 @@ def deepseek_v2(fields: Fields) -> ModelConfig:
         first_k_dense_replace=0,
     )
     if fields.get("norm_topk_prob", False):
-        raise ModelError(f"normalized weights of experts (norm_topk_prob) are not supported for {fields.architecture}")
+        raise NotNativeError(f"norm_topk_prob is not supported for {fields.architecture}")
     method = fields.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise ModelError(f"topk_method {method} is not supported; supported are: greedy, group_limited_greedy")
+        raise NotNativeError(f"topk_method {method} is not supported; supported are: greedy, group_limited_greedy")
     limited = method == "group_limited_greedy"
     routing = Routing(
         fields.size("num_experts_per_tok"),
@@ -55,7 +55,7 @@ def deepseek_v3(fields: Fields) -> ModelConfig:
     )
     method, scores = fields.get("topk_method", "noaux_tc"), fields.get("scoring_func", "sigmoid")
     if (method, scores) != ("noaux_tc", "sigmoid"):
-        raise ModelError(f"topk_method {method} with scoring_func {scores} is not supported for {fields.architecture}")
+        raise NotNativeError(f"topk_method {method} with scoring_func {scores} is not supported")
     routing = Routing(
         fields.size("num_experts_per_tok", 8),
         scores="sigmoid",
@@ -73,9 +73,9 @@ def deepseek_v3(fields: Fields) -> ModelConfig:
 def _deepseek(fields: Fields, routing: Routing) -> ModelConfig:
     """Return the configuration of a model of either version, whose defaults are among the fields."""
     if fields.get("attention_bias", False):
-        raise ModelError(f"attention_bias is not supported for {fields.architecture}")
+        raise NotNativeError(f"attention_bias is not supported for {fields.architecture}")
     if fields.size("moe_layer_freq", 1) != 1:
-        raise ModelError("layers without experts between those with experts (moe_layer_freq) are not supported")
+        raise NotNativeError("layers without experts between those with experts (moe_layer_freq) are not supported")
     layers, full = fields.size("num_hidden_layers"), _full(fields)
     kind: LayerType = "full"
     activation = fields.activation("hidden_act", "silu")

@@ -19,6 +19,10 @@ _QUANTIZED: Mapping[str, str] = {"GptOssForCausalLM": "mxfp4"}
 """The quantization of checkpoints that we read, for each architecture that has one."""
 
 
+class NotNativeError(ModelError):
+    """No native code here computes what config.json asks for; the model's own code in transformers may."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """The fields of config.json, or of an object in it."""
@@ -35,11 +39,27 @@ class Fields:
         """Return the same fields, and those of `defaults` that are missing. A field that is null is not missing."""
         return Fields({**defaults, **self.raw}, self.architecture)
 
+    def changed(self, **values: Any) -> Fields:
+        """Return the same fields with other values for some of them."""
+        return Fields({**self.raw, **values}, self.architecture)
+
+    def text_part(self) -> Fields:
+        """Return the fields of the text model, if this is a model for several media; else the same fields."""
+        text = self.raw.get("text_config")
+        if text is None:
+            return self
+        outer = {name: self.raw.get(name) for name in ("dtype", "torch_dtype")}
+        tied = {"tie_word_embeddings": self.raw.get("tie_word_embeddings")}
+        parts = [{name: value for name, value in part.items() if value is not None} for part in (outer, text, tied)]
+        part = Fields({**parts[0], **parts[1], **parts[2]}, self.architecture)
+        part.refuse_unsupported()
+        return part
+
     def with_rope(self, default: Json) -> Fields:
         """Return the same fields, with `default` as `rope_parameters` if none are given in the style of any version."""
         if self.raw.get("rope_parameters") or self.raw.get("rope_scaling"):
             return self
-        return Fields({**self.raw, "rope_parameters": default}, self.architecture)
+        return self.changed(rope_parameters=default)
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return a positive whole number. Raises ModelError if the field has another value, or has none at all."""
@@ -72,7 +92,7 @@ class Fields:
         known: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
         value = self.get(name, default)
         if value not in known:
-            raise ModelError(f"{name} {value!r} is not supported; supported are: {', '.join(known)}")
+            raise NotNativeError(f"{name} {value!r} is not supported; supported are: {', '.join(known)}")
         return known[value]
 
     def rope(self, default_theta: float, max_position: int, head_dim: int = 0, part: float = 1.0) -> Rope:
@@ -100,14 +120,14 @@ class Fields:
         if self.get("use_bidirectional_attention", "vision") not in (False, "vision"):  # requests have no images
             raise ModelError("bidirectional attention is not supported")
         if self.raw.get("rope_interleaved"):
-            raise ModelError("an interleaved rotary embedding is not supported")
+            raise NotNativeError("an interleaved rotary embedding is not supported")
 
 
 def read_layer_types(names: Sequence[str], known: Mapping[str, LayerType], layers: int) -> tuple[LayerType, ...]:
     """Return the types of `layers` layers, whose names in config.json are keys of `known`."""
     unknown = sorted({str(name) for name in names} - set(known))
     if unknown:
-        raise ModelError(f"layer type {unknown[0]} is not supported; supported are: {', '.join(known)}")
+        raise NotNativeError(f"layer type {unknown[0]} is not supported; supported are: {', '.join(known)}")
     if len(names) != layers:
         raise ModelError(f"layer_types names {len(names)} layers, num_hidden_layers {layers}")
     return tuple(known[name] for name in names)
@@ -123,14 +143,11 @@ def read_rope(parameters: Json, default_theta: float, max_position: int, head_di
     if part == 1.0:
         return _read_scaling(parameters, default_theta, max_position)
     if not head_dim:
-        raise ModelError("a partial rotary embedding (partial_rotary_factor) is not supported")
+        raise NotNativeError("a partial rotary embedding (partial_rotary_factor) is not supported")
     rotated = int(head_dim * part)
     if not 0 < rotated <= head_dim or rotated % 2:
         raise ModelError(f"partial_rotary_factor {part} must rotate an even number of {head_dim} dimensions")
-    rope = _read_scaling(parameters, default_theta, max_position)
-    if rope.kind == "yarn":  # its factor on cos and sin must not change the other dimensions
-        raise ModelError("rope type yarn is not supported with partial_rotary_factor")
-    return replace(rope, rotated_dims=rotated)
+    return replace(_read_scaling(parameters, default_theta, max_position), rotated_dims=rotated)
 
 
 def _read_scaling(parameters: Json, default_theta: float, max_position: int) -> Rope:
@@ -139,7 +156,7 @@ def _read_scaling(parameters: Json, default_theta: float, max_position: int) -> 
     if kind == "default":
         return Rope(theta)
     if kind not in ("linear", "llama3", "yarn"):
-        raise ModelError(f"rope type {kind} is not supported; supported are: default, linear, llama3, yarn")
+        raise NotNativeError(f"rope type {kind} is not supported; supported are: default, linear, llama3, yarn")
     if kind == "yarn":
         return _read_yarn(parameters, theta, max_position)
     factor = _factor(parameters, "factor")

@@ -10,6 +10,9 @@ from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig
 
 
 def gemma3(fields: Fields) -> ModelConfig:
+    # The text part of published models for images says only what differs from these sizes.
+    fields = fields.text_part().with_defaults(vocab_size=262_208, hidden_size=2304, intermediate_size=9216)
+    fields = fields.with_defaults(num_hidden_layers=26, num_attention_heads=8)
     layer_types = _layer_types(fields)
     max_position = fields.size("max_position_embeddings", 131_072)
     old_style = {

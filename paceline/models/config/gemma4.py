@@ -18,13 +18,7 @@ _ROPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def gemma4(fields: Fields) -> ModelConfig:
-    whole = fields.raw
-    if "text_config" in whole:
-        # Fields that are not in the part for text are beside it.
-        outer = {name: whole.get(name) for name in ("dtype", "torch_dtype", "tie_word_embeddings")}
-        text = {name: value for name, value in whole["text_config"].items() if value is not None}
-        fields = Fields({**outer, **text}, fields.architecture)
-        fields.refuse_unsupported()
+    fields = fields.text_part()
     layer_types = _layer_types(fields)
     max_position = fields.size("max_position_embeddings", 131_072)
     sources = _kv_sources(fields, layer_types)
@@ -110,7 +104,7 @@ def _fields_of(fields: Fields, kind: LayerType, layer_types: Sequence[LayerType]
             if fields.get("attention_k_eq_v", False):
                 changes["num_key_value_heads"] = fields.raw.get("num_global_key_value_heads")
         changes = {name: value for name, value in changes.items() if value is not None}
-        return Fields({**fields.raw, **changes}, fields.architecture)
+        return fields.changed(**changes)
     # transformers writes the numbers of layers with as many digits as the largest one has.
     by_layer = {int(layer): changes for layer, changes in listed.items()}
     each = [dict(by_layer.get(layer) or {}) for layer, own in enumerate(layer_types) if own == kind]
@@ -118,7 +112,7 @@ def _fields_of(fields: Fields, kind: LayerType, layer_types: Sequence[LayerType]
         raise ModelError(f"per_layer_config must be the same for all {_NAMES[kind]} layers")
     if unknown := sorted(set(each[0]) - {"head_dim", "num_key_value_heads"}):
         raise ModelError(f"per_layer_config must not change {', '.join(unknown)}")
-    return Fields({**fields.raw, **each[0]}, fields.architecture)
+    return fields.changed(**each[0])
 
 
 def _rope(parameters: Mapping[str, Any], head_dim: int, max_position: int) -> Rope:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
-from paceline.models.config.fields import Fields
+from paceline.models.config.fields import Fields, NotNativeError
 from paceline.models.config.llama import full_or_sliding, llama_like
 from paceline.models.model_config import Experts, LayerType, ModelConfig
 
@@ -31,7 +30,7 @@ def gpt_oss(fields: Fields) -> ModelConfig:
     )
     for name, value in _SWIGLU.items():
         if fields.get(name, value) != value:
-            raise ModelError(f"{name} {fields.raw[name]} is not supported; supported is {value}")
+            raise NotNativeError(f"{name} {fields.raw[name]} is not supported; supported is {value}")
     layers = range(fields.size("num_hidden_layers"))
     default: list[LayerType] = ["full" if layer % 2 else "sliding" for layer in layers]
     bias = bool(fields.get("attention_bias", True))

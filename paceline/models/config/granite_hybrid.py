@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
-from paceline.models.config.fields import Fields, read_layer_types
+from paceline.models.config.fields import Fields, NotNativeError, read_layer_types
 from paceline.models.model_config import AttentionConfig, Experts, LayerType, Mamba, ModelConfig
 
 _LAYER_TYPES: Mapping[str, LayerType] = {
@@ -34,7 +34,7 @@ def granite_hybrid(fields: Fields) -> ModelConfig:
     names = fields.get("layer_types", fields.get("layers_block_type", ["mamba"] * layers))
     position = fields.get("position_embedding_type", "nope")
     if position not in ("nope", "rope"):
-        raise ModelError(f"position_embedding_type {position} is not supported; supported are: nope, rope")
+        raise NotNativeError(f"position_embedding_type {position} is not supported; supported are: nope, rope")
     max_position = fields.size("max_position_embeddings", 2048)
     rope, bias = fields.rope(10_000.0, max_position), bool(fields.get("attention_bias", False))
     attention = AttentionConfig(
@@ -69,12 +69,12 @@ def _mamba(fields: Fields) -> Mamba:
     if heads * head_dim != inner:
         raise ModelError(f"mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) must be {inner}")
     if fields.size("mamba_n_groups", 1) != 1:
-        raise ModelError("Mamba heads in more than one group (mamba_n_groups) are not supported")
+        raise NotNativeError("Mamba heads in more than one group (mamba_n_groups) are not supported")
     least, most = fields.get("time_step_limit", (0.0, math.inf))
     if isinstance(most, Mapping):  # how transformers writes numbers that JSON cannot, such as Infinity
         most = float(most.get("__float__", 0.0))
     if (least, most) != (0.0, math.inf):
-        raise ModelError("limits of Mamba's time steps (time_step_limit) are not supported")
+        raise NotNativeError("limits of Mamba's time steps (time_step_limit) are not supported")
     if fields.activation("hidden_act", "silu") != "silu":
         raise ModelError("Mamba layers need hidden_act silu")
     return Mamba(

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.core.errors import ModelError
-from paceline.models.config.fields import LAYER_TYPES, Fields, read_layer_types
+from paceline.models.config.fields import LAYER_TYPES, Fields, NotNativeError, read_layer_types
 from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig
 
 
 def llama(fields: Fields) -> ModelConfig:
     if any(kind != "full_attention" for kind in fields.get("layer_types", ())):
-        raise ModelError(f"layer_types other than full_attention are not supported for {fields.architecture}")
+        raise NotNativeError(f"layer_types other than full_attention are not supported for {fields.architecture}")
     bias = bool(fields.get("attention_bias", False))
     config = llama_like(fields, ["full"] * fields.size("num_hidden_layers"), bias, bias)
     return replace(config, mlp_bias=bool(fields.get("mlp_bias", False)))

@@ -19,7 +19,7 @@ def qwen3(fields: Fields) -> ModelConfig:
 def _qwen(fields: Fields, bias: bool, output_bias: bool) -> ModelConfig:
     fields = fields.with_defaults(max_position_embeddings=32_768, num_key_value_heads=32, sliding_window=4096)
     if not fields.get("use_sliding_window", False):
-        fields = Fields({**fields.raw, "sliding_window": None}, fields.architecture)
+        fields = fields.changed(sliding_window=None)
     first = fields.get("max_window_layers", 28) if fields.raw["sliding_window"] else fields.size("num_hidden_layers")
     layers = range(fields.size("num_hidden_layers"))
     default: list[LayerType] = ["full" if layer < first else "sliding" for layer in layers]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
 from paceline.models.config.fields import Fields
-from paceline.models.config.llama import llama
-from paceline.models.model_config import Experts, ModelConfig
+from paceline.models.config.llama import llama_like
+from paceline.models.model_config import Experts, LayerType, ModelConfig
 
 
 def qwen3_moe(fields: Fields) -> ModelConfig:
-    if fields.get("use_sliding_window", False):
-        raise ModelError(f"a sliding window (use_sliding_window) is not supported for {fields.architecture}")
-    dense = llama(fields)
+    fields = fields.with_defaults(max_position_embeddings=32_768, num_key_value_heads=4, sliding_window=4096)
+    if not fields.get("use_sliding_window", False):
+        fields = fields.changed(sliding_window=None)
+    bias = bool(fields.get("attention_bias", False))
+    layer: LayerType = "full" if fields.raw["sliding_window"] is None else "sliding"
+    dense = llama_like(fields, [layer] * fields.size("num_hidden_layers"), bias, bias)
     step, never = fields.size("decoder_sparse_step", 1), set(fields.get("mlp_only_layers", ()))
     return replace(
         dense,

@@ -23,17 +23,12 @@ def qwen3_next(fields: Fields) -> ModelConfig:
 
 
 def qwen3_5(fields: Fields) -> ModelConfig:
-    """Read the text model, which is a part of the whole model if this one also sees images."""
-    whole = fields.raw
-    if "text_config" in whole:
-        text = {"dtype": whole.get("dtype", whole.get("torch_dtype")), **whole["text_config"]}
-        text["tie_word_embeddings"] = whole.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-        fields = Fields(text, fields.architecture)
-        fields.refuse_unsupported()
+    fields = fields.text_part()
     if "Moe" not in fields.architecture:
         return _model(fields, None, grouped=False)
     experts = _experts(fields, 256, 8, True, frozenset())
-    fields = Fields({"intermediate_size": experts.shared_size, **fields.raw}, fields.architecture)  # which no MLP has
+    # All architectures need this field, but no layer here has an MLP of this size.
+    fields = fields.with_defaults(intermediate_size=experts.shared_size)
     return _model(fields, experts, grouped=False)
 
 

@@ -14,7 +14,7 @@ _SLOTS, _SLOT_BYTES = 16, 1 << 20
 async def fast_transports(wanted: str, only_here: bool) -> MakeTransports:
     """Return a function that makes the transports that are preferred to gRPC.
 
-    Each transport is tested on a memory of its own, for a second at most, and its rate is logged.
+    Each transport is tested on a memory of its own, for about a second, and its rate is logged.
 
     Args:
         wanted: see `KVTransferConfig.transport`.

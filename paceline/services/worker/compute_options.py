@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from paceline.kernels import instruction_set_of, rounds_blocks, select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.models.config import read_facts
 from paceline.models.identity import implementation_name
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -55,7 +58,12 @@ def _device(config: WorkerConfig) -> torch.device:
 
 
 def _dtype(config: WorkerConfig) -> torch.dtype:
-    name = read_facts(Path(config.model), config.model_impl).dtype if config.dtype == "auto" else config.dtype
+    name: str = config.dtype
+    if name == "auto":
+        name = read_facts(Path(config.model), config.model_impl).dtype
+        if name == "float16":
+            log.info("the model's weights are float16 and are computed in bfloat16; --dtype float32 loses no bits")
+            name = "bfloat16"
     if name not in _DTYPES:
         raise ConfigError(f"dtype {name} is not supported; choose one with --dtype {' or --dtype '.join(_DTYPES)}")
     return _DTYPES[name]

@@ -15,9 +15,9 @@ FOR_EVER = 3600.0
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no silence be too long by itself, and let the gateway ask for a worker's health after 0.01 s of silence."""
+    """Let no silence be too long by itself, and let the gateway ask for a worker's health after 0.1 s of silence."""
     monkeypatch.setattr(attempt, "ADMIT_SECONDS", FOR_EVER)
-    monkeypatch.setattr(worker_call, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(worker_call, "QUIET_SECONDS", 0.1)
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.core.config import WorkerConfig
 from paceline.core.numerics import Numerics
@@ -24,3 +26,10 @@ def test_numerics_name_a_quantization_that_changes_bits(
     changes_bits = quantization == "int8" or (dtype == "bfloat16" and instruction_set in INTEGER_PRODUCTS)
     named = quantization if changes_bits else "none"
     assert options.numerics == Numerics(instruction_set, dtype, named)
+
+
+def test_weights_in_float16_are_computed_in_bfloat16(tmp_path: Path) -> None:
+    config = {"architectures": ["OtherForCausalLM"], "torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ComputeOptions.resolve(WorkerConfig(model=str(tmp_path))).dtype == torch.bfloat16
+    assert ComputeOptions.resolve(WorkerConfig(model=str(tmp_path), dtype="float32")).dtype == torch.float32

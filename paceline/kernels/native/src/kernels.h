@@ -24,12 +24,14 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "paged.h"
 #include "values.h"
 #include "attention.h"
+#include "attend.h"
 #include "recurrent.h"
 #include "delta.h"
 #include "logits.h"
 #include "forms.h"
 #include "choose.h"
 #include "heads.h"
+#include "routing.h"
 #include "experts.h"
 
 template <class T>

@@ -47,7 +47,7 @@ static void rotation(const Op& op, const Step& step, Team& team) {
             const float angle = static_cast<float>(positions[token]) * frequencies[i];
             float* cosine = cosines + token * 2 * half + i;
             float* sine = sines + token * 2 * half + i;
-            cosine[0] = cosine[half] = __builtin_cosf(angle) * factor;
+            cosine[0] = cosine[half] = frequencies[i] == 0.0f ? 1.0f : __builtin_cosf(angle) * factor;
             sine[0] = sine[half] = __builtin_sinf(angle) * factor;
         }
     });
@@ -141,4 +141,21 @@ static void scale(const Op& op, const Step& step, Team& team) {
     same.b = op.a;
     same.n1 = op.n0;
     elementwise<T>(same, step, team, [factor = op.f0](f32x16 a, f32x16) { return a * factor; });
+}
+
+// out[row] = a[row] + sigmoid(c[row]) * b[row]
+template <class T>
+static void add_gated(const Op& op, const Step& step, Team& team) {
+    const int64_t size = op.n0;
+    for_each_row(team, op.rows * step.tokens, size, [&](int64_t row) {
+        const T* x = static_cast<const T*>(op.a) + row * size;
+        const T* y = static_cast<const T*>(op.b) + row * size;
+        T* out = static_cast<T*>(op.out) + row * size;
+        const f32x16 gate = splat(load_some(static_cast<const T*>(op.c) + row, 1)[0]);
+        const f32x16 factor = round_to(x, 1.0f / (1.0f + exp(-gate)));
+        for (int64_t i = 0; i < size; i += kLanes) {
+            const f32x16 added = round_to(x, factor * load_some(y + i, size - i));
+            store_some(out + i, load_some(x + i, size - i) + added, size - i);
+        }
+    });
 }
