@@ -130,8 +130,8 @@ class Latent:
 def test_attention_of_deepseek_s_sizes(
     kernels: Kernels, heads: int, head_dim: int, spans: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
-    if kernels.name.startswith("triton") and heads == 128:
-        pytest.skip("Triton's interpreter is slow, and heads are tiles like any other rows")
+    if kernels.name.startswith("triton"):
+        heads = min(heads, 16)  # Triton's interpreter is slow, and more heads are further tiles of the same kind
     case = Latent(kernels, spans[0][1], heads, head_dim, dtype)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for span in spans:
