@@ -83,6 +83,16 @@ class GatewayConfig(ServiceConfig):
         "OpenAI's defaults. Tokens that end an answer are read from the file either way",
         "model",
     )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls: a form by name, none, or auto for the form that the chat template shows",
+        "model",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its reasoning: a form by name, none, or auto for the form that the chat template shows",
+        "model",
+    )
     api_key: str = option(
         "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
     )
@@ -295,6 +305,8 @@ class ServeConfig(Options):
     max_model_len: int = same_option(WorkerConfig, "max_model_len")
     chat_template: str = same_option(GatewayConfig, "chat_template")
     generation_config: GenerationConfig = same_option(GatewayConfig, "generation_config")
+    tool_call_parser: str = same_option(GatewayConfig, "tool_call_parser")
+    reasoning_parser: str = same_option(GatewayConfig, "reasoning_parser")
     cache_dir: str = option(str(env.default_cache_dir()), "folder that keeps converted models", "model")
     prefill: int = option(1, "prefill workers; with 0, decode workers compute all prompts", "fleet", at_least=0)
     decode: int = option(1, "decode workers", "fleet", at_least=1)

@@ -57,6 +57,8 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
             grammar = grammar_from("gbnf", text) if "::=" in text else text
             _check_embedded_schemas(grammar)
             return grammar + _NO_FORCING
+        if kind is ConstraintKind.ANSWER:
+            return text + _NO_FORCING
         if kind is ConstraintKind.REGEX:
             # \d and \w mean ASCII, as in a schema's `pattern`. Users rarely mean digits and letters of all scripts, and
             # Python and the library have different lists of them.
@@ -64,6 +66,18 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
         return grammar_from(kind.value, text)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(explain(str(error))[:_MESSAGE_CHARACTERS]) from error
+
+
+def expression_of(kind: ConstraintKind, text: str) -> str:
+    """Return a constraint that has been checked as an expression within a Lark grammar."""
+    if kind is ConstraintKind.JSON_SCHEMA:
+        return f"%json {text}"
+    if kind is ConstraintKind.REGEX:
+        return f"/{regex_to_lark(text, use_ascii='dw')}/"
+    if kind is ConstraintKind.CHOICE:
+        return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+    grammar = grammar_from("gbnf", text) if "::=" in text else text
+    return f"%lark {{\n{grammar}\n}}\n"
 
 
 def check_options(schema: object) -> None:

@@ -39,6 +39,8 @@ class ConstraintKind(enum.Enum):
     """A JSON list of texts. The output is one of them."""
     GRAMMAR = "grammar"
     """A grammar: Lark with a rule `start`, or GBNF with a rule `root`."""
+    ANSWER = "answer"
+    """A grammar in Lark that a gateway has made of the above, tool calls and a budget for reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

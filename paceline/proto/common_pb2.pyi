@@ -32,6 +32,8 @@ class _ConstraintKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Constr
     """A JSON list of strings."""
     CONSTRAINT_KIND_GRAMMAR: _ConstraintKind.ValueType  # 4
     """Lark or GBNF."""
+    CONSTRAINT_KIND_ANSWER: _ConstraintKind.ValueType  # 5
+    """Lark, made by a gateway of the above, tool calls and a budget for reasoning."""
 
 class ConstraintKind(_ConstraintKind, metaclass=_ConstraintKindEnumTypeWrapper): ...
 
@@ -42,6 +44,8 @@ CONSTRAINT_KIND_CHOICE: ConstraintKind.ValueType  # 3
 """A JSON list of strings."""
 CONSTRAINT_KIND_GRAMMAR: ConstraintKind.ValueType  # 4
 """Lark or GBNF."""
+CONSTRAINT_KIND_ANSWER: ConstraintKind.ValueType  # 5
+"""Lark, made by a gateway of the above, tool calls and a budget for reasoning."""
 Global___ConstraintKind: _TypeAlias = ConstraintKind  # noqa: Y015
 
 class _WorkKind:

@@ -19,6 +19,7 @@ _KINDS = {
     ConstraintKind.REGEX: pb.CONSTRAINT_KIND_REGEX,
     ConstraintKind.CHOICE: pb.CONSTRAINT_KIND_CHOICE,
     ConstraintKind.GRAMMAR: pb.CONSTRAINT_KIND_GRAMMAR,
+    ConstraintKind.ANSWER: pb.CONSTRAINT_KIND_ANSWER,
 }
 
 

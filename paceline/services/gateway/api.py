@@ -10,12 +10,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from paceline.core.telemetry import set_request_id
+from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.kinds import KINDS
 from paceline.services.gateway.middleware import is_valid_id
-from paceline.services.gateway.plan import Plan, check_ids, kind_of, plan_chat, plan_completion, render_chat
+from paceline.services.gateway.plan import Plan, check_ids, kind_of, plan_chat, plan_completion
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 from paceline.services.gateway.schemas import (
     ChatRequest,
@@ -62,7 +63,7 @@ def make_api(gateway: Gateway) -> APIRouter:
         gateway.check_request(body.model)
         response_id = _response_id(body, request)
         await gateway.wait_for_workers()
-        plan = await asyncio.to_thread(plan_chat, body, gateway.tokenizer, gateway.fleet.max_model_len())
+        plan = await asyncio.to_thread(plan_chat, body, gateway.tokenizer, gateway.forms, gateway.fleet.max_model_len())
         response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await _respond(gateway, body, plan, response_format, request)
 
@@ -72,7 +73,7 @@ def make_api(gateway: Gateway) -> APIRouter:
         tokenizer = gateway.tokenizer
         text, special, param = body.prompt, body.add_special_tokens is not False, "prompt"
         if text is None:
-            text = await asyncio.to_thread(render_chat, body, tokenizer)
+            text = await asyncio.to_thread(render_chat, body, tokenizer, gateway.forms)
             special, param = body.add_special_tokens is True, "messages"
         tokens = await asyncio.to_thread(tokenizer.encode, text, special, param)
         return {

@@ -14,6 +14,7 @@ from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.secret import read_secret
+from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
@@ -36,6 +37,12 @@ class Gateway:
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, address: str = "") -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.forms = choose_forms(
+            config.tool_call_parser,
+            config.reasoning_parser,
+            tokenizer.chat_template_source,
+            tokenizer.vocabulary.added_tokens,
+        )
         self.model = config.served_model_name or Path(config.model).name
         self.started = int(time.time())
         self.draining = False

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from paceline.core.telemetry import request_span
 from paceline.core.types import Token
 from paceline.services.gateway.answer_format import name_client_field
+from paceline.services.gateway.answers.parser import AnswerParser
+from paceline.services.gateway.answers.parts import Content, Part, join_parts
 from paceline.services.gateway.attempt import Ended, Event, Generated, PromptScores
 from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.event_feed import Mailbox
@@ -33,15 +35,27 @@ class Delta:
 
     index: int
     text: str = ""
+    """Content, without reasoning and tool calls."""
+    parts: list[Part] = field(default_factory=list)
+    """All parts in their order, content included; empty if there is nothing but content."""
+    reasoning_tokens: int = 0
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_scores: list[Token | None] | None = None
     """One entry for each prompt token, None for the first. Set in a choice's first delta, if they were asked for."""
 
+    @property
+    def all_parts(self) -> list[Part]:
+        """All parts in their order."""
+        return self.parts or ([Content(self.text)] if self.text else [])
+
     def add(self, later: Delta) -> None:
         """Append a later delta of the same choice."""
+        if self.parts or later.parts:
+            self.parts = join_parts([*self.all_parts, *later.all_parts])
         self.text += later.text
+        self.reasoning_tokens += later.reasoning_tokens
         self.tokens += later.tokens
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.prompt_scores = self.prompt_scores or later.prompt_scores
@@ -66,6 +80,7 @@ class Generation:
     ) -> None:
         self.plan = plan
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
         self._trace = trace
         self._traces = traces
         self._runner = runner
@@ -86,6 +101,7 @@ class Generation:
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     @contextlib.asynccontextmanager
@@ -114,6 +130,7 @@ class Generation:
                 self._left -= 1
             else:
                 self.completion_tokens += len(item.tokens)
+                self.reasoning_tokens += item.reasoning_tokens
                 batch.append(item)
         return batch
 
@@ -191,6 +208,8 @@ class _Choice:
         self.ended_by_text = False
         """Whether the text has ended at a stop string, which the worker does not know."""
         self._index = index
+        self._reasoning_tokens = 0
+        """Tokens of reasoning that deltas have told."""
         self._prompt = prompt
         self._eos_token_ids = tokenizer.eos_token_ids
         self._scores: dict[int, Token] = {}
@@ -201,8 +220,10 @@ class _Choice:
             stop_token_ids=prompt.sampling.ending_token_ids,
             include_stop=plan.include_stop,
             skip_special_tokens=plan.skip_special_tokens,
+            kept_token_ids=plan.answer.kept_token_ids if plan.answer is not None else frozenset(),
             min_tokens=prompt.sampling.min_tokens,
         )
+        self._parser = AnswerParser(plan.answer.read) if plan.answer is not None else None
 
     def take(self, event: Event) -> Delta | None:
         """Return the delta that an event adds to the choice; None if it adds nothing yet."""
@@ -213,7 +234,9 @@ class _Choice:
             case Generated(tokens):
                 return self._grow(tokens)
             case Ended(reason):
-                return self._end(reason.value, self._take_scores(Delta(self._index, self._detokenizer.finish())))
+                delta = self._take_scores(Delta(self._index))
+                self._add(delta, [self._detokenizer.finish()])
+                return self._end(reason.value, delta)
         return None
 
     def _grow(self, tokens: list[Token]) -> Delta:
@@ -225,13 +248,37 @@ class _Choice:
             if self._detokenizer.stop_reason is not None:
                 break
         self.tokens += len(delta.tokens)
-        delta.text = "".join(pieces)
+        self._add(delta, pieces)
         if isinstance(self._detokenizer.stop_reason, str):
             self.ended_by_text = True
             return self._end("stop", delta)
         return delta
 
+    def _add(self, delta: Delta, texts: list[str]) -> None:
+        """Add the texts of new tokens to a delta."""
+        parser = self._parser
+        if parser is None:
+            delta.text += "".join(texts)
+            return
+        parts: list[Part] = []
+        for text in texts:
+            parts += parser.push(text)
+        self._add_parts(delta, parts)
+
+    def _add_parts(self, delta: Delta, parts: list[Part]) -> None:
+        assert self._parser is not None
+        more = Delta(self._index, "".join(part.text for part in parts if isinstance(part, Content)))
+        if any(not isinstance(part, Content) for part in parts):
+            more.parts = parts
+        more.reasoning_tokens, self._reasoning_tokens = (
+            self._parser.reasoning_tokens - self._reasoning_tokens,
+            self._parser.reasoning_tokens,
+        )
+        delta.add(more)
+
     def _end(self, reason: str, delta: Delta) -> Delta:
+        if self._parser is not None:
+            self._add_parts(delta, self._parser.finish())
         self.outcome = delta.finish_reason = reason
         stop = self._detokenizer.stop_reason
         if reason == "stop":

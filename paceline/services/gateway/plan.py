@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -10,8 +11,11 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.gateway.answer_format import constraint_of
+from paceline.services.gateway.answer_plan import AnswerPlan, answer_constraint, plan_answer
+from paceline.services.gateway.answers.registry import AnswerForms
+from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
-from paceline.services.gateway.schemas import ChatFields, ChatRequest, CompletionRequest, GenerationRequest
+from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 
 Kind: TypeAlias = common_pb2.WorkKind.ValueType
@@ -45,6 +49,8 @@ class Plan:
     """Lower is more urgent."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
+    answer: AnswerPlan | None = None
+    """How answers are read; None if they are nothing but content."""
 
 
 def kind_of(request: GenerationRequest) -> Kind:
@@ -96,9 +102,13 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
     return _plan(request, prompts, kind)
 
 
-def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
-    """Return the plan of POST /v1/chat/completions. Arguments and errors are as for `plan_completion`."""
-    text = render_chat(request, tokenizer)
+def plan_chat(request: ChatRequest, tokenizer: Tokenizer, forms: AnswerForms, max_model_len: int) -> Plan:
+    """Return the plan of POST /v1/chat/completions. Arguments and errors are as for `plan_completion`.
+
+    Args:
+        forms: how the model writes reasoning and tool calls.
+    """
+    text = render_chat(request, tokenizer, forms)
     _check_length(text, request, tokenizer, max_model_len, "messages")
     ids = tokenizer.encode(text, request.add_special_tokens, "messages")
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -115,17 +125,10 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) ->
         max_model_len,
         "messages",
     )
-    return _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE)
-
-
-def render_chat(request: ChatFields, tokenizer: Tokenizer) -> str:
-    """Return a conversation as the text that the model sees. Raises InvalidRequestError if the template rejects it."""
-    return tokenizer.render_chat(
-        [message.for_template() for message in request.messages],
-        add_generation_prompt=_either(request.add_generation_prompt, not request.continue_final_message),
-        continue_final_message=request.continue_final_message,
-        template_kwargs=request.chat_template_kwargs,
-    )
+    constraint = answer_constraint(request, forms, tokenizer, text, prompt.sampling.constraint)
+    prompt = dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, constraint=constraint))
+    answer = plan_answer(request, forms, tokenizer, text)
+    return dataclasses.replace(_plan(request, [prompt], common_pb2.WORK_KIND_GENERATE), answer=answer)
 
 
 def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:

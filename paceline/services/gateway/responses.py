@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of, join_parts
+from paceline.services.gateway.chat_schemas import NamedTool
 from paceline.services.gateway.generation import Delta
 from paceline.services.gateway.logprobs import LogprobFormat
 from paceline.services.gateway.plan import Plan, PromptPlan
@@ -143,6 +145,11 @@ class ChatFormat(ResponseFormat):
         super().__init__(request, plan, response_id, model, tokenizer, logprobs)
         last = request.messages[-1]
         self._echo = last.text or "" if request.echo and last.role == "assistant" else ""
+        self._shows_reasoning = request.include_reasoning
+        self._is_parsed = plan.answer is not None
+        self._stop_for_calls = "stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls"
+        self._has_calls: set[int] = set()
+        """Choices with tool calls."""
 
     def whole(self, choices: list[Delta], usage: Json) -> Json:
         formatted = [self._choice(choice) for choice in choices]
@@ -159,24 +166,72 @@ class ChatFormat(ResponseFormat):
         self._sent_tokens += len(delta.tokens)
         if not self._says_something(delta):
             return
-        if self._says_only_text(delta):
-            yield TextChunk(delta.index, delta.text)
+        *before, last = self._fields(delta)
+        for fields in before:
+            yield self._chunk([self._delta_choice(delta.index, fields)])
+        if self._says_only_text(delta) and not delta.parts:
+            # A parser holds back what may be a marker. Then an empty text would end a client's view of the reasoning.
+            if delta.text or not self._is_parsed:
+                yield TextChunk(delta.index, delta.text)
         else:
-            choice = self._delta_choice(delta.index, {"content": delta.text})
+            choice = self._delta_choice(delta.index, last)
             if self._format is not None:
                 choice["logprobs"] = self._format.chat(delta.tokens)
             if delta.finish_reason is not None:
-                choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+                choice |= {"finish_reason": self._finish_reason(delta), "stop_reason": delta.stop_reason}
             if self._returns_ids:
                 choice["token_ids"] = self._token_ids(delta)
             yield self._chunk([choice])
 
+    def _fields(self, delta: Delta) -> list[Json]:
+        """Return the `delta` objects for the parts of a delta, one at least."""
+        if not delta.parts:
+            return [{} if self._is_parsed and not delta.text else {"content": delta.text}]
+        fields: list[Json] = []
+        for part in join_parts(delta.parts):
+            match part:
+                case Content(text):
+                    fields.append({"content": text})
+                case Reasoning(text) if self._shows_reasoning:
+                    fields.append({"reasoning": text, "reasoning_content": text})
+                case CallBegin(index, call_id, name):
+                    self._has_calls.add(delta.index)
+                    begun = {"name": name, "arguments": ""}
+                    call = {"index": index, "id": call_id, "type": "function", "function": begun}
+                    fields.append({"tool_calls": [call]})
+                case CallArguments(index, text):
+                    fields.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+        return fields or [{}]
+
+    def _finish_reason(self, delta: Delta) -> str | None:
+        has_calls = delta.index in self._has_calls and delta.finish_reason == "stop"
+        return self._stop_for_calls if has_calls else delta.finish_reason
+
+    def _message(self, choice: Delta) -> Json:
+        reasoning = "".join(part.text for part in choice.parts if isinstance(part, Reasoning))
+        calls = calls_of(choice.parts)
+        if calls:
+            self._has_calls.add(choice.index)
+        text = self._echo + choice.text
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if not text and (calls or reasoning):
+            message["content"] = None
+        if reasoning and self._shows_reasoning:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return message
+
     def _choice(self, choice: Delta) -> Json:
+        message = self._message(choice)
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": self._echo + choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._format.chat(choice.tokens) if self._format is not None else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
             "token_ids": self._token_ids(choice),
         }

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from paceline.services.gateway.answer_format import AnswerFormat, Body, Choices, StructuredOutputs
+from paceline.services.gateway.chat_schemas import ChatMessage, NamedTool, ReasoningEffort, ToolChoice, ToolDefinition
 from paceline.services.gateway.errors import ApiError
 
 MAX_CHOICES = 128
@@ -23,9 +23,7 @@ log = logging.getLogger(__name__)
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
-_SERVED_ANYWAY = frozenset(
-    {"metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "safety_identifier", "service_tier", "store"}
-)
+_SERVED_ANYWAY = frozenset({"metadata", "prediction", "prompt_cache_key", "safety_identifier", "service_tier", "store"})
 """Known fields that are accepted and have no effect here."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -46,12 +44,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prompt_embeds": ([],),
     "prompt_token_ids": (),
-    "reasoning_effort": ("none",),
     "regex": (),
     "suffix": ("",),
-    "thinking_token_budget": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -175,47 +169,6 @@ class CompletionRequest(GenerationRequest):
         return [ids] if ids else [item for item in prompt if not isinstance(item, int)]
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_kind(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (kind := data.get("type", "text")) != "text":
-            message = "content of type {kind} is not supported; this model takes text"
-            raise PydanticCustomError("unsupported", message, {"kind": repr(kind)[:80]})
-        return data
-
-
-class ChatMessage(Body):
-    """One message of a conversation. Fields that are unknown here are passed to the chat template."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    role: str = Field(min_length=1)
-    content: str | list[TextPart] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_kinds(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if data.get("role") in ("tool", "function") or any(
-            data.get(k) for k in ("tool_calls", "function_call", "audio")
-        ):
-            raise PydanticCustomError("unsupported", "messages of tools and audio are not supported by this server")
-        return data
-
-    @property
-    def text(self) -> str | None:
-        """The content as one text, its parts joined by newlines; None if there is none."""
-        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-
-    def for_template(self) -> dict[str, Any]:
-        return {"role": self.role, "content": self.text, **(self.model_extra or {})}
-
-
 class ChatFields(NamedRequest):
     """The fields that say how a conversation becomes a prompt."""
 
@@ -224,6 +177,8 @@ class ChatFields(NamedRequest):
     """Default: the opposite of `continue_final_message`."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolDefinition] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
 
 class ChatRequest(ChatFields, GenerationRequest):
@@ -236,11 +191,29 @@ class ChatRequest(ChatFields, GenerationRequest):
     echo: bool = False
     """Whether the answer begins with the text of the last message, if its role is "assistant"."""
     add_special_tokens: bool = False
+    tool_choice: ToolChoice | None = None
+    """Default: auto if there are tools."""
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    """The largest number of tokens of reasoning; -1 is no limit."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.tools is not None and not self.tools:
+            raise ApiError(400, "tools must not be empty; leave it out if there are none", param="tools")
+        names = [tool.function.name for tool in self.tools or ()]
+        if doubled := next((name for name in names if names.count(name) > 1), None):
+            raise ApiError(400, f"tools: there are two functions of the name {doubled!r}", param="tools")
+        choice = self.tool_choice
+        if choice not in (None, "none") and not names:
+            raise ApiError(400, "tool_choice needs tools: give the functions that may be called", param="tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ApiError(
+                400, f"tool_choice: no function of tools has the name {choice.function.name!r}", param="tool_choice"
+            )
         return self
 
 

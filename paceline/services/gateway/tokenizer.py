@@ -31,9 +31,10 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
         self._steps = _decoder_steps(tokenizer)
-        self.special_ids = frozenset(
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """Ids of the tokens that stand for a fixed text, such as a marker of reasoning, by text."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; b"" for an id without a token, such as the padding of a vocabulary."""
@@ -188,6 +189,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render a conversation, as ChatTemplate.render. Raises InvalidRequestError if the model has no template."""
         if self._chat_template is None:
@@ -201,7 +203,13 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
+            tools=tools,
         )
+
+    @property
+    def chat_template_source(self) -> str:
+        """The Jinja text of the chat template; "" if there is none."""
+        return self._chat_template.source if self._chat_template is not None else ""
 
     def _eos_token_ids(
         self, generation: Mapping[str, Any], model: Mapping[str, Any], special_tokens: Mapping[str, str]

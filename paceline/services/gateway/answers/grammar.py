@@ -1,0 +1,102 @@
+"""The grammar of an answer: reasoning of bounded length first, then content in the wanted format, and tool calls.
+
+All of it is one constraint of kind GRAMMAR in llguidance's form of Lark, which workers enforce token by token. So a
+call that has begun ends well formed, and a budget holds, also for drafts, after a handoff and after a retry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from paceline.services.gateway.answers.expressions import ANY_TEXT, Spelling, Tool, regex, without
+from paceline.services.gateway.answers.form import Thought, ToolForm
+
+Choice = Literal["none", "auto", "required"]
+
+_SPACE = r"/[ \n\r\t]{0,8}/"
+
+
+def answer_grammar(
+    spelling: Spelling,
+    *,
+    thought: Thought | None,
+    is_open: bool,
+    budget: int | None,
+    form: ToolForm | None,
+    tools: Sequence[Tool],
+    choice: Choice,
+    parallel: bool,
+    content: str | None,
+) -> str:
+    """Return the grammar of an answer.
+
+    Args:
+        is_open: whether the answer begins within reasoning.
+        budget: the largest number of tokens of reasoning; None if there is no limit.
+        form: how calls are written; None if there are no tools.
+        choice: "none" allows no call, "required" nothing but calls.
+        parallel: whether there may be more than one call.
+        content: an expression for the content; None if it may be any text.
+    """
+    rules: list[str] = []
+    start = "body"
+    if thought is not None:
+        start = "thinking body" if is_open else "(thought_begin thinking)? body"
+        rules.append(f"thought_begin: {spelling.literal(thought.start)}")
+        rules += _thinking(spelling, thought, budget)
+    rules += _body(spelling, form, tools, choice, parallel, content)
+    return "\n".join([f"start: {start}", *rules, f"TEXT: /{ANY_TEXT}/", f"SPACE: {_SPACE}", ""])
+
+
+def _thinking(spelling: Spelling, thought: Thought, budget: int | None) -> list[str]:
+    """Return the rules for reasoning after its start, the marker at its end included."""
+    limit = "" if budget is None else f"max_tokens={budget}"
+    if spelling.is_token(thought.end):
+        rule = f"thought[{limit}]: TEXT" if limit else "thought: TEXT"
+        return [f"thinking: thought {spelling.literal(thought.end)}", rule]
+    whole = f"/{ANY_TEXT}{regex(thought.end)}/"
+    if not limit:
+        return [f"thinking[lazy]: {whole}"]
+    # Either the model ends its reasoning within the budget, or it comes to the end of the budget without the marker.
+    return [
+        f"thinking: ended | cut_off {spelling.literal(thought.end)}",
+        f"ended[lazy, {limit}]: {whole}",
+        f"cut_off[{limit}]: {without(thought.end)}",
+    ]
+
+
+def _body(
+    spelling: Spelling,
+    form: ToolForm | None,
+    tools: Sequence[Tool],
+    choice: Choice,
+    parallel: bool,
+    content: str | None,
+) -> list[str]:
+    """Return the rules for what comes after reasoning."""
+    rules = [] if content is None else [f"content: {content}"]
+    if form is None:
+        return [*rules, f"body: {'TEXT' if content is None else 'content'}"]
+    if choice == "none":
+        texts = [form.trigger] if form.trigger and not spelling.is_token(form.trigger) else []
+        plain = f"/{ANY_TEXT}/ & ~/{form.bare_start}{ANY_TEXT}/" if form.bare_start else without(*texts)
+        return [*rules, f"PLAIN: {plain}", f"body: {'PLAIN' if content is None else 'content'}"]
+    rules.append(f"calls: {form.grammar(spelling, tools, parallel)}")
+    if form.bare_start:
+        rules.append(f"PLAIN: /{ANY_TEXT}/ & ~/{form.bare_start}{ANY_TEXT}/")
+        other = "PLAIN" if content is None else "content"
+        return [*rules, "body: calls" if choice == "required" else f"body: calls | {other}"]
+    call = f"{spelling.literal(form.trigger)} calls"
+    again = f"(SPACE {call})*" if parallel and form.repeats else ""
+    if choice == "required":
+        return [*rules, f"body: {call} {again}"]
+    if content is not None:
+        return [*rules, f"body: content | {call} {again}"]
+    if spelling.is_token(form.trigger):
+        rules.append(f"call: TEXT {call}")
+    else:
+        rules += ["call: head calls", f"head[lazy]: /{ANY_TEXT}{regex(form.trigger)}/"]
+    if parallel and form.repeats:
+        return [*rules, "body: call* TEXT"]
+    return [*rules, "body: TEXT | call SPACE"]

@@ -1,0 +1,134 @@
+"""The parser of one answer: content, reasoning and tool calls from the model's text, as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.services.gateway.answers.answer import Answer, new_call_id
+from paceline.services.gateway.answers.form import Thought, ToolForm
+from paceline.services.gateway.answers.parts import Part
+from paceline.services.gateway.answers.reader import EndOfAnswerError, FormError, Reader, Steps
+
+
+def read_answer(answer: Answer, thought: Thought | None, form: ToolForm | None, is_open: bool) -> Steps[None]:
+    """Read a whole answer.
+
+    Args:
+        is_open: whether the answer begins within reasoning.
+    """
+    reader = answer.reader
+    markers = form.markers if form is not None else ()
+    if thought is not None:
+        markers = (thought.start, thought.end, *markers)
+    if thought is not None and is_open:
+        yield from _read_thought(answer, thought)
+    can_begin = form is not None
+    while True:
+        if can_begin and form is not None:
+            can_begin = False
+            if (yield from _begins(reader, form)):
+                yield from _read_calls(answer, form)
+        marker = yield from reader.pass_until(markers, answer.content)
+        if marker is None:
+            return
+        if thought is not None and marker == thought.start:
+            yield from _read_thought(answer, thought)
+            can_begin = form is not None
+        elif form is not None and marker == form.trigger:
+            yield from _read_calls(answer, form)
+        else:
+            answer.end_text()  # an end without a beginning
+
+
+def _begins(reader: Reader, form: ToolForm) -> Steps[bool]:
+    reader.keep()
+    try:
+        return (yield from form.begins(reader))
+    except EndOfAnswerError:
+        return False
+    finally:
+        reader.restore()
+
+
+def _read_thought(answer: Answer, thought: Thought) -> Steps[None]:
+    answer.end_text()
+    answer.is_thinking = True
+    ended = yield from answer.reader.pass_until((thought.end,), answer.reasoning)
+    if ended is not None:
+        answer.is_thinking = False
+        answer.end_text()
+
+
+def _read_calls(answer: Answer, form: ToolForm) -> Steps[None]:
+    """Read calls. Text that is no call after all becomes content, without the trigger."""
+    reader = answer.reader
+    reader.keep()
+    calls = answer.call_count
+    try:
+        yield from form.read(answer)
+    except FormError:
+        if answer.call_count == calls:
+            reader.restore()
+    finally:
+        reader.forget()
+
+
+class AnswerParser:
+    """The parser of one answer. It takes the text of each token, and returns the parts that are certain then.
+
+    Args:
+        read: the computation that reads the answer, for example `read_answer`.
+        new_call_id: returns an id for a tool call.
+    """
+
+    def __init__(self, read: Callable[[Answer], Steps[None]], new_call_id: Callable[[], str] = new_call_id) -> None:
+        self._answer = Answer(new_call_id)
+        self._steps: Steps[None] | None = read(self._answer)
+        self._pending = 0
+        """Reasoning tokens whose text may belong to the marker at the end."""
+        self.reasoning_tokens = 0
+        self._resume()
+
+    def push(self, text: str) -> list[Part]:
+        """Take the text of the next token, which may be empty. Return new parts."""
+        answer, reader = self._answer, self._answer.reader
+        was_thinking = answer.is_thinking
+        if text:
+            resting = reader.resting
+            if resting is not None and resting[0].search(text) is None:
+                resting[1](text)
+            else:
+                reader.feed(text)
+                self._resume()
+        if was_thinking:
+            self._count()
+        return self._taken()
+
+    def finish(self) -> list[Part]:
+        """Return the parts that were held back, after the last token."""
+        self._answer.reader.end()
+        self._resume()
+        self._answer.close()
+        self.reasoning_tokens += self._pending
+        self._pending = 0
+        return self._taken()
+
+    def _count(self) -> None:
+        """Count a token that came within reasoning. Tokens of the marker at its end do not count."""
+        self._pending += 1
+        if not self._answer.is_thinking:
+            self._pending = 0
+        elif self._answer.reader.is_empty:
+            self.reasoning_tokens += self._pending
+            self._pending = 0
+
+    def _resume(self) -> None:
+        if self._steps is not None:
+            try:
+                next(self._steps)
+            except (StopIteration, EndOfAnswerError):
+                self._steps = None
+
+    def _taken(self) -> list[Part]:
+        parts, self._answer.parts = self._answer.parts, []
+        return parts

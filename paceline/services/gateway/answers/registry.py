@@ -1,0 +1,77 @@
+"""Forms by name, and the forms that fit a model's chat template.
+
+Other packages add forms by entry points of the groups `paceline.tool_forms` (subclasses of `ToolForm`) and
+`paceline.reasoning_forms` (instances of `Thought`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+from paceline.core.errors import ConfigError
+from paceline.services.gateway.answers.form import Thought, ToolForm
+from paceline.services.gateway.answers.forms.hermes import Hermes
+
+T = TypeVar("T")
+
+TOOL_FORMS: Mapping[str, type[ToolForm]] = {"hermes": Hermes}
+
+REASONING_FORMS: Mapping[str, Thought] = {
+    "think": Thought("<think>", "</think>"),
+}
+
+_TEMPLATE_TOOLS = (
+    ("<tool_call>", "hermes"),
+    ("<|im_start|>", "hermes"),
+)
+"""A text within a chat template, and the form of tool calls that it shows. The first one that is found counts."""
+
+_TEMPLATE_REASONING = (("<think>", "think"),)
+"""A text within a chat template or a token of the model, and the form of reasoning that it shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForms:
+    """The forms in which a model writes."""
+
+    thought: Thought | None = None
+    tools: ToolForm | None = None
+    template_has_tools: bool = True
+    """Whether the chat template shows tools to the model. If not, a system message does."""
+
+
+def choose_forms(tools: str, reasoning: str, template: str, own_tokens: Mapping[str, int]) -> AnswerForms:
+    """Return the forms of a model.
+
+    Args:
+        tools: name of a form of tool calls; "auto" for the one that fits, "none" for none.
+        reasoning: the same for reasoning.
+        template: the Jinja text of the chat template.
+        own_tokens: the tokens that were added to the model's vocabulary.
+
+    Raises:
+        ConfigError: there is no form of this name.
+    """
+    if tools == "auto":
+        tools = next((name for text, name in _TEMPLATE_TOOLS if text in template), "none")
+    if reasoning == "auto":
+        found = (name for text, name in _TEMPLATE_REASONING if text in template or text in own_tokens)
+        reasoning = next(found, "none")
+    form = _named(TOOL_FORMS, "paceline.tool_forms", tools, "--tool-call-parser")
+    thought = _named(REASONING_FORMS, "paceline.reasoning_forms", reasoning, "--reasoning-parser")
+    return AnswerForms(thought, form() if form is not None else None, "tools" in template)
+
+
+def _named(known: Mapping[str, T], group: str, name: str, flag: str) -> T | None:
+    if name == "none":
+        return None
+    if name in known:
+        return known[name]
+    others: dict[str, Callable[[], T]] = {entry.name: entry.load for entry in entry_points(group=group)}
+    if name in others:
+        return others[name]()
+    names = ", ".join(sorted({*known, *others}))
+    raise ConfigError(f"{flag} {name} is not known; choose auto, none or one of: {names}")
