@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from paceline.core.telemetry import set_request_id
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.kinds import KINDS
 from paceline.services.gateway.middleware import is_valid_id
 from paceline.services.gateway.plan import Plan, check_ids, kind_of, plan_chat, plan_completion
+from paceline.services.gateway.respond import start, stream, whole
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
 from paceline.services.gateway.schemas import (
     ChatRequest,
@@ -26,10 +25,7 @@ from paceline.services.gateway.schemas import (
     StreamOptions,
     TokenizeRequest,
 )
-from paceline.services.gateway.streaming import EventStreamResponse, event_stream, until_disconnect
-from paceline.services.gateway.traces import RequestTrace
-
-_CLIENT_CLOSED_REQUEST = 499
+from paceline.services.gateway.streaming import ChunkWriter
 
 
 def make_api(gateway: Gateway) -> APIRouter:
@@ -95,27 +91,11 @@ def make_api(gateway: Gateway) -> APIRouter:
 async def _respond(
     gateway: Gateway, body: GenerationRequest, plan: Plan, response_format: ResponseFormat, request: Request
 ) -> Response:
-    request_id: str = request.state.request_id
-    if request.state.client_chose_id:
-        # Clients reuse ids, above all when they retry, but workers need a unique id.
-        request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
-    generation = Generation(
-        plan,
-        RequestTrace.of(
-            plan, request.state.request_id, request_id, request.url.path, request.state.arrived, bool(body.stream)
-        ),
-        runner=gateway.runner,
-        tokenizer=gateway.tokenizer,
-        metrics=gateway.metrics,
-        traces=gateway.traces,
-    )
-    gateway.metrics.observe_params(plan)
+    generation = start(gateway, plan, request, bool(body.stream))
     if body.stream:
-        return EventStreamResponse(event_stream(generation, response_format, body.stream_options or StreamOptions()))
-    choices = await until_disconnect(request.receive, generation.whole())
-    if choices is None:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    return JSONResponse(response_format.whole(choices, generation.usage()))
+        options = body.stream_options or StreamOptions()
+        return stream(generation, ChunkWriter(response_format, options, generation.usage))
+    return await whole(generation, request, response_format.whole)
 
 
 def _response_id(body: GenerationRequest, request: Request) -> str:
