@@ -46,6 +46,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_token_ids": (),
     "regex": (),
     "suffix": ("",),
+    "thinking_token_budget": (),
+    "tool_choice": ("none",),
+    "tools": ([],),
     "use_beam_search": (False,),
     "web_search_options": (),
 }

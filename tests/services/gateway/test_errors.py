@@ -53,7 +53,6 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"request_id": "no good"}, "request_id"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -82,6 +81,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"prompt_embeds": ["x"]}, "prompt_embeds"),
 ]
 COMPLETION: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"suffix": "x"}, "suffix"),
@@ -100,7 +100,16 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a", "b", ""]}, "prompt[2]"),
     ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
 ]
+TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"tools": []}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [TOOL]}, "tools"),  # the model's chat template shows no form of tool calls
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget"),  # nor any reasoning
+    ({"reasoning_effort": "some"}, "reasoning_effort"),
     ({"logprobs": 1}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
@@ -112,9 +121,9 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, "messages[0].content[0].text"),
-    ({"messages": [*MESSAGES, {"role": "user", "content": ["x"]}]}, "messages[1].content[0]"),
+    ({"messages": [*MESSAGES, {"role": "user", "content": [7]}]}, "messages[1].content[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": None}]}, "messages"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),

@@ -51,18 +51,24 @@ def answer_grammar(
 
 def _thinking(spelling: Spelling, thought: Thought, budget: int | None) -> list[str]:
     """Return the rules for reasoning after its start, the marker at its end included."""
-    limit = "" if budget is None else f"max_tokens={budget}"
+    if budget == 0:
+        return [f"thinking: {spelling.literal(thought.end)}"]
+    limit = f"max_tokens={budget}"
     if spelling.is_token(thought.end):
-        rule = f"thought[{limit}]: TEXT" if limit else "thought: TEXT"
+        rule = "thought: TEXT" if budget is None else f"thought[{limit}]: TEXT"
         return [f"thinking: thought {spelling.literal(thought.end)}", rule]
     whole = f"/{ANY_TEXT}{regex(thought.end)}/"
-    if not limit:
+    if budget is None:
         return [f"thinking[lazy]: {whole}"]
-    # Either the model ends its reasoning within the budget, or it comes to the end of the budget without the marker.
+    # The library finds no marker within text, so there are two ways: reasoning that ends by itself, with its marker
+    # within the budget, and reasoning without a marker, which ends with the budget.
+    cut_off = [f"cut_off[{limit}]: {without(thought.end)}"]
+    if budget == 1:
+        return [f"thinking: cut_off {spelling.literal(thought.end)}", *cut_off]
     return [
         f"thinking: ended | cut_off {spelling.literal(thought.end)}",
-        f"ended[lazy, {limit}]: {whole}",
-        f"cut_off[{limit}]: {without(thought.end)}",
+        f"ended[lazy, max_tokens={budget - 1}]: {whole}",
+        *cut_off,
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from paceline.services.gateway.answers.answer import Answer, new_call_id
 from paceline.services.gateway.answers.form import Thought, ToolForm
-from paceline.services.gateway.answers.parts import Part
+from paceline.services.gateway.answers.parts import Part, join_parts
 from paceline.services.gateway.answers.reader import EndOfAnswerError, FormError, Reader, Steps
 
 
@@ -131,4 +131,4 @@ class AnswerParser:
 
     def _taken(self) -> list[Part]:
         parts, self._answer.parts = self._answer.parts, []
-        return parts
+        return join_parts(parts) if len(parts) > 1 else parts

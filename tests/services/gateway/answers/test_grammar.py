@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
@@ -54,8 +55,12 @@ class Vocabulary:
         """Return whether a text is a whole answer under a grammar."""
         matcher = LLMatcher(self._matching, grammar_of(ConstraintKind.ANSWER, grammar), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        for token in self._tokenizer.encode(text, add_special_tokens=False).ids:
+            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            if not mask[token >> 3] >> (token & 7) & 1:
+                return False
+            matcher.consume_token(token)
+        return matcher.is_accepting()
 
     def answer(
         self,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.answers.form import Thought
@@ -37,14 +38,18 @@ def test_parts_come_in_order_without_their_markers(
     assert all(isinstance(part, CallBegin | CallArguments) for part in parts[len(expected) :])
 
 
+def _without_markers(text: str) -> str:
+    return re.sub("|".join(MARKERS), "", text)
+
+
 @given(st.data(), st.lists(WORDS))
 def test_no_answer_leaks_a_marker_or_depends_on_its_cuts(data: st.DataObject, words: list[str]) -> None:
     text = "".join(words)
     parts = parse([text], Hermes(), THINK)
     assert parse(data.draw(cut(text)), Hermes(), THINK) == parts
-    for part in parts:
-        if isinstance(part, Content):
-            assert not any(marker in part.text for marker in MARKERS)
+    # A text such as "<</think>tool_call>" has a marker only without the one in its middle.
+    assume(not any(marker in _without_markers(text) for marker in MARKERS))
+    assert not any(marker in part.text for part in parts if isinstance(part, Content) for marker in MARKERS)
 
 
 def test_an_answer_without_markers_is_content_as_it_is() -> None:
