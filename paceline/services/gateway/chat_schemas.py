@@ -33,9 +33,9 @@ class TextPart(Body):
     def _check_kind(cls, data: Any) -> Any:
         if isinstance(data, str):
             return {"type": "text", "text": data}
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or "type" not in data:
             return data
-        kind = data.get("type", "text")
+        kind = data["type"]
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:
             message = "content of type {kind} is not supported; this model takes text"
             raise PydanticCustomError("unsupported", message, {"kind": repr(kind)[:80]})
