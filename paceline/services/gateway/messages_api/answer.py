@@ -39,17 +39,17 @@ class MessageFormat:
                 case Content(text):
                     content.append({"type": "text", "text": text})
                 case Reasoning(text) if self.shows_thinking:
-                    content.append({**empty_block(part), "thinking": text})
+                    content.append({**_empty_block(part), "thinking": text})
                 case _:
-                    content.append(empty_block(part))
+                    content.append(_empty_block(part))
         has_calls = any(block["type"] == "tool_use" for block in content)
-        return self.message(content, stop_fields(answer, has_calls), usage)
+        return self.message(content, _stop_fields(answer, has_calls), usage)
 
     def message(self, content: list[Json], stop: Json, usage: Json) -> Json:
         """Return a message with its content blocks, the fields that say why it ended, and its usage."""
         message_id = self.request_id if self.request_id.startswith("msg_") else f"msg_{self.request_id}"
         head = {"id": message_id, "type": "message", "role": "assistant", "model": self.model}
-        return {**head, "content": content, **stop, "usage": usage_fields(usage)}
+        return {**head, "content": content, **stop, "usage": _usage_fields(usage)}
 
 
 class MessageWriter:
@@ -76,11 +76,11 @@ class MessageWriter:
     def write(self, delta: Delta) -> bytes:
         written = b"".join(map(self._write_part, delta.all_parts))
         if delta.finish_reason is not None:
-            self._stop = stop_fields(delta, self._has_calls)
+            self._stop = _stop_fields(delta, self._has_calls)
         return written
 
     def end(self) -> bytes:
-        last = {"type": "message_delta", "delta": self._stop, "usage": usage_fields(self._usage())}
+        last = {"type": "message_delta", "delta": self._stop, "usage": _usage_fields(self._usage())}
         return self._close() + event(last, "message_delta") + event({"type": "message_stop"}, "message_stop")
 
     def error(self, error: ApiError) -> bytes:
@@ -107,7 +107,7 @@ class MessageWriter:
         closed = self._close()
         self._open = type(part)
         self._index += 1
-        start = {"type": "content_block_start", "index": self._index, "content_block": empty_block(part)}
+        start = {"type": "content_block_start", "index": self._index, "content_block": _empty_block(part)}
         return closed + event(start, "content_block_start")
 
     def _close(self) -> bytes:
@@ -122,7 +122,7 @@ class MessageWriter:
         return event({"type": "content_block_delta", "index": self._index, "delta": delta}, "content_block_delta")
 
 
-def stop_fields(answer: Delta, has_calls: bool) -> Json:
+def _stop_fields(answer: Delta, has_calls: bool) -> Json:
     """Return the fields that say why an answer ended.
 
     Args:
@@ -136,7 +136,7 @@ def stop_fields(answer: Delta, has_calls: bool) -> Json:
     return {**_NO_STOP, "stop_reason": "tool_use" if has_calls else "end_turn"}
 
 
-def usage_fields(usage: Json) -> Json:
+def _usage_fields(usage: Json) -> Json:
     """Return a usage in Anthropic's form, which counts cached tokens of the prompt apart from the others."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
@@ -148,7 +148,7 @@ def usage_fields(usage: Json) -> Json:
     }
 
 
-def empty_block(part: Part) -> Json:
+def _empty_block(part: Part) -> Json:
     """Return the content block that a part begins, before its text."""
     match part:
         case Reasoning():
