@@ -48,7 +48,7 @@ class MediaBlock(Body):
 
 
 def _of_type(*kinds: str) -> BeforeValidator:
-    """Return a check that a content block is of one of these types. Pydantic's own error would name its classes."""
+    """Return a check that a content block is of one of these types. Its error says what this API supports."""
 
     def check(block: Any) -> Any:
         kind = block.get("type") if isinstance(block, dict) else None
