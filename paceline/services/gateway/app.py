@@ -10,6 +10,7 @@ from fastapi import FastAPI
 import paceline
 from paceline.core import env
 from paceline.services.gateway.api import make_api
+from paceline.services.gateway.chat_batch import make_chat_batch
 from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestIdMiddleware
@@ -41,6 +42,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     install_error_handlers(app)
     app.include_router(make_api(gateway))
+    app.include_router(make_chat_batch(gateway))
     app.include_router(make_operations(gateway))
     app.include_router(make_scaling(gateway))
     # The middleware that is added last sees a request first.

@@ -220,10 +220,10 @@ class _Choice:
             stop_token_ids=prompt.sampling.ending_token_ids,
             include_stop=plan.include_stop,
             skip_special_tokens=plan.skip_special_tokens,
-            kept_token_ids=plan.answer.kept_token_ids if plan.answer is not None else frozenset(),
+            kept_token_ids=prompt.answer.kept_token_ids if prompt.answer is not None else frozenset(),
             min_tokens=prompt.sampling.min_tokens,
         )
-        self._parser = AnswerParser(plan.answer.read) if plan.answer is not None else None
+        self._parser = AnswerParser(prompt.answer.read) if prompt.answer is not None else None
 
     def take(self, event: Event) -> Delta | None:
         """Return the delta that an event adds to the choice; None if it adds nothing yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -33,6 +34,8 @@ class PromptPlan:
     """None if the client sent token ids, or if the prompt was truncated."""
     token_ids: list[int]
     sampling: SamplingParams
+    answer: AnswerPlan | None = None
+    """How answers are read; None if they are nothing but content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,6 @@ class Plan:
     """Lower is more urgent."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
-    answer: AnswerPlan | None = None
-    """How answers are read; None if they are nothing but content."""
 
 
 def kind_of(request: GenerationRequest) -> Kind:
@@ -126,9 +127,22 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, forms: AnswerForms, ma
         "messages",
     )
     constraint = answer_constraint(request, forms, tokenizer, text, prompt.sampling.constraint)
-    prompt = dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, constraint=constraint))
-    answer = plan_answer(request, forms, tokenizer, text)
-    return dataclasses.replace(_plan(request, [prompt], common_pb2.WORK_KIND_GENERATE), answer=answer)
+    sampling = dataclasses.replace(prompt.sampling, constraint=constraint)
+    prompt = dataclasses.replace(prompt, sampling=sampling, answer=plan_answer(request, forms, tokenizer, text))
+    return _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE)
+
+
+def plan_chats(requests: Sequence[ChatRequest], tokenizer: Tokenizer, forms: AnswerForms, max_model_len: int) -> Plan:
+    """Return one plan of several chats, whose fields are equal except for `messages`. Errors name `messages[i]`."""
+    plans = []
+    for index, request in enumerate(requests):
+        try:
+            plans.append(plan_chat(request, tokenizer, forms, max_model_len))
+        except InvalidRequestError as error:
+            if error.param == "messages":
+                error.param = f"messages[{index}]"
+            raise
+    return dataclasses.replace(plans[0], prompts=[prompt for plan in plans for prompt in plan.prompts])
 
 
 def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:

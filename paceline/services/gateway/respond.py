@@ -8,14 +8,35 @@ from collections.abc import Callable
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from paceline.core.telemetry import set_request_id
+from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.middleware import is_valid_id
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.responses import Json
 from paceline.services.gateway.streaming import EventStreamResponse, StreamWriter, event_stream, until_disconnect
 from paceline.services.gateway.traces import RequestTrace
 
 _CLIENT_CLOSED_REQUEST = 499
+
+
+def choose_id(wanted: str | None, request: Request) -> str:
+    """Return the request's id: from its header, else from its body, else the one that the gateway made.
+
+    Args:
+        wanted: the `request_id` of the body.
+
+    Raises:
+        ApiError: the body's id is not valid.
+    """
+    state = request.state
+    if wanted is not None and not state.client_chose_id:
+        if not is_valid_id(wanted):
+            raise ApiError(400, "request_id must be 1 to 128 visible ASCII characters", param="request_id")
+        set_request_id(wanted)
+        state.request_id, state.client_chose_id = wanted, True
+    return str(state.request_id)
 
 
 def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> Generation:
