@@ -15,7 +15,9 @@ from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestIdMiddleware
 from paceline.services.gateway.operations import make_operations
+from paceline.services.gateway.render_api import make_render_api
 from paceline.services.gateway.scaling import make_scaling
+from paceline.services.gateway.token_api import make_token_api
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -43,6 +45,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     install_error_handlers(app)
     app.include_router(make_api(gateway))
     app.include_router(make_chat_batch(gateway))
+    app.include_router(make_token_api(gateway))
+    app.include_router(make_render_api(gateway))
     app.include_router(make_operations(gateway))
     app.include_router(make_scaling(gateway))
     # The middleware that is added last sees a request first.

@@ -22,6 +22,7 @@ from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.runner import SequenceRunner
+from paceline.services.gateway.running import RunningRequests
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.trace_book import TraceBook
 
@@ -56,6 +57,7 @@ class Gateway:
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
         self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
         self.traces = TraceBook()
+        self.requests = RunningRequests()
         self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
         self._worker_id = unique_name("gateway")
         self._epoch = time.time_ns()

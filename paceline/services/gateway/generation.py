@@ -19,8 +19,9 @@ from paceline.services.gateway.attempt import Ended, Event, Generated, PromptSco
 from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.event_feed import Mailbox
 from paceline.services.gateway.metrics import Metrics
-from paceline.services.gateway.plan import Plan, PromptPlan
+from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.runner import SequenceRunner
+from paceline.services.gateway.running import RunningRequests
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.trace_book import TraceBook
@@ -66,6 +67,7 @@ class Generation:
 
     Args:
         trace: the request's trace. It is in `traces` from the beginning.
+        requests: where the generation can be found by the request's id while it runs.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: Metrics,
         traces: TraceBook,
+        requests: RunningRequests,
     ) -> None:
         self.plan = plan
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._trace = trace
         self._traces = traces
+        self._requests = requests
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -92,6 +96,7 @@ class Generation:
         """Choices that have not ended."""
         self._has_begun = [asyncio.Event() for _ in plan.prompts]
         self._cached_tokens = [0] * len(plan.prompts)
+        self._tasks: list[asyncio.Task[None]] = []
 
     def usage(self) -> dict[str, object]:
         """Return the `usage` object of a response, with the counts up to now."""
@@ -107,17 +112,25 @@ class Generation:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run all choices while the context is open. When it closes, cancel choices that have not ended."""
-        tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
+        self._tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
         self._traces.open(self._trace)
         try:
-            yield
+            with self._requests.running(self._trace.request_id, self.abort):
+                yield
         finally:
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
             try:
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*self._tasks, return_exceptions=True)
             finally:
                 self._traces.close(self._trace)
+
+    def abort(self) -> None:
+        """End all choices with the tokens that have come, and with the finish reason "abort"."""
+        self._trace.is_aborted = True
+        for task in self._tasks:
+            # Later, because a task that is cancelled before its first step would not report its end.
+            asyncio.get_running_loop().call_soon(task.cancel)
 
     async def batch(self) -> list[Delta]:
         """Wait for new deltas and return them; [] when all choices have ended. Raises errors of SequenceRunner.run."""
@@ -147,12 +160,22 @@ class Generation:
         return [choices[index] for index in sorted(choices)]
 
     async def _run_choice(self, index: int) -> None:
+        choice = Choice(index, self.plan, self._tokenizer)
+        try:
+            await self._generate(index, choice)
+        except asyncio.CancelledError:
+            if not self._trace.is_aborted:
+                raise
+            if not choice.has_ended:
+                self._came.put(choice.end("abort"))
+            self._came.put(None)
+
+    async def _generate(self, index: int, choice: Choice) -> None:
         which, sibling = divmod(index, self.plan.n)
         prompt = self.plan.prompts[which]
         if sibling:
             # Once the first choice has begun, the prompt's blocks are cached, so only one choice computes the prompt.
             await self._has_begun[which].wait()
-        choice = _Choice(index, prompt, self.plan, self._tokenizer)
         record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
         begun = self._has_begun[which]
 
@@ -197,10 +220,12 @@ class _TextEndedError(Exception):
     """A choice ended at a stop string, which the worker does not know, so its attempt must be ended."""
 
 
-class _Choice:
+class Choice:
     """The text and the outcome of one choice."""
 
-    def __init__(self, index: int, prompt: PromptPlan, plan: Plan, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, plan: Plan, tokenizer: Tokenizer) -> None:
+        prompt = plan.prompts[index // plan.n]
+        self.has_ended = False
         self.outcome = "abort"
         self.why = ""
         """A detail of the outcome, for people."""
@@ -234,10 +259,14 @@ class _Choice:
             case Generated(tokens):
                 return self._grow(tokens)
             case Ended(reason):
-                delta = self._take_scores(Delta(self._index))
-                self._add(delta, [self._detokenizer.finish()])
-                return self._end(reason.value, delta)
+                return self.end(reason.value)
         return None
+
+    def end(self, reason: str) -> Delta:
+        """Return the delta that ends the choice with a finish reason."""
+        delta = self._take_scores(Delta(self._index))
+        self._add(delta, [self._detokenizer.finish()])
+        return self._end(reason, delta)
 
     def _grow(self, tokens: list[Token]) -> Delta:
         delta = self._take_scores(Delta(self._index))
@@ -279,6 +308,7 @@ class _Choice:
     def _end(self, reason: str, delta: Delta) -> Delta:
         if self._parser is not None:
             self._add_parts(delta, self._parser.finish())
+        self.has_ended = True
         self.outcome = delta.finish_reason = reason
         stop = self._detokenizer.stop_reason
         if reason == "stop":
@@ -294,7 +324,7 @@ class _Choice:
         return delta
 
 
-def _log(record: SequenceTrace, choice: _Choice) -> None:
+def _log(record: SequenceTrace, choice: Choice) -> None:
     seconds = time.monotonic() - record.arrived
     times = record.token_times
     first = times[0] - record.arrived if times else None

@@ -86,8 +86,9 @@ _ID_PREFIXES = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",
     "/v1/chat/completions/batch": "chatcmpl-",
+    "/inference/v1/generate": "gen-",
 }
-_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/fleet", "/trace")
+_PROTECTED = ("/v1/", "/inference/", "/tokenize", "/detokenize", "/abort_requests", "/fleet", "/trace")
 
 
 def is_valid_id(text: str) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -17,6 +18,7 @@ from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from paceline.services.gateway.token_schemas import TokensRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 
 Kind: TypeAlias = common_pb2.WorkKind.ValueType
@@ -136,13 +138,39 @@ def plan_chats(requests: Sequence[ChatRequest], tokenizer: Tokenizer, forms: Ans
     """Return one plan of several chats, whose fields are equal except for `messages`. Errors name `messages[i]`."""
     plans = []
     for index, request in enumerate(requests):
-        try:
+        with _renamed({"messages": f"messages[{index}]"}):
             plans.append(plan_chat(request, tokenizer, forms, max_model_len))
-        except InvalidRequestError as error:
-            if error.param == "messages":
-                error.param = f"messages[{index}]"
-            raise
     return dataclasses.replace(plans[0], prompts=[prompt for plan in plans for prompt in plan.prompts])
+
+
+def plan_tokens(request: TokensRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
+    """Return the plan of POST /inference/v1/generate. Arguments and errors are as for `plan_completion`."""
+    params = request.sampling_params
+    with _renamed({name: f"sampling_params.{name}" for name in type(params).model_fields}):
+        prompt = _plan_prompt(
+            params,
+            tokenizer,
+            None,
+            list(request.token_ids),
+            params.max_tokens,
+            tokenizer.defaults.max_new_tokens or max_model_len,
+            params.logprobs,
+            params.prompt_logprobs,
+            max_model_len,
+            "token_ids",
+        )
+    plan = _plan(params, [prompt], common_pb2.WORK_KIND_GENERATE)
+    return dataclasses.replace(plan, cache_salt=request.cache_salt or "", priority=request.priority)
+
+
+@contextlib.contextmanager
+def _renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the fields that errors name, where a request has them in other places."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:

@@ -55,6 +55,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
         tokenizer=gateway.tokenizer,
         metrics=gateway.metrics,
         traces=gateway.traces,
+        requests=gateway.requests,
     )
 
 
