@@ -9,7 +9,6 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.core.types import Logprob, SamplingParams, Token
 from paceline.services.gateway.attempt import Generated
-from paceline.services.gateway.chat_schemas import ChatMessage
 from paceline.services.gateway.generation import Choice, Delta
 from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat
@@ -54,7 +53,7 @@ def derender_completion(
     answers = body.generate_responses
     given = body.prompt_token_ids or [None] * len(answers)
     prompts = [ids or answer.prompt_token_ids or [] for ids, answer in zip(given, answers)]
-    request = body.completion_request or CompletionRequest(prompt="", logprobs=_shown_logprobs(answers))
+    request = body.completion_request or _bare_completion(_shown_logprobs(answers))
     plan = plan or _bare_plan(prompts, tokenizer)
     if len(plan.prompts) != len(answers):
         message = f"completion_request has {len(plan.prompts)} prompts, generate_responses has {len(answers)} answers"
@@ -66,9 +65,12 @@ def derender_completion(
 
 
 def _bare_chat(logprobs: int | None) -> ChatRequest:
-    return ChatRequest(
-        messages=[ChatMessage(role="user")], logprobs=None if logprobs is None else True, top_logprobs=logprobs
-    )
+    shown = {} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}
+    return ChatRequest.model_validate({"messages": [{"role": "user"}], **shown})
+
+
+def _bare_completion(logprobs: int | None) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": "", "logprobs": logprobs})
 
 
 def _bare_plan(prompts: Sequence[list[int]], tokenizer: Tokenizer) -> Plan:

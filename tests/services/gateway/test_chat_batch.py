@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.services.gateway.conftest import Stack
 from tests.services.gateway.toy_workers import TEXT
 
@@ -40,21 +38,21 @@ async def test_what_a_conversation_continues_is_its_own(stack: Stack) -> None:
     assert [choice["message"]["content"][:3] for choice in answer["choices"]] == ["One", "Two"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"stream": True}, "stream"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"n": 2}, "n"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"messages": []}, "messages"),
-        ({"messages": [HELLO, []]}, "messages[1]"),
-        ({"messages": HELLO}, "messages[0]"),
-        ({"messages": [HELLO, [{"role": "user", "content": "a" * 600}]]}, "messages[1]"),
-        ({"messages": [[{"role": "user", "content": 5}]]}, "messages[0][0].content"),
-    ],
-)
-async def test_refusals(stack: Stack, fields: dict[str, Any], param: str) -> None:
-    answer = await stack.post(PATH, **{"messages": [HELLO], **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"stream": True}, "stream"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"n": 2}, "n"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"messages": []}, "messages"),
+    ({"messages": [HELLO, []]}, "messages[1]"),
+    ({"messages": HELLO}, "messages[0]"),
+    ({"messages": [HELLO, [{"role": "user", "content": "a" * 600}]]}, "messages[1]"),
+    ({"messages": [[{"role": "user", "content": 5}]]}, "messages[0][0].content"),
+]
+
+
+async def test_refusals(stack: Stack) -> None:
+    for fields, param in REFUSED:
+        answer = await stack.post(PATH, **{"messages": [HELLO], **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert stack.workers["decode-0"].calls == []

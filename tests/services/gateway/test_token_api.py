@@ -6,8 +6,6 @@ import asyncio
 import json
 from typing import Any
 
-import pytest
-
 from paceline.core.types import ConstraintKind
 from paceline.services.common.wire import sampling_from_pb
 from tests.services.gateway.conftest import Stack, eventually
@@ -94,26 +92,26 @@ async def test_structured_outputs_are_enforced(stack: Stack) -> None:
     assert (constraint.kind, constraint.text) == (ConstraintKind.REGEX, "a+")
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [300]}, "token_ids"),
-        ({"token_ids": [1] * 512}, "token_ids"),
-        ({"sampling_params": None}, "sampling_params"),
-        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-        ({"sampling_params": {"min_tokens": 9, "max_tokens": 5}}, "sampling_params.min_tokens"),
-        ({"sampling_params": {"stream": True}}, "sampling_params.stream"),
-        ({"stream": True, "sampling_params": {"prompt_logprobs": 1}}, "sampling_params.prompt_logprobs"),
-        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
-        ({"features": {}}, "features"),
-        ({"output_mode": "parsed"}, "output_mode"),
-        ({"request_id": "a b"}, "request_id"),
-    ],
-)
-async def test_refusals(stack: Stack, fields: dict[str, Any], param: str) -> None:
-    answer = await stack.post(PATH, **{"token_ids": PROMPT, "sampling_params": {}, **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"token_ids": []}, "token_ids"),
+    ({"token_ids": [300]}, "token_ids"),
+    ({"token_ids": [1] * 512}, "token_ids"),
+    ({"sampling_params": None}, "sampling_params"),
+    ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+    ({"sampling_params": {"min_tokens": 9, "max_tokens": 5}}, "sampling_params.min_tokens"),
+    ({"sampling_params": {"stream": True}}, "sampling_params.stream"),
+    ({"stream": True, "sampling_params": {"prompt_logprobs": 1}}, "sampling_params.prompt_logprobs"),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    ({"features": {}}, "features"),
+    ({"output_mode": "parsed"}, "output_mode"),
+    ({"request_id": "a b"}, "request_id"),
+]
+
+
+async def test_refusals(stack: Stack) -> None:
+    for fields, param in REFUSED:
+        answer = await stack.post(PATH, **{"token_ids": PROMPT, "sampling_params": {}, **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 async def test_an_aborted_request_ends_with_the_tokens_that_have_come(stack: Stack) -> None:
