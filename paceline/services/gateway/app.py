@@ -10,6 +10,7 @@ from fastapi import FastAPI
 import paceline
 from paceline.core import env
 from paceline.services.gateway.api import make_api
+from paceline.services.gateway.cache_reset import make_cache_reset
 from paceline.services.gateway.chat_batch import make_chat_batch
 from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
@@ -49,6 +50,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(make_render_api(gateway))
     app.include_router(make_operations(gateway))
     app.include_router(make_scaling(gateway))
+    app.include_router(make_cache_reset(gateway))
     # The middleware that is added last sees a request first.
     if keys := _keys(config.api_key) or env.api_keys():
         app.add_middleware(ApiKeyMiddleware, keys=keys)

@@ -88,7 +88,20 @@ _ID_PREFIXES = {
     "/v1/chat/completions/batch": "chatcmpl-",
     "/inference/v1/generate": "gen-",
 }
-_PROTECTED = ("/v1/", "/inference/", "/tokenize", "/detokenize", "/abort_requests", "/fleet", "/trace")
+_PROTECTED = (
+    "/v1/",
+    "/v2/",
+    "/inference/",
+    "/tokenize",
+    "/detokenize",
+    "/score",
+    "/rerank",
+    "/abort_requests",
+    "/reset_prefix_cache",
+    "/server_info",
+    "/fleet",
+    "/trace",
+)
 
 
 def is_valid_id(text: str) -> bool:
@@ -183,7 +196,7 @@ class BodyLimitMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Middleware that requires one of `keys` for the API, /fleet and /trace. Probes and metrics need no key."""
+    """Middleware that requires one of `keys` for all routes but probes and metrics."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
