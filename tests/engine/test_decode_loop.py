@@ -27,6 +27,7 @@ def requests(vocab_size: int) -> list[Asked]:
         SamplingParams(stop_token_ids=frozenset(range(0, vocab_size, 9)), min_tokens=4),
         SamplingParams(temperature=0.05, seed=4, allowed_token_ids=tuple(range(10, 16))),
         SamplingParams(logprobs=1, prompt_logprobs=1),
+        SamplingParams(bad_words=(*((token,) for token in range(0, vocab_size, 3)), (1, 2), (2, 1, 2))),
     ]
     asked = []
     for index, way in enumerate(ways):
