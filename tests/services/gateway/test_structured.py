@@ -61,6 +61,30 @@ def test_json_without_white_space() -> None:
     assert json.loads(found.text)["x-guidance"] == COMPACT
 
 
+def test_white_space_may_be_chosen() -> None:
+    for fields in (
+        {"structured_outputs": {"json": POINT, "whitespace_pattern": " ?"}},
+        {"guided_json": POINT, "guided_whitespace_pattern": " ?"},
+    ):
+        found = wanted(**fields)
+        assert found is not None
+        assert json.loads(found.text)["x-guidance"] == {"whitespace_pattern": " ?"}
+
+
+def test_structural_tags_come_in_three_forms() -> None:
+    tag = {"begin": "<f=x>", "end": "</f>"}
+    content = {"type": "json_schema", "json_schema": POINT}
+    form = {"type": "triggered_tags", "triggers": ["<f="], "tags": [{"type": "tag", **tag, "content": content}]}
+    newer = {"type": "structural_tag", "format": form}
+    older = {"type": "structural_tag", "triggers": ["<f="], "structures": [{**tag, "schema": POINT}]}
+    texts = {json.dumps(each) for each in (older, newer)}
+    found = [wanted(response_format=each) for each in (older, newer)]
+    found += [wanted(structured_outputs={"structural_tag": text}) for text in texts]
+    assert len(set(found)) == 1
+    assert found[0] is not None
+    assert found[0].kind is ConstraintKind.ANSWER
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -75,7 +99,17 @@ def test_other_kinds_by_both_names(name: str, value: Any, expected: tuple[Constr
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"response_format": {"type": "structural_tag"}}, "response_format.type", "json_schema"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "either format, or structures and triggers"),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "any_text", "max_tokens": 1}}},
+        "response_format.format.max_tokens",
+        "not permitted",
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "("}}},
+        "response_format",
+        "unclosed",
+    ),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "a name and a schema"),
     ({"response_format": named(None)}, "response_format.json_schema.schema", "schema is missing"),
     (
@@ -108,13 +142,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"structured_outputs": {"structural_tag": "{}"}},
         "structured_outputs.structural_tag",
-        "structural_tag is not supported",
+        "type: Field required",
     ),
     (
-        {"structured_outputs": {"json": {}, "whitespace_pattern": "1+"}},
-        "structured_outputs.whitespace_pattern",
-        "not supported",
+        {"structured_outputs": {"json": {}, "whitespace_pattern": "("}},
+        "structured_outputs.json",
+        "unclosed",
     ),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " ?", "disable_any_whitespace": True}},
+        "structured_outputs.whitespace_pattern",
+        "only one",
+    ),
+    ({"structured_outputs": {"whitespace_pattern": " ?"}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.json", "only one"),
     ({"structured_outputs": {"json": {}, "json_object": True}}, "structured_outputs.json", "only one"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "only one"),
