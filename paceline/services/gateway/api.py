@@ -50,7 +50,7 @@ def make_api(gateway: Gateway) -> APIRouter:
         response_id = _response_id(body, request)
         await gateway.wait_for_workers()
         longest = gateway.fleet.max_model_len(KINDS[kind_of(body)].decodes)
-        plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, longest)
+        plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, longest, gateway.logprob_rules)
         response_format = CompletionFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await _respond(gateway, body, plan, response_format, request)
 
@@ -59,7 +59,10 @@ def make_api(gateway: Gateway) -> APIRouter:
         gateway.check_request(body.model)
         response_id = _response_id(body, request)
         await gateway.wait_for_workers()
-        plan = await asyncio.to_thread(plan_chat, body, gateway.tokenizer, gateway.forms, gateway.fleet.max_model_len())
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(
+            plan_chat, body, gateway.tokenizer, gateway.forms, longest, gateway.logprob_rules
+        )
         response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await _respond(gateway, body, plan, response_format, request)
 
@@ -94,6 +97,8 @@ async def _respond(
     generation = start(gateway, plan, request, bool(body.stream))
     if body.stream:
         options = body.stream_options or StreamOptions()
+        if gateway.config.enable_force_include_usage:
+            options = StreamOptions(include_usage=True, continuous_usage_stats=True)
         return stream(generation, ChunkWriter(response_format, options, generation.usage))
     return await whole(generation, request, response_format.whole)
 

@@ -13,9 +13,11 @@ from paceline.proto import common_pb2
 from paceline.services.gateway.answer_format import constraint_of
 from paceline.services.gateway.answer_plan import AnswerPlan, answer_constraint, plan_answer
 from paceline.services.gateway.answers.registry import AnswerForms
+from paceline.services.gateway.bad_words import sequences_of
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
-from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from paceline.services.gateway.fill_in_middle import fill_in_middle
+from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest, RepetitionDetection
 from paceline.services.gateway.tokenizer import Tokenizer
 
 Kind: TypeAlias = common_pb2.WorkKind.ValueType
@@ -23,6 +25,16 @@ Kind: TypeAlias = common_pb2.WorkKind.ValueType
 DEFAULT_COMPLETION_TOKENS = 16
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRules:
+    """The server's options for logprobs."""
+
+    most: int = 20
+    """Most tokens for which a request may want logprobs at each position; -1 allows the whole vocabulary."""
+    as_ids: bool = False
+    """Whether tokens are named by their ids if a request does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,12 @@ class Plan:
     """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
     answer: AnswerPlan | None = None
     """How answers are read; None if they are nothing but content."""
+    repetition: RepetitionDetection | None = None
+    """When answers that repeat themselves end; None if they go on."""
+    logprobs_as_ids: bool = False
+    """Whether logprobs name tokens by their ids."""
+    session_id: str = ""
+    """The client's name of the conversation; "" if there is none."""
 
 
 def kind_of(request: GenerationRequest) -> Kind:
@@ -58,11 +76,14 @@ def kind_of(request: GenerationRequest) -> Kind:
     return common_pb2.WORK_KIND_SCORE if request.max_tokens == 0 else common_pb2.WORK_KIND_GENERATE
 
 
-def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
+def plan_completion(
+    request: CompletionRequest, tokenizer: Tokenizer, max_model_len: int, rules: LogprobRules = LogprobRules()
+) -> Plan:
     """Return the plan of POST /v1/completions.
 
     Args:
         max_model_len: longest context of any worker, in tokens; 0 if there is no worker.
+        rules: the server's options for logprobs.
 
     Raises:
         InvalidRequestError: a value is wrong in a way that the schema alone cannot check.
@@ -70,14 +91,17 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
         NoWorkerError: there is no worker.
     """
     kind = kind_of(request)
-    scores = request.prompt_logprobs
-    if request.echo and request.logprobs is not None:
-        scores = max(request.logprobs, scores or 0)
+    logprobs = _count(request.logprobs, "logprobs", rules, tokenizer)
+    scores = _count(request.prompt_logprobs, "prompt_logprobs", rules, tokenizer)
+    if request.echo and logprobs is not None:
+        scores = max(logprobs, scores or 0)
     if kind == common_pb2.WORK_KIND_SCORE:
         scores = scores or 0
     prompts = []
     for index, prompt in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"
+        if isinstance(prompt, str) and request.suffix:
+            prompt = fill_in_middle(prompt, request.suffix, tokenizer.vocabulary.added_tokens)
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             _check_length(prompt, request, tokenizer, max_model_len, param)
@@ -93,16 +117,22 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
                 ids,
                 wanted,
                 DEFAULT_COMPLETION_TOKENS,
-                request.logprobs,
+                logprobs,
                 scores,
                 max_model_len,
                 param,
             )
         )
-    return _plan(request, prompts, kind)
+    return _plan(request, prompts, kind, rules)
 
 
-def plan_chat(request: ChatRequest, tokenizer: Tokenizer, forms: AnswerForms, max_model_len: int) -> Plan:
+def plan_chat(
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    forms: AnswerForms,
+    max_model_len: int,
+    rules: LogprobRules = LogprobRules(),
+) -> Plan:
     """Return the plan of POST /v1/chat/completions. Arguments and errors are as for `plan_completion`.
 
     Args:
@@ -112,7 +142,7 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, forms: AnswerForms, ma
     _check_length(text, request, tokenizer, max_model_len, "messages")
     ids = tokenizer.encode(text, request.add_special_tokens, "messages")
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    logprobs = _count(request.top_logprobs or 0, "top_logprobs", rules, tokenizer) if request.logprobs else None
     prompt = _plan_prompt(
         request,
         tokenizer,
@@ -121,14 +151,26 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, forms: AnswerForms, ma
         wanted,
         tokenizer.defaults.max_new_tokens or max_model_len,
         logprobs,
-        request.prompt_logprobs,
+        _count(request.prompt_logprobs, "prompt_logprobs", rules, tokenizer),
         max_model_len,
         "messages",
     )
     constraint = answer_constraint(request, forms, tokenizer, text, prompt.sampling.constraint)
     prompt = dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, constraint=constraint))
     answer = plan_answer(request, forms, tokenizer, text)
-    return dataclasses.replace(_plan(request, [prompt], common_pb2.WORK_KIND_GENERATE), answer=answer)
+    return dataclasses.replace(_plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules), answer=answer)
+
+
+def _count(wanted: int | None, param: str, rules: LogprobRules, tokenizer: Tokenizer) -> int | None:
+    """Return the number of most likely tokens to report; None if there is nothing to report."""
+    if wanted is None:
+        return None
+    most = tokenizer.vocab_size if rules.most < 0 else min(rules.most, tokenizer.vocab_size)
+    count = tokenizer.vocab_size if wanted < 0 else wanted
+    if count > most:
+        message = f"{param}: this server returns logprobs of at most {most} tokens at a position (--max-logprobs)"
+        raise InvalidRequestError(message, param)
+    return count
 
 
 def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
@@ -141,7 +183,11 @@ def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, m
         )
 
 
-def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind) -> Plan:
+def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind, rules: LogprobRules) -> Plan:
+    if 0 <= rules.most < len(request.logprob_token_ids or ()):
+        message = f"logprob_token_ids: this server returns logprobs of at most {rules.most} tokens (--max-logprobs)"
+        raise InvalidRequestError(message, "logprob_token_ids")
+    repetition, as_ids = request.repetition_detection, request.return_tokens_as_token_ids
     return Plan(
         prompts=prompts,
         n=request.n or 1,
@@ -151,6 +197,9 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind) -> 
         cache_salt=request.cache_salt or "",
         priority=request.priority,
         kind=kind,
+        repetition=repetition if repetition is not None and repetition.max_pattern_size else None,
+        logprobs_as_ids=rules.as_ids if as_ids is None else as_ids,
+        session_id=request.session_id or "",
     )
 
 
@@ -198,13 +247,16 @@ def _sampling(
 ) -> SamplingParams:
     if request.min_tokens > max_tokens:
         raise InvalidRequestError(f"min_tokens must be at most max_tokens, which is {max_tokens}", "min_tokens")
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         check_ids(getattr(request, name) or [], tokenizer.vocab_size, name)
     defaults = tokenizer.defaults
     stop_token_ids = frozenset(request.stop_token_ids or ())
     if not request.ignore_eos:
         stop_token_ids |= tokenizer.eos_token_ids
     _check_choice(request, stop_token_ids, tokenizer.vocab_size)
+    bad_words = sequences_of(request.bad_words or (), tokenizer)
+    if request.allowed_token_ids is not None and {(id,) for id in request.allowed_token_ids} <= {*bad_words}:
+        raise InvalidRequestError("bad_words: they forbid all of allowed_token_ids; allow others", "bad_words")
     return SamplingParams(
         temperature=_either(request.temperature, defaults.temperature),
         # -1 is an older way to ask for all tokens.
@@ -223,7 +275,9 @@ def _sampling(
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        constraint=constraint_of(request, tokenizer.eos_token_ids),
+        constraint=constraint_of(request, tokenizer.eos_token_ids, tokenizer.vocabulary.added_tokens),
+        bad_words=bad_words,
+        logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
     )
 
 

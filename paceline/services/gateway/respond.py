@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import uuid
 from collections.abc import Callable
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta, Generation
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.responses import Json
+from paceline.services.gateway.schemas import MAX_SESSION_CHARACTERS
 from paceline.services.gateway.streaming import EventStreamResponse, StreamWriter, event_stream, until_disconnect
 from paceline.services.gateway.traces import RequestTrace
 
 _CLIENT_CLOSED_REQUEST = 499
+_PRIORITY_HEADER = "X-Vllm-Priority"
+_SESSION_HEADER = "X-Session-ID"
 
 
 def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> Generation:
-    """Return a request's generation, which does not run yet, with its trace."""
+    """Return a request's generation, which does not run yet, with its trace.
+
+    Raises ApiError if a header is not valid.
+    """
+    plan = _with_headers(plan, request)
     request_id: str = request.state.request_id
     if request.state.client_chose_id:
         # Clients reuse ids, above all when they retry, but workers need a unique id.
@@ -52,3 +62,17 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
     if choices is None:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     return JSONResponse(body(choices, generation.usage()))
+
+
+def _with_headers(plan: Plan, request: Request) -> Plan:
+    """Return the plan with the values of vLLM's headers. As in vLLM, the header's priority replaces the body's."""
+    session_id = plan.session_id or request.headers.get(_SESSION_HEADER, "")
+    if len(session_id) > MAX_SESSION_CHARACTERS:
+        message = f"{_SESSION_HEADER} must have at most {MAX_SESSION_CHARACTERS} characters"
+        raise ApiError(400, message, param=_SESSION_HEADER)
+    priority = request.headers.get(_PRIORITY_HEADER, str(plan.priority))
+    if re.fullmatch(r"-?[0-9]{1,10}", priority) is None or not -(2**31) <= int(priority) < 2**31:
+        raise ApiError(
+            400, f"{_PRIORITY_HEADER} must be an integer of 32 bits; lower is more urgent", param=_PRIORITY_HEADER
+        )
+    return dataclasses.replace(plan, session_id=session_id, priority=int(priority))
