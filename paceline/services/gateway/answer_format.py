@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import check_grammar, check_options
+from paceline.core.grammar_errors import explain
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.answers.expressions import Spelling
 from paceline.services.gateway.answers.structural_tag import Form, JsonSchema, Tag, TriggeredTags, grammar_of_tag
@@ -247,4 +248,5 @@ def _schema_text(schema: object, place: str, spacing: dict[str, Any]) -> str:
     except ConstraintError as error:
         raise InvalidRequestError(f"{place}: {error}", place) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{place}: not a JSON schema: {error}", place) from error
+        why = explain(str(error)) if isinstance(error, RecursionError) else f"not a JSON schema: {error}"
+        raise InvalidRequestError(f"{place}: {why}", place) from error

@@ -243,6 +243,15 @@ async def test_bodies_that_are_no_request(stack: Stack, body: bytes) -> None:
     error_of(await stack.http.post("/v1/completions", content=body, headers=headers))
 
 
+async def test_a_body_that_is_nested_too_deeply(stack: Stack) -> None:
+    schema = b'{"items":' * 5000 + b"{}" + b"}" * 5000
+    body = b'{"prompt": "x", "structured_outputs": {"json": ' + schema + b"}}"
+    error = error_of(
+        await stack.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    )
+    assert "nested too deeply" in error["message"]
+
+
 async def test_a_body_of_another_type(stack: Stack) -> None:
     body = json.dumps({"prompt": "x"})
     headers = {"content-type": "application/x-www-form-urlencoded"}

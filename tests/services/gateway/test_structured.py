@@ -98,6 +98,14 @@ def test_other_kinds_by_both_names(name: str, value: Any, expected: tuple[Constr
         assert wanted(**fields) == Constraint(*expected, ENDS)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """Return a schema with this many objects, one in the other."""
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "structural_tag"}}, "response_format", "either format, or structures and triggers"),
     (
@@ -129,6 +137,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs one of"),
+    ({"structured_outputs": {"json": '{"a":' * 5000 + "1" + "}" * 5000}}, "structured_outputs.json", "nested too deep"),
+    ({"response_format": named(nested(300))}, "response_format.json_schema.schema", "nested too deeply; .* 120 levels"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "json: not a JSON schema"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "valid"),
     ({"structured_outputs": {"json": "7"}}, "structured_outputs.json", "JSON object"),
