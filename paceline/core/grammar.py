@@ -79,7 +79,7 @@ def expression_of(kind: ConstraintKind, text: str) -> str:
         return f"/{regex_to_lark(text, use_ascii='dw')}/"
     if kind is ConstraintKind.CHOICE:
         return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-    grammar = grammar_from("gbnf", text) if "::=" in text else text
+    grammar = grammar_from("gbnf", text) if kind is ConstraintKind.GRAMMAR and "::=" in text else text
     return f"%lark {{\n{grammar}\n}}\n"
 
 

@@ -55,7 +55,8 @@ def make_chat_batch(gateway: Gateway) -> APIRouter:
         response_id = choose_id(body.request_id, request)
         await gateway.wait_for_workers()
         chats, tokenizer = body.chats(), gateway.tokenizer
-        plan = await asyncio.to_thread(plan_chats, chats, tokenizer, gateway.forms, gateway.fleet.max_model_len())
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(plan_chats, chats, tokenizer, gateway.forms, longest, gateway.logprob_rules)
         formats = [ChatFormat(chat, plan, response_id, gateway.model, tokenizer) for chat in chats]
         generation = start(gateway, plan, request, is_streamed=False)
         return await whole(generation, request, lambda choices, usage: _join(formats, choices, usage))

@@ -12,7 +12,7 @@ from paceline.services.gateway.attempt import Generated
 from paceline.services.gateway.generation import Choice, Delta
 from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat
-from paceline.services.gateway.schemas import MAX_LOGPROBS, ChatRequest, CompletionRequest
+from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.token_schemas import (
     ChosenLogprob,
     DerenderChatRequest,
@@ -36,8 +36,8 @@ def derender_chat(
     """
     answer = body.generate_response
     prompt_ids = body.prompt_token_ids or answer.prompt_token_ids or []
-    request = body.chat_request or _bare_chat(_shown_logprobs([answer]))
-    plan = _plan(plan or _bare_plan([prompt_ids], tokenizer), [answer])
+    request = body.chat_request or ChatRequest.model_validate({"messages": [{"role": "user"}]})
+    plan = _plan(plan or _bare_plan([prompt_ids], [answer], tokenizer), [answer])
     choices = _read([answer], plan, tokenizer)
     prompt_tokens = body.prompt_tokens if body.prompt_tokens is not None else len(prompt_ids)
     return ChatFormat(request, plan, response_id, model, tokenizer).whole(choices, _usage(prompt_tokens, [answer]))
@@ -53,8 +53,8 @@ def derender_completion(
     answers = body.generate_responses
     given = body.prompt_token_ids or [None] * len(answers)
     prompts = [ids or answer.prompt_token_ids or [] for ids, answer in zip(given, answers)]
-    request = body.completion_request or _bare_completion(_shown_logprobs(answers))
-    plan = plan or _bare_plan(prompts, tokenizer)
+    request = body.completion_request or CompletionRequest.model_validate({"prompt": ""})
+    plan = plan or _bare_plan(prompts, answers, tokenizer)
     if len(plan.prompts) != len(answers):
         message = f"completion_request has {len(plan.prompts)} prompts, generate_responses has {len(answers)} answers"
         raise InvalidRequestError(message, "generate_responses")
@@ -64,18 +64,9 @@ def derender_completion(
     return CompletionFormat(request, plan, response_id, model, tokenizer).whole(choices, _usage(prompt_tokens, answers))
 
 
-def _bare_chat(logprobs: int | None) -> ChatRequest:
-    shown = {} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}
-    return ChatRequest.model_validate({"messages": [{"role": "user"}], **shown})
-
-
-def _bare_completion(logprobs: int | None) -> CompletionRequest:
-    return CompletionRequest.model_validate({"prompt": "", "logprobs": logprobs})
-
-
-def _bare_plan(prompts: Sequence[list[int]], tokenizer: Tokenizer) -> Plan:
-    """Return a plan for answers of which nothing is known: they are text up to a token that ends an answer."""
-    sampling = SamplingParams(stop_token_ids=tokenizer.eos_token_ids)
+def _bare_plan(prompts: Sequence[list[int]], answers: Iterable[TokensAnswer], tokenizer: Tokenizer) -> Plan:
+    """Return a plan for answers to unknown requests: they are text up to a token that ends an answer."""
+    sampling = SamplingParams(stop_token_ids=tokenizer.eos_token_ids, logprobs=_shown_logprobs(answers))
     plans = [PromptPlan(None, ids, sampling) for ids in prompts]
     return Plan(prompts=plans, n=1, stop=(), include_stop=False, skip_special_tokens=True, cache_salt="")
 
@@ -119,7 +110,7 @@ def _shown_logprobs(answers: Iterable[TokensAnswer]) -> int | None:
     """Return the number of likely tokens that answers show for each token; None if they have no logprobs."""
     shown = [choice.logprobs.content for answer in answers for choice in answer.choices if choice.logprobs]
     counts = [_shown(entry) for content in shown for entry in content or ()]
-    return min(max(counts), MAX_LOGPROBS) if counts else None
+    return max(counts, default=None)
 
 
 def _shown(entry: ChosenLogprob) -> int:

@@ -20,6 +20,7 @@ from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
+from paceline.services.gateway.plan import LogprobRules
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.running import RunningRequests
@@ -44,6 +45,7 @@ class Gateway:
             tokenizer.chat_template_source,
             tokenizer.vocabulary.added_tokens,
         )
+        self.logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
         self.model = config.served_model_name or Path(config.model).name
         self.started = int(time.time())
         self.draining = False

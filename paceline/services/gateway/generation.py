@@ -20,6 +20,7 @@ from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.event_feed import Mailbox
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.repetition import REPETITION, RepetitionDetector
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.running import RunningRequests
 from paceline.services.gateway.sequence import SequenceRun
@@ -195,7 +196,8 @@ class Generation:
                 sequence = SequenceRun(
                     request_id=sequence_id,
                     prompt_ids=prompt.token_ids,
-                    sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + index) % 2**64),
+                    # Each prompt of a list gets the tokens that it would get alone.
+                    sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + sibling) % 2**64),
                     cache_salt=self.plan.cache_salt,
                     priority=self.plan.priority,
                     kind=self.plan.kind,
@@ -217,7 +219,7 @@ class Generation:
 
 
 class _TextEndedError(Exception):
-    """A choice ended at a stop string, which the worker does not know, so its attempt must be ended."""
+    """A choice ended for a reason that the worker does not know, so its attempt must be ended."""
 
 
 class Choice:
@@ -231,7 +233,7 @@ class Choice:
         """A detail of the outcome, for people."""
         self.tokens = 0
         self.ended_by_text = False
-        """Whether the text has ended at a stop string, which the worker does not know."""
+        """Whether the text itself has ended the choice, by a stop string or a repetition. Workers do not know this."""
         self._index = index
         self._reasoning_tokens = 0
         """Tokens of reasoning that deltas have told."""
@@ -249,6 +251,9 @@ class Choice:
             min_tokens=prompt.sampling.min_tokens,
         )
         self._parser = AnswerParser(prompt.answer.read) if prompt.answer is not None else None
+        self._repetition = RepetitionDetector(plan.repetition) if plan.repetition is not None else None
+        self._min_tokens = prompt.sampling.min_tokens
+        self._max_tokens = prompt.sampling.max_tokens
 
     def take(self, event: Event) -> Delta | None:
         """Return the delta that an event adds to the choice; None if it adds nothing yet."""
@@ -271,16 +276,24 @@ class Choice:
     def _grow(self, tokens: list[Token]) -> Delta:
         delta = self._take_scores(Delta(self._index))
         pieces = []
+        repeats = False
         for token in tokens:
             pieces.append(self._detokenizer.push(token.id))
             delta.tokens.append(token)
-            if self._detokenizer.stop_reason is not None:
+            self.tokens += 1
+            repeats = self._repetition is not None and self._repetition.push(token.id)
+            # As in vLLM, an end token and the longest answer come first.
+            repeats = repeats and self._min_tokens <= self.tokens < self._max_tokens
+            if repeats or self._detokenizer.stop_reason is not None:
                 break
-        self.tokens += len(delta.tokens)
         self._add(delta, pieces)
-        if isinstance(self._detokenizer.stop_reason, str):
-            self.ended_by_text = True
+        stop = self._detokenizer.stop_reason
+        self.ended_by_text = isinstance(stop, str) or (repeats and stop is None)
+        if isinstance(stop, str):
             return self._end("stop", delta)
+        if self.ended_by_text:
+            self._add(delta, [self._detokenizer.finish()])
+            return self._end(REPETITION, delta)
         return delta
 
     def _add(self, delta: Delta, texts: list[str]) -> None:
@@ -314,6 +327,8 @@ class Choice:
         if reason == "stop":
             self.why = "a stop string" if isinstance(stop, str) else "a token that ends it"
         delta.stop_reason = None if stop in self._eos_token_ids else stop
+        if reason == REPETITION:
+            delta.stop_reason = "repetition_detected"
         return delta
 
     def _take_scores(self, delta: Delta) -> Delta:

@@ -19,11 +19,13 @@ class LogprobFormat:
         vocabulary: the text and bytes of each token.
         count: the number of most likely tokens to show.
         as_ids: whether to show a token as `token_id:7` instead of its text, which several tokens may share.
+        shows_all: whether to show all tokens that were reported, because the request names them.
     """
 
-    def __init__(self, vocabulary: Vocabulary, count: int, as_ids: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, count: int, as_ids: bool, shows_all: bool = False) -> None:
         self._vocabulary = vocabulary
         self._count = count
+        self._shows_all = shows_all
         self._as_ids = as_ids
 
     def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
@@ -67,7 +69,10 @@ class LogprobFormat:
                 continue
             chosen, top = self._split(token)
             logprobs.append(_finite(chosen))
-            tops.append({self._name(entry.token_id): _finite(entry) for entry in (*top, chosen)})
+            shown: dict[str, float] = {}
+            for entry in (chosen, *top):  # as in vLLM, the chosen token comes first
+                shown.setdefault(self._name(entry.token_id), _finite(entry))
+            tops.append(shown)
         fields = {"text_offset": offsets, "token_logprobs": logprobs, "tokens": names, "top_logprobs": tops}
         return fields, offset
 
@@ -87,7 +92,12 @@ class LogprobFormat:
         }
 
     def _split(self, token: Token) -> tuple[Logprob, list[Logprob]]:
-        """Return the chosen token's entry, and the `count` most likely entries, which may contain it again."""
+        """Return the chosen token's entry, and the entries to show beside it, which may contain it again.
+
+        These are the `count` most likely ones, or all in their order.
+        """
+        if self._shows_all:
+            return token.logprobs[0], list({entry.token_id: entry for entry in token.logprobs}.values())
         ranked = {entry.token_id: entry for entry in token.logprobs if entry.rank <= self._count}
         return token.logprobs[0], sorted(ranked.values(), key=lambda entry: entry.rank)
 

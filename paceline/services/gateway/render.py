@@ -30,10 +30,6 @@ _RESOLVED = (
 _LEFT_OUT = {
     *OUTSIDE,
     "best_of",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
     "response_format",
     "return_token_ids",
     "return_tokens_as_token_ids",
@@ -42,7 +38,7 @@ _LEFT_OUT = {
     "truncation_side",
     "user",
 }
-"""Fields of a request that are no sampling parameters, or that the plan has in another form."""
+"""Fields of a request that are no sampling parameters, or that the plan has in another form; guided_… are, too."""
 
 
 def render(request: GenerationRequest, plan: Plan, request_id: str, model: str) -> list[Json]:
@@ -65,7 +61,8 @@ def render(request: GenerationRequest, plan: Plan, request_id: str, model: str) 
 
 
 def _sampling_params(request: GenerationRequest, plan: Plan, prompt: PromptPlan) -> Json:
-    given = request.model_dump(include=GenerationRequest.model_fields.keys() - _LEFT_OUT, exclude_none=True)
+    kept = {name for name in GenerationRequest.model_fields.keys() - _LEFT_OUT if not name.startswith("guided_")}
+    given = request.model_dump(include=kept, exclude_none=True)
     resolved = {name: getattr(prompt.sampling, name) for name in _RESOLVED}
     structured = _structured_outputs(prompt.sampling.constraint)
     return {**given, **resolved, "n": plan.n, "stop": list(plan.stop), "structured_outputs": structured}

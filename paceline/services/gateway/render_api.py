@@ -32,7 +32,8 @@ def make_render_api(gateway: Gateway) -> APIRouter:
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens must be at least 1 in a request that is rendered", param="max_tokens")
         await gateway.wait_for_workers()
-        plan = await asyncio.to_thread(plan_completion, body, tokenizer, gateway.fleet.max_model_len())
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(plan_completion, body, tokenizer, longest, gateway.logprob_rules)
         return render(body, plan, request_id, gateway.model)
 
     @router.post("/v1/chat/completions/render")
@@ -40,7 +41,8 @@ def make_render_api(gateway: Gateway) -> APIRouter:
         gateway.check_request(body.model)
         request_id = choose_id(body.request_id, request)
         await gateway.wait_for_workers()
-        plan = await asyncio.to_thread(plan_chat, body, tokenizer, gateway.forms, gateway.fleet.max_model_len())
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(plan_chat, body, tokenizer, gateway.forms, longest, gateway.logprob_rules)
         return render(body, plan, request_id, gateway.model)[0]
 
     @router.post("/v1/completions/derender")
@@ -54,7 +56,8 @@ def make_render_api(gateway: Gateway) -> APIRouter:
         if body.completion_request is not None:
             await gateway.wait_for_workers()
             longest = gateway.fleet.max_model_len()
-            plan = await asyncio.to_thread(plan_completion, body.completion_request, tokenizer, longest)
+            wanted = body.completion_request
+            plan = await asyncio.to_thread(plan_completion, wanted, tokenizer, longest, gateway.logprob_rules)
         return await asyncio.to_thread(derender_completion, body, plan, request_id, gateway.model, tokenizer)
 
     @router.post("/v1/chat/completions/derender")
@@ -67,7 +70,8 @@ def make_render_api(gateway: Gateway) -> APIRouter:
         if body.chat_request is not None:
             await gateway.wait_for_workers()
             longest = gateway.fleet.max_model_len()
-            plan = await asyncio.to_thread(plan_chat, body.chat_request, tokenizer, gateway.forms, longest)
+            forms, rules = gateway.forms, gateway.logprob_rules
+            plan = await asyncio.to_thread(plan_chat, body.chat_request, tokenizer, forms, longest, rules)
         return await asyncio.to_thread(derender_chat, body, plan, request_id, gateway.model, tokenizer)
 
     return router

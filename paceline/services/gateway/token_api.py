@@ -9,9 +9,7 @@ from fastapi.responses import Response
 
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.plan import plan_tokens
-from paceline.services.gateway.respond import choose_id, start, stream, whole
-from paceline.services.gateway.schemas import StreamOptions
-from paceline.services.gateway.streaming import ChunkWriter
+from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.token_format import TokensFormat
 from paceline.services.gateway.token_schemas import AbortRequest, TokensRequest
 
@@ -25,14 +23,10 @@ def make_token_api(gateway: Gateway) -> APIRouter:
         gateway.check_request(body.model)
         request_id = choose_id(body.request_id, request)
         await gateway.wait_for_workers()
-        plan = await asyncio.to_thread(plan_tokens, body, gateway.tokenizer, gateway.fleet.max_model_len())
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(plan_tokens, body, gateway.tokenizer, longest, gateway.logprob_rules)
         tokens_format = TokensFormat(body, plan, request_id, gateway.model, gateway.tokenizer)
-        generation = start(gateway, plan, request, bool(body.stream))
-        if body.stream:
-            return stream(
-                generation, ChunkWriter(tokens_format, body.stream_options or StreamOptions(), generation.usage)
-            )
-        return await whole(generation, request, tokens_format.whole)
+        return await respond(gateway, body, plan, tokens_format, request)
 
     @router.post("/abort_requests")
     async def abort(body: AbortRequest) -> Response:

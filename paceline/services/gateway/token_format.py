@@ -15,8 +15,7 @@ class TokensFormat(ResponseFormat):
     """Responses of POST /inference/v1/generate."""
 
     def __init__(self, request: TokensRequest, plan: Plan, response_id: str, model: str, tokenizer: Tokenizer) -> None:
-        params = request.sampling_params
-        super().__init__(params, plan, response_id, model, tokenizer, params.logprobs)
+        super().__init__(request.sampling_params, plan, response_id, model, tokenizer)
         self._returns_ids = bool(request.return_token_ids)
         self._has_text = request.output_mode == "text"
         self._head = {

@@ -10,7 +10,6 @@ from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.schemas import (
     MAX_CHOICES,
-    MAX_LOGPROBS,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -31,7 +30,7 @@ class TokenSampling(GenerationRequest):
     """The `sampling_params` of POST /inference/v1/generate. `max_tokens` is all that fits by default."""
 
     max_tokens: int | None = Field(None, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=-1)
 
     @model_validator(mode="before")
     @classmethod
@@ -42,6 +41,13 @@ class TokenSampling(GenerationRequest):
             name = misplaced[0]
             raise ApiError(400, f"{name} belongs beside sampling_params, not in it", param=f"sampling_params.{name}")
         return {name: value for name, value in data.items() if name not in _INTERNAL}
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> TokenSampling:
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            name = "sampling_params.logprob_token_ids"
+            raise ApiError(400, f"{name} needs logprobs", param=name)
+        return self
 
 
 class TokensRequest(NamedRequest):

@@ -276,6 +276,8 @@ class RequestTrace:
     """The id in the response. If the client chose it, earlier requests may have the same one."""
     own_id: str
     """Unique in the cluster. Workers know sequences by it; see `sequence_id`."""
+    session_id: str
+    """The client's name of the conversation; "" if there is none."""
     endpoint: str
     streamed: bool
     asked: dict[str, Any]
@@ -300,6 +302,7 @@ class RequestTrace:
         return RequestTrace(
             request_id=request_id,
             own_id=own_id,
+            session_id=plan.session_id,
             endpoint=endpoint,
             streamed=streamed,
             asked=_asked(plan),
