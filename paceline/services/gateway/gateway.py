@@ -24,6 +24,7 @@ from paceline.services.gateway.plan import LogprobRules
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.running import RunningRequests
+from paceline.services.gateway.scoring import Scoring
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.trace_book import TraceBook
 
@@ -46,6 +47,7 @@ class Gateway:
             tokenizer.vocabulary.added_tokens,
         )
         self.logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
+        self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self.model = config.served_model_name or Path(config.model).name
         self.started = int(time.time())
         self.draining = False

@@ -87,6 +87,11 @@ _ID_PREFIXES = {
     "/v1/chat/completions": "chatcmpl-",
     "/v1/chat/completions/batch": "chatcmpl-",
     "/inference/v1/generate": "gen-",
+    "/score": "score-",
+    "/v1/score": "score-",
+    "/rerank": "rerank-",
+    "/v1/rerank": "rerank-",
+    "/v2/rerank": "rerank-",
 }
 _PROTECTED = (
     "/v1/",

@@ -20,7 +20,7 @@ from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest, RepetitionDetection
-from paceline.services.gateway.token_schemas import TokensRequest
+from paceline.services.gateway.token_schemas import TokenSampling, TokensRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 
 Kind: TypeAlias = common_pb2.WorkKind.ValueType
@@ -199,6 +199,24 @@ def plan_tokens(
         )
         plan = _plan(params, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
     return dataclasses.replace(plan, cache_salt=request.cache_salt or "", priority=request.priority)
+
+
+def plan_scores(prompts: Mapping[str, str], token_ids: Sequence[int], tokenizer: Tokenizer, max_model_len: int) -> Plan:
+    """Return a plan for the logprobs of given tokens after each prompt. One token is generated, which does not matter.
+
+    Args:
+        prompts: the rendered text of each prompt, by the field of the request that it comes from.
+
+    Raises the errors of `plan_completion`.
+    """
+    wanted = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "logprob_token_ids": list(token_ids)}
+    params = TokenSampling.model_validate({**wanted, "ignore_eos": True})
+    plans = []
+    for param, text in prompts.items():
+        _check_length(text, params, tokenizer, max_model_len, param)
+        ids = tokenizer.encode(text, False, param)
+        plans.append(_plan_prompt(params, tokenizer, text, ids, 1, 1, 0, None, max_model_len, param))
+    return _plan(params, plans, common_pb2.WORK_KIND_GENERATE, LogprobRules(most=-1))
 
 
 @contextlib.contextmanager

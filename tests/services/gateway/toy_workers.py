@@ -321,6 +321,9 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         elif position + 1 >= sampling.max_tokens:
             reason = common_pb2.FINISH_REASON_LENGTH
         report = _report(token_id, sampling.logprobs) if sampling.HasField("logprobs") else []
+        named = sampling.logprob_token_ids
+        scores = {each: -each * work.prompt_tokens / 10_000 for each in named}
+        report += [common_pb2.Logprob(token_id=each, logprob=score, rank=each + 1) for each, score in scores.items()]
         return common_pb2.Token(id=token_id, logprobs=report), reason
 
     def _scores(self, work: common_pb2.Work) -> list[common_pb2.PromptLogprobs]:
