@@ -93,6 +93,35 @@ class GatewayConfig(ServiceConfig):
         "how the model marks its reasoning: a form by name, none, or auto for the form that the chat template shows",
         "model",
     )
+    score_tokens: str = option(
+        "",
+        "the two tokens whose probabilities at the end of a prompt give a score of /score and /rerank, separated by a "
+        "comma: the one that says that a document fits its query, then the other. Default: yes,no, as Qwen3-Reranker "
+        "answers. Both must be single tokens of the model. A score is the probability of the first one among the two",
+        "model",
+    )
+    score_template: str = option(
+        "",
+        "file with a Jinja template for the prompt of a query and a document, which are messages with these roles, as "
+        "in vLLM's score templates; the request's instruction is a message with the role system. Default: the chat "
+        "template if it has these roles; if not, the words of Qwen3-Reranker in the model's chat template",
+        "model",
+    )
+    max_logprobs: int = option(
+        20,
+        "most tokens for which a request may want logprobs at each position; -1 allows the whole vocabulary",
+        "limits",
+        at_least=-1,
+    )
+    return_tokens_as_token_ids: bool = option(
+        False,
+        "logprobs name tokens by id, as token_id:7, because several tokens may have the same text; a request may say "
+        "otherwise",
+        "model",
+    )
+    enable_force_include_usage: bool = option(
+        False, "every chunk of every stream has the usage so far, whatever the request's stream_options say", "model"
+    )
     api_key: str = option(
         "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
     )
@@ -307,6 +336,11 @@ class ServeConfig(Options):
     generation_config: GenerationConfig = same_option(GatewayConfig, "generation_config")
     tool_call_parser: str = same_option(GatewayConfig, "tool_call_parser")
     reasoning_parser: str = same_option(GatewayConfig, "reasoning_parser")
+    score_tokens: str = same_option(GatewayConfig, "score_tokens")
+    score_template: str = same_option(GatewayConfig, "score_template")
+    max_logprobs: int = same_option(GatewayConfig, "max_logprobs", group="model")
+    return_tokens_as_token_ids: bool = same_option(GatewayConfig, "return_tokens_as_token_ids")
+    enable_force_include_usage: bool = same_option(GatewayConfig, "enable_force_include_usage")
     cache_dir: str = option(str(env.default_cache_dir()), "folder that keeps converted models", "model")
     prefill: int = option(1, "prefill workers; with 0, decode workers compute all prompts", "fleet", at_least=0)
     decode: int = option(1, "decode workers", "fleet", at_least=1)

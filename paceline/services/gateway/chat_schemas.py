@@ -153,8 +153,8 @@ def _call_for_template(call: ToolCall) -> Json:
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
-        except ValueError:
-            parsed = None  # an answer that was cut off; the template gets it as it is
+        except (ValueError, RecursionError):
+            parsed = None  # an answer that was cut off, or nested too deeply; the template gets it as it is
         if isinstance(parsed, dict):
             arguments = ArgumentsObject(parsed, arguments or "{}")
     elif isinstance(arguments, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -182,7 +183,11 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
         404: f"no such path: {request.method} {request.url.path}",
         405: f"{request.url.path} does not take {request.method}",
     }
-    response = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).response()
+    message = messages.get(error.status_code, str(error.detail))
+    if isinstance(error.__cause__, RecursionError):
+        # Python's parser of JSON calls itself for each level.
+        message = f"the body is nested too deeply: JSON can have about {sys.getrecursionlimit() - 100} levels here"
+    response = ApiError(error.status_code, message).response()
     response.headers.update(error.headers or {})
     return response
 

@@ -82,8 +82,32 @@ class BoundedHttp(HttpToolsProtocol):
 BODY_SECONDS = 60.0
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/messages": "msg_"}
-_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/fleet", "/trace")
+_ID_PREFIXES = {
+    "/v1/completions": "cmpl-",
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/chat/completions/batch": "chatcmpl-",
+    "/v1/messages": "msg_",
+    "/inference/v1/generate": "gen-",
+    "/score": "score-",
+    "/v1/score": "score-",
+    "/rerank": "rerank-",
+    "/v1/rerank": "rerank-",
+    "/v2/rerank": "rerank-",
+}
+_PROTECTED = (
+    "/v1/",
+    "/v2/",
+    "/inference/",
+    "/tokenize",
+    "/detokenize",
+    "/score",
+    "/rerank",
+    "/abort_requests",
+    "/reset_prefix_cache",
+    "/server_info",
+    "/fleet",
+    "/trace",
+)
 
 
 def is_valid_id(text: str) -> bool:
@@ -181,7 +205,7 @@ class BodyLimitMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Middleware that requires one of `keys` for the API, /fleet and /trace. Probes and metrics need no key."""
+    """Middleware that requires one of `keys` for all routes but probes and metrics."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app

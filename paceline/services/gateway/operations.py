@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import Annotated, Any
 
 import grpc.aio
@@ -29,6 +30,9 @@ LEASES = 100
 """Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
 MOST_LEASES = 5000
 
+_SECRETS = {"api_key", "redis"}
+"""Options that may hold a password."""
+
 
 def make_operations(gateway: Gateway) -> APIRouter:
     """Return the routes."""
@@ -49,6 +53,18 @@ def make_operations(gateway: Gateway) -> APIRouter:
     @router.get("/version")
     async def version() -> dict[str, str]:
         return {"version": paceline.__version__}
+
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        roles = Counter(worker.member.role for worker in gateway.fleet.workers() if worker.available)
+        return {
+            "version": paceline.__version__,
+            "model": gateway.model,
+            "max_model_len": gateway.fleet.max_model_len(),
+            "started": gateway.started,
+            "members": dict(roles),
+            "options": gateway.config.model_dump(exclude=_SECRETS),
+        }
 
     @router.get("/load")
     async def load() -> dict[str, int]:

@@ -39,14 +39,15 @@ class ResponseFormat(ABC):
         response_id: str,
         model: str,
         tokenizer: Tokenizer,
-        logprobs: int | None,
     ) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
-        self._as_ids = bool(request.return_tokens_as_token_ids)
-        self._format = LogprobFormat(tokenizer.vocabulary, logprobs, self._as_ids) if logprobs is not None else None
+        sampling, vocabulary, as_ids = plan.prompts[0].sampling, tokenizer.vocabulary, plan.logprobs_as_ids
+        names_tokens = bool(sampling.logprob_token_ids)
+        own = None if sampling.logprobs is None else LogprobFormat(vocabulary, sampling.logprobs, as_ids, names_tokens)
+        self._format = own
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
-        self._prompt_format = LogprobFormat(tokenizer.vocabulary, request.prompt_logprobs or 0, self._as_ids)
+        self._prompt_format = LogprobFormat(vocabulary, sampling.prompt_logprobs or 0, as_ids)
         self._returns_ids = bool(request.return_token_ids)
         self._head = {
             "id": response_id,
@@ -141,12 +142,11 @@ class ChatFormat(ResponseFormat):
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, request: ChatRequest, plan: Plan, response_id: str, model: str, tokenizer: Tokenizer) -> None:
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        super().__init__(request, plan, response_id, model, tokenizer, logprobs)
+        super().__init__(request, plan, response_id, model, tokenizer)
         last = request.messages[-1]
         self._echo = last.text or "" if request.echo and last.role == "assistant" else ""
         self._shows_reasoning = request.include_reasoning
-        self._is_parsed = plan.answer is not None
+        self._is_parsed = any(prompt.answer is not None for prompt in plan.prompts)
         self._stop_for_calls = "stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls"
         self._has_calls: set[int] = set()
         """Choices with tool calls."""
@@ -249,7 +249,7 @@ class CompletionFormat(ResponseFormat):
     def __init__(
         self, request: CompletionRequest, plan: Plan, response_id: str, model: str, tokenizer: Tokenizer
     ) -> None:
-        super().__init__(request, plan, response_id, model, tokenizer, request.logprobs)
+        super().__init__(request, plan, response_id, model, tokenizer)
         self._echo = bool(request.echo)
         self._offsets: dict[int, int] = {}
 

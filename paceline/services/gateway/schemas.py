@@ -16,7 +16,9 @@ from paceline.services.gateway.chat_schemas import ChatMessage, NamedTool, Reaso
 from paceline.services.gateway.errors import ApiError
 
 MAX_CHOICES = 128
-MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKENS = 128
+MAX_PATTERN_TOKENS = 1024
+MAX_SESSION_CHARACTERS = 256
 
 log = logging.getLogger(__name__)
 
@@ -27,22 +29,29 @@ _SERVED_ANYWAY = frozenset({"metadata", "prediction", "prompt_cache_key", "safet
 """Known fields that are accepted and have no effect here."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
+    "adapter_id": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
+    "content_parts": ([],),
+    "custom_logit_processor": ("",),
     "documents": ([],),
+    "dry_multiplier": (0,),
     "ebnf": (),
+    "ec_transfer_params": ({},),
+    "features": (),
     "function_call": ("none",),
     "functions": ([],),
     "grammar": ("",),
     "json_schema": (),
     "kv_transfer_params": ({},),
+    "length_penalty": (1,),
     "logit_processors": ([],),
     "logits_processors": ([],),
-    "logprob_token_ids": ([],),
     "lora_path": (),
     "mcp_servers": ([],),
+    "mirostat": (0,),
     "modalities": (["text"],),
+    "nvext": ({},),
     "prompt_embeds": ([],),
     "prompt_token_ids": (),
     "regex": (),
@@ -50,8 +59,12 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "tool_choice": ("none",),
     "tools": ([],),
+    "typical_p": (1,),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
+    "xtc_probability": (0,),
 }
 """Fields that are not supported yet. Each has the values that are accepted because they ask for nothing."""
 
@@ -59,6 +72,26 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class RepetitionDetection(Body):
+    """vLLM's `repetition_detection`: the answer ends when the same tokens come several times in a row."""
+
+    max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_TOKENS)
+    """Most tokens of a pattern; 0 turns the detection off."""
+    min_pattern_size: int = Field(0, ge=0)
+    """Least tokens of a pattern; 0 means 1."""
+    min_count: int = Field(0, ge=0)
+    """How often the pattern has to come."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> RepetitionDetection:
+        place = "repetition_detection"
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ApiError(400, f"{place}: min_pattern_size must be at most max_pattern_size", param=place)
+        if self.max_pattern_size and self.min_count < 2:
+            raise ApiError(400, f"{place}: min_count must be at least 2", param=place)
+        return self
 
 
 class NamedRequest(Body):
@@ -104,7 +137,10 @@ class GenerationRequest(NamedRequest):
     ignore_eos: bool = False
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1)
+    logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKENS)] | None = None
+    repetition_detection: RepetitionDetection | None = None
     response_format: AnswerFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # vLLM's older names for structured_outputs.
@@ -112,6 +148,7 @@ class GenerationRequest(NamedRequest):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool = False
@@ -123,6 +160,8 @@ class GenerationRequest(NamedRequest):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     request_id: str | None = None
+    session_id: str | None = Field(None, max_length=MAX_SESSION_CHARACTERS)
+    """Shown in the request's trace, so that all requests of a conversation can be found."""
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     user: str | None = None
 
@@ -149,8 +188,10 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=-1)
     echo: bool | None = None
+    suffix: str | None = None
+    """Text that comes after the answer."""
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -159,6 +200,10 @@ class CompletionRequest(GenerationRequest):
             raise ApiError(400, "max_tokens must be at least 1; 0 is for echo alone", param="max_tokens")
         if not self.prompts:
             raise ApiError(400, "prompt must not be empty", param="prompt")
+        if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in self.prompts)):
+            raise ApiError(400, "suffix needs a prompt that is text, and echo must be false", param="suffix")
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            raise ApiError(400, "logprob_token_ids needs logprobs", param="logprob_token_ids")
         if len(self.prompts) * (self.n or 1) > MAX_CHOICES:
             raise ApiError(400, f"prompts times n must be at most {MAX_CHOICES}", param="prompt")
         return self
@@ -189,7 +234,7 @@ class ChatRequest(ChatFields, GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=-1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     echo: bool = False
@@ -206,6 +251,8 @@ class ChatRequest(ChatFields, GenerationRequest):
     def _check_chat(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.logprob_token_ids is not None and not self.logprobs:
+            raise ApiError(400, "logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
         if self.tools is not None and not self.tools:
             raise ApiError(400, "tools must not be empty; leave it out if there are none", param="tools")
         names = [tool.function.name for tool in self.tools or ()]

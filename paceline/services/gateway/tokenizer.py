@@ -162,6 +162,7 @@ class Tokenizer:
         self.eos_token_ids = self._eos_token_ids(generation, model, special_tokens)
         self.defaults = SamplingDefaults.from_generation_config(generation if generation_config == "auto" else {})
         source = _chat_template_source(folder, settings, chat_template)
+        self._special_tokens = special_tokens
         self._chat_template = ChatTemplate(source, special_tokens) if source is not None else None
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
@@ -205,6 +206,10 @@ class Tokenizer:
             template_kwargs=template_kwargs,
             tools=tools,
         )
+
+    def template(self, source: str) -> ChatTemplate:
+        """Return a template with the model's special tokens. Raises the errors of ChatTemplate."""
+        return ChatTemplate(source, self._special_tokens)
 
     @property
     def chat_template_source(self) -> str:
