@@ -93,6 +93,22 @@ class GatewayConfig(ServiceConfig):
         "how the model marks its reasoning: a form by name, none, or auto for the form that the chat template shows",
         "model",
     )
+    response_store: str = option(
+        "",
+        "where responses of /v1/responses are kept: a SQLite file, the URL of an SQL database, which several gateways "
+        "may share (needs SQLAlchemy), or none; default: responses.db in the cache folder",
+        "responses",
+    )
+    response_store_entries: int = option(
+        10_000,
+        "responses that are kept for each API key; the ones that were used longest ago make room",
+        "responses",
+        at_least=1,
+    )
+    response_store_size: Size = option("256MiB", "size of all responses that are kept for each API key", "responses")
+    response_store_seconds: float = option(
+        30 * 86400.0, "a response is kept for this many seconds after its last use", "responses", at_least=1
+    )
     api_key: str = option(
         "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
     )

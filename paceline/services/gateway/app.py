@@ -14,6 +14,7 @@ from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestIdMiddleware
 from paceline.services.gateway.operations import make_operations
+from paceline.services.gateway.responses_api.routes import make_responses
 from paceline.services.gateway.scaling import make_scaling
 
 
@@ -41,6 +42,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     install_error_handlers(app)
     app.include_router(make_api(gateway))
+    app.include_router(make_responses(gateway))
     app.include_router(make_operations(gateway))
     app.include_router(make_scaling(gateway))
     # The middleware that is added last sees a request first.

@@ -82,7 +82,7 @@ class BoundedHttp(HttpToolsProtocol):
 BODY_SECONDS = 60.0
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+_ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-", "/v1/responses": "resp_"}
 _PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/fleet", "/trace")
 
 

@@ -15,7 +15,7 @@ from paceline.services.gateway.responses import Json
 from paceline.services.gateway.streaming import EventStreamResponse, StreamWriter, event_stream, until_disconnect
 from paceline.services.gateway.traces import RequestTrace
 
-_CLIENT_CLOSED_REQUEST = 499
+CLIENT_CLOSED_REQUEST = 499
 
 
 def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> Generation:
@@ -50,5 +50,5 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
     """
     choices = await until_disconnect(request.receive, generation.whole())
     if choices is None:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(body(choices, generation.usage()))

@@ -30,6 +30,7 @@ def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
     shared["auth_token_file"] = str(secret)
     shared["packed_dir"] = str(Path(config.cache_dir).expanduser().absolute() / "packed")
     gateway = {name: options[name] for name in _GATEWAY}
+    gateway["response_store"] = str(Path(config.cache_dir).expanduser().absolute() / "responses.db")
     return f"{_lines(shared)}\n[gateway]\n{_lines(gateway)}\n[kvtransfer]\nport = 0\n"
 
 
