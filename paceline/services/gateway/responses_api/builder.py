@@ -6,11 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.core.types import Token
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.generation import Delta, Generation
-from paceline.services.gateway.logprobs import LogprobFormat
 from paceline.services.gateway.responses_api.items import id_prefix
 from paceline.services.gateway.responses_api.output import (
     CustomCall,
@@ -21,6 +19,7 @@ from paceline.services.gateway.responses_api.output import (
     Thought,
 )
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
+from paceline.services.gateway.responses_api.text_logprobs import TextLogprobs
 from paceline.services.gateway.responses_api.tools import Toolbox
 from paceline.services.gateway.streaming import event
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -65,9 +64,7 @@ class ResponseBuilder:
         self._seals = request.encrypts_reasoning
         as_ids = bool(request.return_tokens_as_token_ids)
         count = request.top_logprobs or 0
-        self._logprobs = LogprobFormat(tokenizer.vocabulary, count, as_ids) if request.shows_logprobs else None
-        self._tokens: list[Token] = []
-        """Tokens whose text has not come."""
+        self._logprobs = TextLogprobs(tokenizer.vocabulary, count, as_ids) if request.shows_logprobs else None
         self._item: OutputItem | None = None
         """The last item, if it has not ended."""
         self._next_number = 0
@@ -98,11 +95,12 @@ class ResponseBuilder:
 
     def add(self, delta: Delta) -> list[Json]:
         """Take the next delta. Return its events."""
+        parts = delta.all_parts
         if self._logprobs is not None:
-            self._tokens += delta.tokens
-        events: list[Json] = []
-        for part in delta.all_parts:
-            events += self._add_part(part)
+            self._logprobs.push(delta.tokens)
+        events = [each for part in parts for each in self._add_part(part)]
+        if self._logprobs is not None and parts and not isinstance(parts[-1], Content):
+            self._logprobs.drop()
         if delta.finish_reason == "length":
             self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         return self._numbered(events)
@@ -158,10 +156,9 @@ class ResponseBuilder:
 
     def _grow(self, text: str) -> list[Json]:
         assert self._item is not None
-        tokens, self._tokens = self._tokens, []
         logprobs: list[Json] = []
         if self._logprobs is not None and isinstance(self._item, Message):
-            logprobs = self._logprobs.chat(tokens)["content"]
+            logprobs = self._logprobs.take(text)
         return self._item.add(text, logprobs)
 
     def _begin_item(self, kind: Callable[..., OutputItem], name: str, *args: Any) -> list[Json]:

@@ -60,11 +60,11 @@ def prompt_of(stack: Stack) -> str:
 
 def call(name: str, **arguments: Any) -> str:
     """Return a tool call as the model writes it."""
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-async def ask(stack: Stack, text: str, answer: str, **options: Any) -> Response:
+async def ask(stack: Stack, prompt: str, answer: str, **options: Any) -> Response:
     """Send a request with a text, which the model answers with `answer`."""
     recite(stack, answer)
     extra = {**SEED, **options.pop("extra_body", {})}
-    return await stack.openai.responses.create(model="toy", input=text, extra_body=extra, **options)
+    return await stack.openai.responses.create(model="toy", input=prompt, extra_body=extra, **options)

@@ -179,7 +179,11 @@ async def test_tools_of_other_servers_are_left_out(agents: Stack) -> None:
         ("required", {"find", "apply_patch"}, {"find", "apply_patch"}),
         ({"type": "function", "name": "find"}, {"find"}, {"find", "apply_patch"}),
         ({"type": "custom", "name": "apply_patch"}, {"apply_patch"}, {"find", "apply_patch"}),
-        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "find"}]}, {"find"}, {"find"}),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "find"}]},
+            {"find"},
+            {"find"},
+        ),
     ],
 )
 async def test_the_choice_of_a_tool(agents: Stack, choice: Any, called: set[str], shown: set[str]) -> None:
@@ -253,7 +257,9 @@ async def test_fields_of_agents_are_accepted(agents: Stack) -> None:
 
 async def test_truncation_drops_the_oldest_turns(start_agents: StartAgents) -> None:
     agents = await start_agents(tool_call_parser="none", reasoning_parser="none")
-    turns = [{"role": role, "content": f"{role[0]}{turn}" * 4096} for turn in range(6) for role in ("user", "assistant")]
+    turns = [
+        {"role": role, "content": f"{role[0]}{turn}" * 4096} for turn in range(6) for role in ("user", "assistant")
+    ]
     items: list[Any] = [{"role": "system", "content": "be"}, *turns, {"role": "user", "content": "end"}]
     recite(agents, "ok")
     await agents.openai.responses.create(
