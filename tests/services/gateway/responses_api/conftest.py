@@ -60,7 +60,7 @@ def prompt_of(stack: Stack) -> str:
 
 def call(name: str, **arguments: Any) -> str:
     """Return a tool call as the model writes it."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 async def ask(stack: Stack, prompt: str, answer: str, **options: Any) -> Response:
