@@ -23,13 +23,15 @@ Json = dict[str, Any]
 _CLIENT_FIELDS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
 """Names of a chat's fields, and the names of the same fields of a response."""
-_CHAT_FIELD = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(_CLIENT_FIELDS, reverse=True)))})\b")
+_CHAT_FIELD = re.compile(rf"(?<!these )\b(?:{'|'.join(map(re.escape, sorted(_CLIENT_FIELDS, reverse=True)))})\b")
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function")
 
 
 def plan_response(
@@ -119,4 +121,4 @@ def _is_system(item: InputItem) -> bool:
 
 
 def _in_client_fields(text: str) -> str:
-    return _CHAT_FIELD.sub(lambda found: _CLIENT_FIELDS[found[0]], text)
+    return _FUNCTION.sub(r"\1", _CHAT_FIELD.sub(lambda found: _CLIENT_FIELDS[found[0]], text))

@@ -19,10 +19,12 @@ from paceline.services.common.lifecycle import unique_name
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
 from paceline.services.gateway.responses_api.builder import ResponseBuilder, encode
 from paceline.services.gateway.responses_api.database import open_database
+from paceline.services.gateway.responses_api.items import InputItem
 from paceline.services.gateway.responses_api.kept import KeptResponses, stored_input
 from paceline.services.gateway.responses_api.planning import plan_response
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
@@ -52,6 +54,15 @@ def make_responses(gateway: Gateway) -> APIRouter:
 
     router = APIRouter(lifespan=lifespan)
 
+    async def prepare(body: ResponsesRequest, owner: str) -> tuple[list[InputItem], Toolbox, Plan]:
+        """Return the whole conversation, its tools and its plan."""
+        items = await kept.conversation(body, owner)
+        toolbox = Toolbox(body, items)
+        await gateway.wait_for_workers()
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(plan_response, body, toolbox, items, gateway.tokenizer, gateway.forms, longest)
+        return items, toolbox, plan
+
     @router.post("/v1/responses", response_model=None)
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         gateway.check_request(body.model)
@@ -59,11 +70,7 @@ def make_responses(gateway: Gateway) -> APIRouter:
             message = "background: this server keeps no responses; start it with --response-store"
             raise ApiError(400, message, param="background")
         owner = _owner(request)
-        items = await kept.conversation(body, owner)
-        await gateway.wait_for_workers()
-        toolbox = Toolbox(body, items)
-        longest = gateway.fleet.max_model_len()
-        plan = await asyncio.to_thread(plan_response, body, toolbox, items, gateway.tokenizer, gateway.forms, longest)
+        items, toolbox, plan = await prepare(body, owner)
         generation = start(gateway, plan, request, bool(body.stream))
         response_id = _response_id(request)
         is_stored = body.store and store is not None
@@ -88,6 +95,12 @@ def make_responses(gateway: Gateway) -> APIRouter:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         await keep(response)
         return JSONResponse(response)
+
+    @router.post("/v1/responses/input_tokens")
+    async def count(body: ResponsesRequest, request: Request) -> Json:
+        gateway.check_request(body.model)
+        *_, plan = await prepare(body, _owner(request))
+        return {"object": "response.input_tokens", "input_tokens": len(plan.prompts[0].token_ids)}
 
     @router.get("/v1/responses/{response_id}", response_model=None)
     async def retrieve(

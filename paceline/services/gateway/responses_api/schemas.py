@@ -27,7 +27,8 @@ class EchoedBody(Body):
         return self.model_dump(exclude_unset=True, by_alias=True)
 
 
-ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+ToolName = Annotated[str, Field(min_length=1, max_length=120)]
+"""The model's name of a tool is joined from two of these."""
 
 
 class FunctionTool(EchoedBody):

@@ -70,12 +70,13 @@ class ResponseStore:
 
         Raises StoreError if it alone is larger than all responses of an owner may be.
         """
-        texts = json.dumps(record.response), json.dumps(record.input)
-        size = sum(map(len, texts))
-        if size > self._max_bytes:
-            raise StoreError(f"the response has {size} bytes, but only {self._max_bytes} are kept for each API key")
 
         def put(execute: Execute) -> None:
+            texts = json.dumps(record.response), json.dumps(record.input)
+            size = sum(map(len, texts))
+            if size > self._max_bytes:
+                message = f"the response has {size} bytes, but only {self._max_bytes} are kept for each API key"
+                raise StoreError(message)
             now = time.time()
             execute("DELETE FROM paceline_responses WHERE expires < :now", {"now": now})
             self._make_room(execute, record.owner, size)

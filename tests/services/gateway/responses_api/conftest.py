@@ -11,7 +11,7 @@ from openai.types.responses import Response
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.toy_model import ASSISTANT, END, USER
 
-CONTEXT = 1 << 16
+CONTEXT = 1 << 13
 SEED = {"seed": 0}
 NAMES = {END: "<|end|>", USER: "<|user|>", ASSISTANT: "<|assistant|>"}
 

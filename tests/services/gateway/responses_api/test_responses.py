@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from tests.services.gateway.conftest import Stack
 from tests.services.gateway.responses_api.conftest import SEED, StartAgents, ask, call, prompt_of, recite
 
+Json = dict[str, Any]
+
 FIND = {
     "type": "function",
     "name": "find",
@@ -202,36 +204,35 @@ async def test_the_choice_of_a_tool(agents: Stack, choice: Any, called: set[str]
     assert (echoed if isinstance(echoed, str) else echoed.model_dump(exclude_unset=True)) == choice
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "input"),
-        ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-        ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"input": "x", "tools": [FIND, FIND]}, "tools"),
-        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
-        ({"input": "x", "tools": [FIND], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
-        ({"input": "x", "tools": [FIND], "tool_choice": {"type": "file_search"}}, "tool_choice"),
-        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema"),
-        ({"input": "x", "max_output_tokens": 1 << 20}, "max_output_tokens"),
-        ({"input": "x" * (1 << 17)}, "input"),
-        ({"input": []}, "input"),
-        ({"input": "x", "n": 2}, "n"),
-        ({"input": "x", "conversation": "conv_1"}, "conversation"),
-        ({"input": "x", "background": True, "store": False}, "background"),
-        ({"input": "x", "metadata": {"a": 1}}, "metadata.a"),
-        ({"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
-    ],
-)
-async def test_a_bad_request_names_its_field(agents: Stack, body: dict[str, Any], param: str) -> None:
-    answer = await agents.post("/v1/responses", **body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert "messages" not in error["message"]
-    assert "max_completion_tokens" not in error["message"]
+BAD_REQUESTS: list[tuple[Json, str]] = [
+    ({}, "input"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"input": "x", "tools": [FIND, FIND]}, "tools"),
+    ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+    ({"input": "x", "tools": [FIND], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+    ({"input": "x", "tools": [FIND], "tool_choice": {"type": "file_search"}}, "tool_choice"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema"),
+    ({"input": "x", "max_output_tokens": 1 << 20}, "max_output_tokens"),
+    ({"input": "x" * (1 << 14)}, "input"),
+    ({"input": []}, "input"),
+    ({"input": "x", "n": 2}, "n"),
+    ({"input": "x", "conversation": "conv_1"}, "conversation"),
+    ({"input": "x", "background": True, "store": False}, "background"),
+    ({"input": "x", "metadata": {"a": 1}}, "metadata.a"),
+    ({"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
+]
+
+
+async def test_a_bad_request_names_its_field(agents: Stack) -> None:
+    for body, param in BAD_REQUESTS:
+        answer = await agents.post("/v1/responses", **body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), body
+        assert "messages" not in error["message"]
+        assert "max_completion_tokens" not in error["message"]
 
 
 async def test_fields_of_agents_are_accepted(agents: Stack) -> None:
@@ -257,9 +258,7 @@ async def test_fields_of_agents_are_accepted(agents: Stack) -> None:
 
 async def test_truncation_drops_the_oldest_turns(start_agents: StartAgents) -> None:
     agents = await start_agents(tool_call_parser="none", reasoning_parser="none")
-    turns = [
-        {"role": role, "content": f"{role[0]}{turn}" * 4096} for turn in range(6) for role in ("user", "assistant")
-    ]
+    turns = [{"role": role, "content": f"{role[0]}{turn}" * 512} for turn in range(6) for role in ("user", "assistant")]
     items: list[Any] = [{"role": "system", "content": "be"}, *turns, {"role": "user", "content": "end"}]
     recite(agents, "ok")
     await agents.openai.responses.create(
@@ -271,3 +270,18 @@ async def test_truncation_drops_the_oldest_turns(start_agents: StartAgents) -> N
     with pytest.raises(openai.BadRequestError) as caught:
         await agents.openai.responses.create(model="toy", input=items, extra_body=SEED)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+
+
+async def test_the_tokens_of_an_input_are_counted(agents: Stack) -> None:
+    count = await agents.openai.responses.input_tokens.count(model="toy", input="hi", instructions="be")
+    assert count.input_tokens == len("<|system|>behi") + 2
+
+
+async def test_an_expression_for_a_custom_tool_is_enforced_or_refused(agents: Stack) -> None:
+    tool: Any = {**PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z]{3}"}}
+    recite(agents, call("apply_patch", input="abc"))
+    await stream_of(agents, input="x", tools=[tool])
+    assert "[a-z]{3}" in agents.workers["decode-0"].calls[-1].work.sampling.constraint.text
+    tool["format"]["definition"] = r"(?<=a)\1"
+    answer = await agents.post("/v1/responses", input="x", tools=[tool])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].parameters")
