@@ -58,7 +58,9 @@ def plan_response(
     try:
         return plan(items) if request.truncation == "disabled" else _plan_what_fits(items, plan)
     except InvalidRequestError as error:
-        raise type(error)(_in_client_fields(str(error)), error.param and _in_client_fields(error.param)) from error
+        error.args = (_in_client_fields(str(error)),)
+        error.param = error.param and _in_client_fields(error.param)
+        raise
 
 
 def chat_request(request: ResponsesRequest, toolbox: Toolbox, items: Sequence[InputItem]) -> ChatRequest:
