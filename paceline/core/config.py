@@ -122,6 +122,22 @@ class GatewayConfig(ServiceConfig):
     enable_force_include_usage: bool = option(
         False, "every chunk of every stream has the usage so far, whatever the request's stream_options say", "model"
     )
+    response_store: str = option(
+        "",
+        "where responses of /v1/responses are kept: a SQLite file, the URL of an SQL database, which several gateways "
+        "may share (needs SQLAlchemy), or none; default: responses.db in the cache folder",
+        "responses",
+    )
+    response_store_entries: int = option(
+        10_000,
+        "responses that are kept for each API key; the ones that were used longest ago make room",
+        "responses",
+        at_least=1,
+    )
+    response_store_size: Size = option("256MiB", "size of all responses that are kept for each API key", "responses")
+    response_store_seconds: float = option(
+        30 * 86400.0, "a response is kept for this many seconds after its last use", "responses", at_least=1
+    )
     api_key: str = option(
         "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
     )
@@ -369,6 +385,7 @@ class ServeConfig(Options):
     host: str = same_option(GatewayConfig, "host", help="address of the HTTP API")
     port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free port")
     api_key: str = same_option(GatewayConfig, "api_key")
+    response_store: str = same_option(GatewayConfig, "response_store")
     redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network")
     log_level: LogLevel = same_option(ServiceConfig, "log_level", default="warning")
     log_format: LogFormat = same_option(ServiceConfig, "log_format")

@@ -18,6 +18,7 @@ from paceline.services.gateway.messages_api.routes import make_messages
 from paceline.services.gateway.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestIdMiddleware
 from paceline.services.gateway.operations import make_operations
 from paceline.services.gateway.render_api import make_render_api
+from paceline.services.gateway.responses_api.routes import make_responses
 from paceline.services.gateway.scaling import make_scaling
 from paceline.services.gateway.score_api import make_score_api
 from paceline.services.gateway.token_api import make_token_api
@@ -51,6 +52,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(make_chat_batch(gateway))
     app.include_router(make_token_api(gateway))
     app.include_router(make_render_api(gateway))
+    app.include_router(make_responses(gateway))
     app.include_router(make_operations(gateway))
     app.include_router(make_score_api(gateway))
     app.include_router(make_scaling(gateway))

@@ -87,6 +87,7 @@ _ID_PREFIXES = {
     "/v1/chat/completions": "chatcmpl-",
     "/v1/chat/completions/batch": "chatcmpl-",
     "/v1/messages": "msg_",
+    "/v1/responses": "resp_",
     "/inference/v1/generate": "gen-",
     "/score": "score-",
     "/v1/score": "score-",

@@ -28,7 +28,7 @@ from paceline.services.gateway.streaming import (
 from paceline.services.gateway.token_schemas import TokensRequest
 from paceline.services.gateway.traces import RequestTrace
 
-_CLIENT_CLOSED_REQUEST = 499
+CLIENT_CLOSED_REQUEST = 499
 _PRIORITY_HEADER = "X-Vllm-Priority"
 _SESSION_HEADER = "X-Session-ID"
 
@@ -105,7 +105,7 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
     """
     choices = await until_disconnect(request.receive, generation.whole())
     if choices is None:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(body(choices, generation.usage()))
 
 

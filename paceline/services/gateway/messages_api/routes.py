@@ -46,7 +46,8 @@ def _plan(gateway: Gateway, body: MessagesRequest) -> Plan:
     """Return the plan of a message. Raises ApiError and the errors of `plan_chat`."""
     forms = gateway.forms
     try:
-        return plan_chat(chat_request(body, forms), gateway.tokenizer, forms, gateway.fleet.max_model_len())
+        longest = gateway.fleet.max_model_len()
+        return plan_chat(chat_request(body, forms), gateway.tokenizer, forms, longest, gateway.logprob_rules)
     except ContextLengthError as error:
         # Clients search for these words: after the first message they shorten the conversation, after the second one
         # they lower max_tokens.
