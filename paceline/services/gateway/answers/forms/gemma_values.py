@@ -123,7 +123,8 @@ class ValueGrammar:
         # if one has.
         first = later = '""'
         for key, (value, is_required) in reversed(properties.items()):
-            member = f"{self._literal(written_key(key, self._quote) + ':')} {self._value(value)}"
+            begin = self._literal(f"{written_key(key, self._quote)}:")
+            member = self.rules.add(f"{begin} {self._value(value)}")
             first = self.rules.add(f"{member} {later}" if is_required else f"{member} {later} | {first}")
             later = self.rules.add(f'"," {member} {later}' if is_required else f'("," {member})? {later}')
         return f'"{{" {first} "}}"'

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.forms.gemma import FunctionGemma, Gemma4
+from paceline.services.gateway.answers.grammar import answer_grammar
 from paceline.services.gateway.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of
 from paceline.services.gateway.answers.registry import REASONING_FORMS
@@ -150,3 +152,23 @@ def test_a_tool_without_properties_takes_any(vocabulary: Vocabulary) -> None:
     closed = Tool("stop", {"type": "object", "additionalProperties": False})
     assert allowed(vocabulary, Gemma4(), [Tool("stop", {"type": "object"})], texts) == texts
     assert allowed(vocabulary, Gemma4(), [closed], texts) == texts[:1]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_the_name_of_the_channel_is_no_part_of_a_budget(tmp_path: Path, budget: int) -> None:
+    vocabulary = Vocabulary(write_toy_model(tmp_path / "model"), (THOUGHT.start, THOUGHT.end, *Gemma4.markers))
+    grammar = answer_grammar(
+        vocabulary.spelling,
+        thought=THOUGHT,
+        is_open=False,
+        budget=budget,
+        form=Gemma4(),
+        tools=[tool({})],
+        choice="auto",
+        parallel=True,
+        content=None,
+    )
+    begin, end = "<|channel>thought\n", "<channel|>" + Gemma4().write("find", "{}")
+    assert vocabulary.allows(grammar, begin + "x" * budget + end)
+    assert not vocabulary.allows(grammar, begin + "x" * (budget + 1) + end)
+    assert not vocabulary.allows(grammar, "<|channel>" + end)
