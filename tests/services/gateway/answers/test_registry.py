@@ -28,5 +28,6 @@ def test_the_template_shows_the_form(template: str, tools: str, reasoning_end: s
 def test_a_form_of_channels_reads_reasoning_and_calls_or_neither() -> None:
     forms = choose_forms("openai", "none", "", {})
     assert forms.thought is not None
+    assert choose_forms("none", "auto", "<|channel|>", {"<|channel|>": 5}).thought is None
     with pytest.raises(ConfigError, match="--tool-call-parser openai"):
         choose_forms("none", "openai_gptoss", "", {})
