@@ -12,24 +12,43 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from paceline.core.errors import ConfigError
-from paceline.services.gateway.answers.form import Thought, ToolForm
+from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
+from paceline.services.gateway.answers.forms.gemma import FunctionGemma, Gemma4
+from paceline.services.gateway.answers.forms.harmony import Harmony
 from paceline.services.gateway.answers.forms.hermes import Hermes
+from paceline.services.gateway.answers.forms.qwen3_coder import Qwen3Coder
 
 T = TypeVar("T")
 
-TOOL_FORMS: Mapping[str, type[ToolForm]] = {"hermes": Hermes}
+TOOL_FORMS: Mapping[str, type[ToolForm]] = {
+    "functiongemma": FunctionGemma,
+    "gemma4": Gemma4,
+    "hermes": Hermes,
+    "openai": Harmony,
+    "qwen3_coder": Qwen3Coder,
+    "qwen3_xml": Qwen3Coder,
+}
 
 REASONING_FORMS: Mapping[str, Thought] = {
+    "gemma4": Thought("<|channel>", "<channel|>", label="thought\n"),
+    "openai_gptoss": Harmony.thought,
     "think": Thought("<think>", "</think>"),
 }
 
 _TEMPLATE_TOOLS = (
+    ("<|channel|>", "openai"),
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "functiongemma"),
+    ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("<|im_start|>", "hermes"),
 )
 """A text within a chat template, and the form of tool calls that it shows. The first one that is found counts."""
 
-_TEMPLATE_REASONING = (("<think>", "think"),)
+_TEMPLATE_REASONING = (
+    ("<|channel>", "gemma4"),
+    ("<think>", "think"),
+)
 """A text within a chat template or a token of the model, and the form of reasoning that it shows."""
 
 
@@ -62,6 +81,10 @@ def choose_forms(tools: str, reasoning: str, template: str, own_tokens: Mapping[
         reasoning = next(found, "none")
     form = _named(TOOL_FORMS, "paceline.tool_forms", tools, "--tool-call-parser")
     thought = _named(REASONING_FORMS, "paceline.reasoning_forms", reasoning, "--reasoning-parser")
+    if form is not None and issubclass(form, ChannelForm):
+        thought = form.thought  # one parser reads both
+    elif reasoning == "openai_gptoss":
+        raise ConfigError(f"--reasoning-parser {reasoning} needs --tool-call-parser openai, which reads both")
     return AnswerForms(thought, form() if form is not None else None, "tools" in template)
 
 
