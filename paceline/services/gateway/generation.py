@@ -223,7 +223,7 @@ class _Choice:
             kept_token_ids=plan.answer.kept_token_ids if plan.answer is not None else frozenset(),
             min_tokens=prompt.sampling.min_tokens,
         )
-        self._parser = AnswerParser(plan.answer.read) if plan.answer is not None else None
+        self._parser = AnswerParser(plan.answer.read, plan.answer.new_call_id) if plan.answer is not None else None
 
     def take(self, event: Event) -> Delta | None:
         """Return the delta that an event adds to the choice; None if it adds nothing yet."""

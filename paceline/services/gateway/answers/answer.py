@@ -56,6 +56,7 @@ class Answer:
             call_id: the id that the model chose, if it did.
         """
         self.end_text()
+        self.reader.forget()  # what has begun cannot become content any more, so the text need not be kept
         index = self._calls
         self._calls += 1
         self.parts.append(CallBegin(index, call_id or self._new_call_id(), name))

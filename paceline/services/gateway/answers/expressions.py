@@ -11,6 +11,9 @@ from typing import Any
 ANY_TEXT = r"(.|\n)*"
 """A regular expression for text. Special tokens are no text."""
 
+SPACE = r"[ \n\r\t]{0,8}"
+"""A regular expression for white space between the parts of a call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -56,21 +59,44 @@ def without(*texts: str) -> str:
 
 
 def json_call(tool: Tool, name: str, arguments: str) -> str:
-    """Return an expression for a call as a JSON object with these two members.
+    """Return an expression for a call as a JSON object with these two members, after white space.
 
     Args:
         name: name of the member with the tool's name.
         arguments: name of the member with the arguments.
     """
-    # Written out, so that references within the schema of the arguments still begin at its root.
-    pieces = ('"{"', _json(name), '":"', _json(tool.name), '","', _json(arguments), '":"', schema(tool), '"}"')
+    # Written out, so that references within the schema of the arguments still begin at its root. The first terminal is
+    # longer than a bracket, because where calls are whole answers, a bracket alone may also begin other text.
+    start = f"/{SPACE}\\{{{SPACE}{regex(json.dumps(name))}/"
+    pieces = (start, '":"', _json(tool.name), '","', _json(arguments), '":"', schema(tool), '"}"')
     return "(" + " SPACE ".join(pieces) + ")"
+
+
+def json_list(calls: str, parallel: bool) -> str:
+    """Return an expression for a JSON list of calls, and its rule.
+
+    Args:
+        calls: an expression for one call.
+        parallel: whether there may be several.
+    """
+    more = '(SPACE "," form_call)*' if parallel else ""
+    return f'"[" form_call {more} SPACE "]"\nform_call: {calls}'
 
 
 def schema(tool: Tool) -> str:
     """Return an expression for the JSON text of a tool's arguments."""
-    return f"%json {json.dumps(dict(tool.parameters), ensure_ascii=False)}"
+    return json_value(tool.parameters)
+
+
+def json_value(schema: Mapping[str, Any]) -> str:
+    """Return an expression for the JSON text of a value that fits a schema."""
+    return f"%json {json.dumps(dict(schema), ensure_ascii=False)}"
+
+
+def quoted(text: str) -> str:
+    """Return the expression for exactly this text, which holds no marker."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _json(text: str) -> str:
-    return json.dumps(json.dumps(text, ensure_ascii=False), ensure_ascii=False)
+    return quoted(json.dumps(text, ensure_ascii=False))

@@ -34,7 +34,7 @@ def read_answer(answer: Answer, thought: Thought | None, form: ToolForm | None, 
         if thought is not None and marker == thought.start:
             yield from _read_thought(answer, thought)
             can_begin = form is not None
-        elif form is not None and marker == form.trigger:
+        elif form is not None and marker in form.triggers:
             yield from _read_calls(answer, form)
         else:
             answer.end_text()  # an end without a beginning
@@ -53,10 +53,12 @@ def _begins(reader: Reader, form: ToolForm) -> Steps[bool]:
 def _read_thought(answer: Answer, thought: Thought) -> Steps[None]:
     answer.end_text()
     answer.is_thinking = True
-    ended = yield from answer.reader.pass_until((thought.end,), answer.reasoning)
-    if ended is not None:
-        answer.is_thinking = False
+    # A model may write the start again, although the prompt or its habit has begun the reasoning.
+    while (marker := (yield from answer.reader.pass_until((thought.start, thought.end), answer.reasoning))) is not None:
         answer.end_text()
+        if marker == thought.end:
+            answer.is_thinking = False
+            return
 
 
 def _read_calls(answer: Answer, form: ToolForm) -> Steps[None]:
