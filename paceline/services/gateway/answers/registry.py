@@ -13,23 +13,64 @@ from typing import TypeVar
 
 from paceline.core.errors import ConfigError
 from paceline.services.gateway.answers.form import Thought, ToolForm
+from paceline.services.gateway.answers.forms.deepseek import DeepSeek, DeepSeekV3, DeepSeekV31
+from paceline.services.gateway.answers.forms.granite import Granite
 from paceline.services.gateway.answers.forms.hermes import Hermes
+from paceline.services.gateway.answers.forms.llama3_json import Llama3Json
+from paceline.services.gateway.answers.forms.mistral import Mistral
+from paceline.services.gateway.answers.forms.pythonic import Llama4Pythonic, Olmo3, Pythonic
 
 T = TypeVar("T")
 
-TOOL_FORMS: Mapping[str, type[ToolForm]] = {"hermes": Hermes}
+TOOL_FORMS: Mapping[str, type[ToolForm]] = {
+    "hermes": Hermes,
+    "llama3_json": Llama3Json,
+    "pythonic": Pythonic,
+    "llama4_pythonic": Llama4Pythonic,
+    "olmo3": Olmo3,
+    "mistral": Mistral,
+    "granite": Granite,
+    "granite4": Hermes,
+    "deepseek": DeepSeek,
+    "deepseek_v3": DeepSeekV3,
+    "deepseek_v31": DeepSeekV31,
+}
+
+_THINK = Thought("<think>", "</think>")
 
 REASONING_FORMS: Mapping[str, Thought] = {
-    "think": Thought("<think>", "</think>"),
+    "think": _THINK,
+    "qwen3": _THINK,
+    "granite": _THINK,
+    "glm45": _THINK,
+    "deepseek_v3": _THINK,
+    "deepseek_r1": Thought("<think>", "</think>", always_open=True),
+    "mistral": Thought("[THINK]", "[/THINK]"),
+    "seed_oss": Thought("<seed:think>", "</seed:think>"),
+    "kimi_vl": Thought("◁think▷", "◁/think▷"),
 }
 
 _TEMPLATE_TOOLS = (
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call|>", "granite"),
+    ("<|python_start|>", "llama4_pythonic"),
+    ("<|header_start|>", "llama4_pythonic"),
+    ("<function_calls>", "olmo3"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": dictionary of argument name', "llama3_json"),
     ("<tool_call>", "hermes"),
     ("<|im_start|>", "hermes"),
 )
 """A text within a chat template, and the form of tool calls that it shows. The first one that is found counts."""
 
-_TEMPLATE_REASONING = (("<think>", "think"),)
+_TEMPLATE_REASONING = (
+    ("[THINK]", "mistral"),
+    ("<seed:think>", "seed_oss"),
+    ("◁think▷", "kimi_vl"),
+    ("<think>", "think"),
+)
 """A text within a chat template or a token of the model, and the form of reasoning that it shows."""
 
 
