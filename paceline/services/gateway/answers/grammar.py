@@ -82,10 +82,9 @@ def _body(
     rules = [] if content is None else [f"content: {content}"]
     if form is None:
         return [*rules, f"body: {'TEXT' if content is None else 'content'}"]
-    texts = [trigger for trigger in form.triggers if not spelling.is_token(trigger)]
     bare = f" & ~/{form.bare_start}{ANY_TEXT}/" if form.bare_start else ""
     if choice == "none":
-        return [*rules, f"PLAIN: {without(*texts)}{bare}", f"body: {'PLAIN' if content is None else 'content'}"]
+        return [*rules, f"PLAIN: {without(*form.triggers)}{bare}", f"body: {'PLAIN' if content is None else 'content'}"]
     rules.append(f"calls: {form.grammar(spelling, tools, parallel)}")
     begun = f"({' | '.join(map(spelling.literal, form.triggers))})"
     if bare:
@@ -97,6 +96,7 @@ def _body(
     if content is not None:
         return [*rules, f"body: content | {whole}"]
     rules.append(f"PLAIN: /{ANY_TEXT}/{bare}")
+    texts = [trigger for trigger in form.triggers if not spelling.is_token(trigger)]
     opened = [f"PLAIN {spelling.literal(trigger)}" for trigger in form.triggers if spelling.is_token(trigger)]
     if texts:
         rules.append(f"head[lazy]: /{ANY_TEXT}({'|'.join(map(regex, texts))})/{bare}")

@@ -96,6 +96,7 @@ def _pass_scalar(reader: Reader, sink: Sink, is_key: bool) -> Steps[None]:
     word = yield from reader.match(_WORD)
     if not word:
         raise FormError("a value is missing")
+    yield from reader.peek()  # at the end of the answer the word may be half a word
     sink(json.dumps(word, ensure_ascii=False) if is_key else _to_json(word))
 
 
@@ -117,6 +118,8 @@ def _pass_escape(reader: Reader, sink: Sink, escaped: Sink) -> Steps[None]:
         sink(character)
     elif character in _DIGITS:
         digits = yield from reader.match(re.compile(f"[0-9a-fA-F]{{0,{_DIGITS[character]}}}"))
+        if len(digits) < _DIGITS[character]:
+            yield from reader.peek()  # at the end of the answer more digits may be missing
         code = int(digits, 16) if len(digits) == _DIGITS[character] else None
         if code is None or code > 0x10FFFF:
             escaped(f"\\{character}{digits}")

@@ -142,6 +142,10 @@ def _read_key(reader: Reader) -> Steps[str]:
 
 
 def _written(name: str, arguments: str) -> str:
-    values = json.loads(arguments)
-    written = (f"{write_key(key)}={write_literal(value)}" for key, value in values.items())
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError):
+        values = None  # an answer that was cut off
+    pairs = values.items() if isinstance(values, dict) else ()
+    written = (f"{write_key(key)}={write_literal(value)}" for key, value in pairs)
     return f"{name}({', '.join(written)})"
