@@ -14,6 +14,7 @@ import tokenizers
 
 from paceline.core.config import GenerationConfig
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
+from paceline.services.gateway.answers.expressions import Spelling
 from paceline.services.gateway.chat_template import ChatTemplate, Message
 
 
@@ -35,6 +36,11 @@ class Vocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Ids of the tokens that stand for a fixed text, such as a marker of reasoning, by text."""
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """How texts are written in grammars. Made once, because a model may have thousands of added tokens."""
+        return Spelling(self.added_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; b"" for an id without a token, such as the padding of a vocabulary."""

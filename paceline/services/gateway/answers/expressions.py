@@ -41,6 +41,11 @@ class Spelling:
         """Return whether a text is one token of its own."""
         return text in self._ids
 
+    def tokens(self, text: str) -> frozenset[int]:
+        """Return the ids of the tokens within a text that stand for themselves."""
+        pieces = () if self._split is None else self._split.findall(text)
+        return frozenset(self._ids[piece] for piece in pieces)
+
     def literal(self, text: str) -> str:
         """Return the expression for exactly this text."""
         pieces = [text] if self._split is None else self._split.split(text)

@@ -16,8 +16,15 @@ class Thought:
 
     start: str
     end: str
+    label: str = ""
+    """Text after the start that is no part of the reasoning."""
     always_open: bool = False
     """Whether each answer begins within reasoning, although the prompt does not show it."""
+
+    @property
+    def opening(self) -> str:
+        """All text before the reasoning."""
+        return self.start + self.label
 
 
 class ToolForm:
@@ -76,12 +83,47 @@ class ToolForm:
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
         """Return an expression of a grammar for what comes after the trigger, or for the whole answer.
 
-        The expression may be followed by rules for it, one a line, whose names begin with "form_". If there is a
-        `bare_start`, each call must begin with one terminal that is at least as long, because otherwise the text of an
-        answer that is no call would hide it.
+        The form's own rules may follow it, each in a line of its own; see `Rules`. If there is a `bare_start`, each call
+        must begin with one terminal that is at least as long, because otherwise the text of an answer that is no call
+        would hide it.
 
         Args:
             tools: the tools that may be called.
             parallel: whether there may be several calls after one trigger, where the form has that.
+        """
+        raise NotImplementedError
+
+
+class ChannelForm(ToolForm):
+    """A form of whole answers: their reasoning, content and calls are messages, whose headers name a channel.
+
+    So one computation reads all of an answer: `read` begins where the answer does, or after reasoning that the prompt
+    has begun, and raises no FormError. `grammar` is not used.
+
+    Attributes:
+        thought: the beginning and the end of a message with reasoning.
+        between: the text between the end of a message and the header of the next one.
+    """
+
+    thought: Thought
+    between: str
+
+    def rules(
+        self,
+        spelling: Spelling,
+        tools: Sequence[Tool],
+        *,
+        may_call: bool,
+        must_call: bool,
+        may_think: bool,
+        content: str | None,
+    ) -> list[str]:
+        """Return the rules of a grammar for an answer, or for the rest of it after its first reasoning.
+
+        One of them is named "body".
+
+        Args:
+            may_think: whether reasoning may come again.
+            content: the name of the rule for the content; None if it may be any text, which is named "TEXT".
         """
         raise NotImplementedError

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from paceline.services.gateway.answers.expressions import ANY_TEXT, SPACE, Spelling, Tool, regex, without
-from paceline.services.gateway.answers.form import Thought, ToolForm
+from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
 
 Choice = Literal["none", "auto", "required"]
 
@@ -40,10 +40,22 @@ def answer_grammar(
     rules: list[str] = []
     start = "body"
     if thought is not None:
-        start = "thinking body" if is_open else "(thought_begin thinking)? body"
-        rules.append(f"thought_begin: {spelling.literal(thought.start)}")
+        between = f" {spelling.literal(form.between)}" if isinstance(form, ChannelForm) else ""
+        start = f"thinking{between} body" if is_open else f"(thought_begin thinking{between})? body"
+        rules.append(f"thought_begin: {spelling.literal(thought.opening)}")
         rules += _thinking(spelling, thought, budget)
-    rules += _body(spelling, form, tools, choice, parallel, content)
+    if isinstance(form, ChannelForm):
+        rules += [] if content is None else [f"content: {content}"]
+        rules += form.rules(
+            spelling,
+            tools,
+            may_call=choice != "none" and bool(tools),
+            must_call=choice == "required",
+            may_think=budget is None,
+            content=None if content is None else "content",
+        )
+    else:
+        rules += _body(spelling, form, tools, choice, parallel, content)
     return "\n".join([f"start: {start}", *rules, f"TEXT: /{ANY_TEXT}/", f"SPACE: /{SPACE}/", ""])
 
 

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.services.gateway.answers.answer import Answer, new_call_id
-from paceline.services.gateway.answers.form import Thought, ToolForm
+from paceline.services.gateway.answers.expressions import Tool
+from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
 from paceline.services.gateway.answers.parts import Part, join_parts
 from paceline.services.gateway.answers.reader import EndOfAnswerError, FormError, Reader, Steps
 
 
-def read_answer(answer: Answer, thought: Thought | None, form: ToolForm | None, is_open: bool) -> Steps[None]:
+def read_answer(
+    answer: Answer, thought: Thought | None, form: ToolForm | None, is_open: bool, tools: Sequence[Tool] = ()
+) -> Steps[None]:
     """Read a whole answer.
 
     Args:
         is_open: whether the answer begins within reasoning.
+        tools: the tools that may be called.
     """
     reader = answer.reader
+    answer.tools = {tool.name: tool for tool in tools}
     markers = form.markers if form is not None else ()
     if thought is not None:
         markers = (thought.start, thought.end, *markers)
     if thought is not None and is_open:
         yield from _read_thought(answer, thought)
+    if isinstance(form, ChannelForm):
+        yield from form.read(answer)
+        return
     can_begin = form is not None
     while True:
         if can_begin and form is not None:
@@ -32,6 +40,7 @@ def read_answer(answer: Answer, thought: Thought | None, form: ToolForm | None, 
         if marker is None:
             return
         if thought is not None and marker == thought.start:
+            yield from reader.choose((thought.label,))
             yield from _read_thought(answer, thought)
             can_begin = form is not None
         elif form is not None and marker in form.triggers:
@@ -51,14 +60,9 @@ def _begins(reader: Reader, form: ToolForm) -> Steps[bool]:
 
 
 def _read_thought(answer: Answer, thought: Thought) -> Steps[None]:
-    answer.end_text()
-    answer.is_thinking = True
-    # A model may write the start again, although the prompt or its habit has begun the reasoning.
-    while (marker := (yield from answer.reader.pass_until((thought.start, thought.end), answer.reasoning))) is not None:
-        answer.end_text()
-        if marker == thought.end:
-            answer.is_thinking = False
-            return
+    # A model may write the start again, although the prompt has begun the reasoning.
+    while (yield from answer.read_reasoning((thought.start, thought.end))) == thought.start:
+        yield from answer.reader.choose((thought.label,))
 
 
 def _read_calls(answer: Answer, form: ToolForm) -> Steps[None]:

@@ -84,11 +84,14 @@ class Reader:
         """Forget the place of `keep`."""
         self._kept = None
 
-    def pass_until(self, markers: Sequence[str], sink: Sink) -> Steps[str | None]:
+    def pass_until(self, markers: Sequence[str], sink: Sink, passes_half: bool = True) -> Steps[str | None]:
         """Pass text to a sink up to the first of the markers, which is read, too.
 
         If several markers begin at the same place, the longest one counts. Returns the marker; None if the answer ends
         first.
+
+        Args:
+            passes_half: whether the beginning of a marker at the end of the answer is text.
         """
         firsts = re.compile("|".join(re.escape(first) for first in sorted({marker[0] for marker in markers})) or "(?!)")
         while True:
@@ -98,7 +101,8 @@ class Reader:
                     sink(self._text[self._at : start])
                 self._at = start + len(marker)
                 return marker
-            certain = len(self._text) - (0 if self.has_ended else self._possible_start(markers))
+            is_text = self.has_ended and passes_half
+            certain = len(self._text) - (0 if is_text else self._possible_start(markers))
             if certain > self._at:
                 sink(self._text[self._at : certain])
                 self._at = certain
@@ -108,6 +112,16 @@ class Reader:
                 self.resting = firsts, sink
             yield
             self.resting = None
+
+    def pass_to_end(self, ends: Sequence[str], sink: Sink) -> Steps[str]:
+        """Pass text to a sink up to the first of its ends, which is read, too. Return the end.
+
+        Raises EndOfAnswerError if the answer ends first. The beginning of an end is not passed then.
+        """
+        end = yield from self.pass_until(ends, sink, passes_half=False)
+        if end is None:
+            raise EndOfAnswerError
+        return end
 
     def choose(self, options: Sequence[str]) -> Steps[str | None]:
         """Read the longest of the options with which the unread text begins. Return it; None if there is none."""
