@@ -49,7 +49,7 @@ class Spelling:
     def literal(self, text: str) -> str:
         """Return the expression for exactly this text."""
         pieces = [text] if self._split is None else self._split.split(text)
-        spelled = [f"<[{self._ids[p]}]>" if p in self._ids else json.dumps(p, ensure_ascii=False) for p in pieces if p]
+        spelled = [f"<[{self._ids[p]}]>" if p in self._ids else quoted(p) for p in pieces if p]
         return " ".join(spelled) or '""'
 
 
@@ -90,17 +90,13 @@ def json_list(calls: str, parallel: bool) -> str:
 
 def schema(tool: Tool) -> str:
     """Return an expression for the JSON text of a tool's arguments."""
-    return json_value(tool.parameters)
-
-
-def json_value(schema: Mapping[str, Any]) -> str:
-    """Return an expression for the JSON text of a value that fits a schema."""
-    return f"%json {json.dumps(dict(schema), ensure_ascii=False)}"
+    return f"%json {json.dumps(dict(tool.parameters), ensure_ascii=False)}"
 
 
 def quoted(text: str) -> str:
     """Return the expression for exactly this text, which holds no marker."""
-    return json.dumps(text, ensure_ascii=False)
+    # The library's lexer refuses this one character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _json(text: str) -> str:

@@ -83,9 +83,9 @@ class ToolForm:
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
         """Return an expression of a grammar for what comes after the trigger, or for the whole answer.
 
-        The form's own rules may follow it, each in a line of its own; see `Rules`. If there is a `bare_start`, each call
-        must begin with one terminal that is at least as long, because otherwise the text of an answer that is no call
-        would hide it.
+        The form's own rules may follow it, each in a line of its own; see `Rules`. If there is a `bare_start`, each
+        call must begin with one terminal that is at least as long, because otherwise the text of an answer that is no
+        call would hide it.
 
         Args:
             tools: the tools that may be called.

@@ -39,6 +39,8 @@ def answer_grammar(
     """
     rules: list[str] = []
     start = "body"
+    # Without this, all reasoning whose markers are no tokens of their own would also be text.
+    text = without(thought.start) if thought is not None else without()
     if thought is not None:
         between = f" {spelling.literal(form.between)}" if isinstance(form, ChannelForm) else ""
         start = f"thinking{between} body" if is_open else f"(thought_begin thinking{between})? body"
@@ -55,8 +57,8 @@ def answer_grammar(
             content=None if content is None else "content",
         )
     else:
-        rules += _body(spelling, form, tools, choice, parallel, content)
-    return "\n".join([f"start: {start}", *rules, f"TEXT: /{ANY_TEXT}/", f"SPACE: /{SPACE}/", ""])
+        rules += _body(spelling, form, tools, choice, parallel, content, text)
+    return "\n".join([f"start: {start}", *rules, f"TEXT: {text}", f"SPACE: /{SPACE}/", ""])
 
 
 def _thinking(spelling: Spelling, thought: Thought, budget: int | None) -> list[str]:
@@ -89,14 +91,23 @@ def _body(
     choice: Choice,
     parallel: bool,
     content: str | None,
+    text: str,
 ) -> list[str]:
-    """Return the rules for what comes after reasoning."""
+    """Return the rules for what comes after reasoning.
+
+    Args:
+        text: the terminal TEXT.
+    """
     rules = [] if content is None else [f"content: {content}"]
     if form is None:
         return [*rules, f"body: {'TEXT' if content is None else 'content'}"]
     bare = f" & ~/{form.bare_start}{ANY_TEXT}/" if form.bare_start else ""
     if choice == "none":
-        return [*rules, f"PLAIN: {without(*form.triggers)}{bare}", f"body: {'PLAIN' if content is None else 'content'}"]
+        return [
+            *rules,
+            f"PLAIN: {text} & {without(*form.triggers)}{bare}",
+            f"body: {'PLAIN' if content is None else 'content'}",
+        ]
     rules.append(f"calls: {form.grammar(spelling, tools, parallel)}")
     begun = f"({' | '.join(map(spelling.literal, form.triggers))})"
     if bare:
@@ -107,11 +118,11 @@ def _body(
         return [*rules, f"body: {whole}"]
     if content is not None:
         return [*rules, f"body: content | {whole}"]
-    rules.append(f"PLAIN: /{ANY_TEXT}/{bare}")
+    rules.append(f"PLAIN: {text}{bare}")
     texts = [trigger for trigger in form.triggers if not spelling.is_token(trigger)]
     opened = [f"PLAIN {spelling.literal(trigger)}" for trigger in form.triggers if spelling.is_token(trigger)]
     if texts:
-        rules.append(f"head[lazy]: /{ANY_TEXT}({'|'.join(map(regex, texts))})/{bare}")
+        rules.append(f"head[lazy]: /{ANY_TEXT}({'|'.join(map(regex, texts))})/ & {text}{bare}")
         opened.append("head")
     rules.append(f"call: ({' | '.join(opened)}) calls")
     if parallel and form.repeats and not bare:

@@ -9,7 +9,8 @@ import json
 import re
 from typing import Any
 
-from paceline.services.gateway.answers.reader import EndOfAnswerError, FormError, Reader, Sink, Steps
+from paceline.services.gateway.answers.reader import FormError, Reader, Sink, Steps
+from paceline.services.gateway.answers.schemas import escaped
 
 KEY = re.compile(r"[\w.$@/-]*")
 """The name of an argument without quotes. It may be no identifier of Python, because tools have such names."""
@@ -63,15 +64,10 @@ def pass_literal(reader: Reader, sink: Sink) -> Steps[None]:
 def pass_string(reader: Reader, sink: Sink) -> Steps[None]:
     """Pass a string to a sink as JSON text, as it comes. See `pass_literal`."""
 
-    def escaped(text: str) -> None:
-        sink(json.dumps(text, ensure_ascii=False)[1:-1])
-
     quote = yield from reader.take()
     sink('"')
-    while (mark := (yield from reader.pass_until((quote, "\\"), escaped))) != quote:
-        if mark is None:
-            raise EndOfAnswerError
-        yield from _pass_escape(reader, sink, escaped)
+    while (yield from reader.pass_to_end((quote, "\\"), lambda text: sink(escaped(text)))) != quote:
+        yield from _pass_escape(reader, sink)
     sink('"')
 
 
@@ -82,6 +78,11 @@ def write_literal(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(write_literal, value)) + "]"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def in_single_quotes(text: str) -> str:
+    """Return a text as a literal with the other quotes."""
+    return "'" + escaped(text).replace('\\"', '"').replace("'", "\\'") + "'"
 
 
 def write_key(name: str) -> str:
@@ -109,7 +110,7 @@ def _to_json(word: str) -> str:
     return number if _JSON_NUMBER.fullmatch(number) else json.dumps(word, ensure_ascii=False)
 
 
-def _pass_escape(reader: Reader, sink: Sink, escaped: Sink) -> Steps[None]:
+def _pass_escape(reader: Reader, sink: Sink) -> Steps[None]:
     """Pass an escape after its backslash."""
     character = yield from reader.take()
     if character in '\\"bfnrt':
@@ -122,8 +123,8 @@ def _pass_escape(reader: Reader, sink: Sink, escaped: Sink) -> Steps[None]:
             yield from reader.peek()  # at the end of the answer more digits may be missing
         code = int(digits, 16) if len(digits) == _DIGITS[character] else None
         if code is None or code > 0x10FFFF:
-            escaped(f"\\{character}{digits}")
+            sink(escaped(f"\\{character}{digits}"))
         else:
             sink(json.dumps(chr(code))[1:-1])
     elif character != "\n":  # a backslash at the end of a line joins it with the next one
-        escaped(f"\\{character}")
+        sink(escaped(f"\\{character}"))

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 
 from paceline.services.gateway.answers.answer import Answer
-from paceline.services.gateway.answers.expressions import SPACE, Spelling, Tool, regex
+from paceline.services.gateway.answers.expressions import SPACE, Spelling, Tool, quoted, regex
 from paceline.services.gateway.answers.form import ToolForm
-from paceline.services.gateway.answers.forms.python_grammar import CallRules
+from paceline.services.gateway.answers.forms.python_grammar import PythonValues
 from paceline.services.gateway.answers.forms.python_literals import (
     KEY,
     pass_literal,
@@ -66,11 +66,13 @@ class Pythonic(ToolForm):
         return f"{self.trigger}[{', '.join(_written(name, arguments) for name, arguments in calls)}]{self.end}"
 
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
-        rules = CallRules(tools)
-        first = " | ".join(f"/{SPACE}\\[{SPACE}{regex(name)}\\(/ {rest}" for name, rest in rules.named)
-        more = f'(SPACE "," SPACE {rules.call})*' if parallel else ""
+        values = PythonValues(spelling)
+        calls = [(tool.name, values.arguments(tool)) for tool in tools]
+        # The first terminal is longer than a bracket, because other text may begin with that.
+        first = " | ".join(f"/{SPACE}\\[{SPACE}{regex(name)}\\(/ {rest}" for name, rest in calls)
+        more = f'(SPACE "," SPACE ({_either(calls)}))*' if parallel else ""
         end = f"(SPACE {spelling.literal(self.end)})?" if self.end else ""
-        return "\n".join([f'({first}) {more} SPACE "]" {end}', *rules.lines])
+        return values.rules.after(f'({first}) {more} SPACE "]" {end}')
 
 
 class Llama4Pythonic(Pythonic):
@@ -99,9 +101,15 @@ class Olmo3(Pythonic):
         return self.trigger + "\n".join(_written(name, arguments) for name, arguments in calls) + self.end
 
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
-        rules = CallRules(tools)
-        more = f"(/\\n{{1,8}}/ {rules.call})*" if parallel else ""
-        return "\n".join([f"SPACE {rules.call} {more} SPACE {spelling.literal(self.end)}", *rules.lines])
+        values = PythonValues(spelling)
+        call = _either([(tool.name, values.arguments(tool)) for tool in tools])
+        more = f"(/\\n{{1,8}}/ ({call}))*" if parallel else ""
+        return values.rules.after(f"SPACE ({call}) {more} SPACE {spelling.literal(self.end)}")
+
+
+def _either(calls: Sequence[tuple[str, str]]) -> str:
+    """Return an expression for one of some calls, each a name and the rule for what comes after the bracket."""
+    return " | ".join(f"{quoted(f'{name}(')} {rest}" for name, rest in calls)
 
 
 def _read_call(answer: Answer) -> Steps[None]:
