@@ -114,7 +114,7 @@ def thought_of(form: ToolForm) -> Thought:
 
 
 def markers_of(form: ToolForm) -> tuple[str, ...]:
-    return (*form.markers, THINK.start, THINK.end)
+    return (*form.markers, thought_of(form).start, thought_of(form).end)
 
 
 def plain(form: ToolForm, text: str) -> str:
