@@ -8,6 +8,9 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
+from paceline.core.errors import ConstraintError
+from paceline.core.grammar import check_grammar
+from paceline.core.types import ConstraintKind
 from paceline.services.gateway.answers.expressions import ANY_TEXT, Spelling, regex
 
 _ANYTHING: Mapping[str, Any] = {}
@@ -107,7 +110,12 @@ def choices_of(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def options_of(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas one of which a value must follow; none if there is no such choice."""
+    """Return the schemas one of which a value must follow; none if there is no such choice.
+
+    In a schema with a type of its own they only add to it, for example names of required properties.
+    """
+    if "type" in schema or "properties" in schema:
+        return []
     for name in ("anyOf", "oneOf", "allOf"):
         options = schema.get(name)
         if isinstance(options, list) and (name != "allOf" or len(options) == 1):
@@ -157,11 +165,12 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def json_schema(schema: object, root: Mapping[str, Any]) -> str:
+def json_schema(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """Return an expression for the JSON text of a value, for a schema within another one."""
-    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    whole = {**definitions, **schema} if isinstance(schema, Mapping) else {}
-    return f"%json {json.dumps(whole, ensure_ascii=False)}"
+    text = json.dumps(schema, ensure_ascii=False)
+    names = ("x-guidance", "$defs", "definitions") if '"$ref"' in text else ("x-guidance",)
+    shared = {name: root[name] for name in names if name in root}
+    return f"%json {json.dumps({**shared, **schema}, ensure_ascii=False)}"
 
 
 def _string(schema: Mapping[str, Any], end: str) -> str:
@@ -171,12 +180,24 @@ def _string(schema: Mapping[str, Any], end: str) -> str:
     expressions = []
     if high is not None or (isinstance(low, int) and 0 < low <= _MAX_LENGTH):
         expressions.append(rf"(.|\n){{{low},{'' if high is None else high}}}")
-    if isinstance(pattern, str):
-        begin = "" if pattern.startswith("^") else ANY_TEXT
-        rest = "" if pattern.endswith("$") else ANY_TEXT
-        bare = pattern.removeprefix("^").removesuffix("$")
-        expressions.append(f"{begin}({regex_to_lark(bare, use_ascii='dw')}){rest}")
+    if isinstance(pattern, str) and (found := _regex(pattern)) is not None:
+        expressions.append(found)
     return " & ".join(f"/{expression}{end}/" for expression in expressions or [ANY_TEXT])
+
+
+def _regex(pattern: str) -> str | None:
+    """Return a schema's pattern, which may match within a text, as an expression for the whole text.
+
+    Returns None if the pattern cannot be enforced in a grammar.
+    """
+    ends = pattern.endswith("$") and not pattern.endswith("\\$")
+    bare = pattern.removeprefix("^")[: -1 if ends else None]
+    try:
+        check_grammar(ConstraintKind.REGEX, f"x({bare})x")  # anchors within it would be refused later
+    except ConstraintError:
+        return None
+    before, after = "" if pattern.startswith("^") else ANY_TEXT, "" if ends else ANY_TEXT
+    return f"{before}({regex_to_lark(bare, use_ascii='dw')}){after}"
 
 
 def _at(root: Mapping[str, Any], reference: str) -> object:

@@ -97,7 +97,7 @@ class ValueGrammar:
         # `first` is the rest of the members if none has been written yet, and `later` if one has.
         first = later = '""'
         for name, (value, is_required) in reversed(properties.items()):
-            member = f"{key(name)} {self.value(value)}"
+            member = self.rules.add(f"{key(name)} {self.value(value)}")
             first = self.rules.add(f"{member} {later}" if is_required else f"{member} {later} | {first}")
             later = self.rules.add(
                 f"{self.comma} {member} {later}" if is_required else f"({self.comma} {member})? {later}"

@@ -20,6 +20,10 @@ from paceline.services.gateway.answers.registry import REASONING_FORMS, TOOL_FOR
         ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
         ("<|start_of_role|><|tool_call|>", "granite", "none"),
         ("<｜tool▁calls▁begin｜></think><think>", "deepseek", "think"),
+        ("<tool_call><function={{ name }}> <think>", "qwen3_coder", "think"),
+        ("<start_function_call>call:{{ name }}", "functiongemma", "none"),
+        ("<|tool_call>call:{{ name }} <|channel>thought\n", "gemma4", "gemma4"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "openai", "openai_gptoss"),
         ("<seed:think>", "none", "seed_oss"),
         ("{{ messages }}", "none", "none"),
     ],
@@ -40,3 +44,10 @@ def test_each_form_can_be_named() -> None:
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"--tool-call-parser hermit is not known.*deepseek.*hermes"):
         choose_forms("hermit", "none", "", {})
+
+
+def test_a_form_of_channels_reads_reasoning_and_calls_or_neither() -> None:
+    forms = choose_forms("openai", "none", "", {})
+    assert forms.thought is not None
+    with pytest.raises(ConfigError, match="--tool-call-parser openai"):
+        choose_forms("none", "openai_gptoss", "", {})

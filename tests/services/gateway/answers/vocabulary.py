@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import tokenizers
@@ -36,3 +37,19 @@ class Vocabulary:
                 return False
             matcher.consume_token(token)
         return matcher.is_accepting()
+
+    def random_answer(self, grammar: str, random: Random) -> str | None:
+        """Return the first whole answer on a random path through a grammar; None if it is too long."""
+        matcher = LLMatcher(self._matching, grammar_of(ConstraintKind.ANSWER, grammar), log_level=0)
+        ids: list[int] = []
+        while not matcher.is_accepting():
+            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+            # Tokens that may end a value come often, so that most answers end.
+            ends = [token for token in allowed if token > END or chr(token) in '"}]>/,<\n']
+            ids.append(random.choice(ends if ends and random.random() < 0.5 else allowed))
+            matcher.consume_token(ids[-1])
+            if len(ids) > 400:
+                return None
+        tokens = (bytes([token]) if token < END else self._tokenizer.id_to_token(token).encode() for token in ids)
+        return b"".join(tokens).decode(errors="replace")

@@ -166,4 +166,4 @@ def _value(schema: object, root: Mapping[str, Any], rules: Rules) -> str:
     types = types_of(resolved, root)
     if not types or "string" in types:
         return rules.text(resolved if types == {"string"} else {}, _END_OF_VALUE)
-    return f"{rules.add(json_schema(schema, root))} {rules.spelling.literal(_END_OF_VALUE)}"
+    return f"{rules.add(json_schema(resolved, root))} {rules.spelling.literal(_END_OF_VALUE)}"
