@@ -12,6 +12,7 @@ from paceline.core import env
 from paceline.services.gateway.api import make_api
 from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.messages_api.routes import make_messages
 from paceline.services.gateway.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestIdMiddleware
 from paceline.services.gateway.operations import make_operations
 from paceline.services.gateway.scaling import make_scaling
@@ -41,6 +42,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     install_error_handlers(app)
     app.include_router(make_api(gateway))
+    app.include_router(make_messages(gateway))
     app.include_router(make_operations(gateway))
     app.include_router(make_scaling(gateway))
     # The middleware that is added last sees a request first.

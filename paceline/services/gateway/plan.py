@@ -138,6 +138,8 @@ def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, m
             f"This model's maximum context length is {max_model_len} tokens; {param} has {len(text)} characters, which "
             f"are more tokens than that: shorten {param}",
             param,
+            -(-len(text) // tokenizer.longest_token),
+            max_model_len,
         )
 
 
@@ -183,6 +185,8 @@ def _plan_prompt(
             f"This model's maximum context length is {max_model_len} tokens; {param} has {len(token_ids)} and the "
             f"answer may have {max_tokens or 1}: shorten {param} or lower {limit}",
             param if left < 1 else limit,
+            len(token_ids),
+            max_model_len,
         )
     if max_tokens is None:
         max_tokens = min(default_max_tokens, left)

@@ -41,6 +41,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "lora_path": (),
+    "mcp_servers": ([],),
     "modalities": (["text"],),
     "prompt_embeds": ([],),
     "prompt_token_ids": (),

@@ -198,7 +198,7 @@ async def test_tokenize_refuses_what_it_would_have_to_drop(stack: Stack) -> None
     for body, param in (
         ({}, "prompt"),
         ({"prompt": "x", "messages": [{"role": "user", "content": "h"}]}, "prompt"),
-        ({"messages": [{"role": "user", "content": "h"}], "tools": [{}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "h"}], "tools": [{}]}, "tools[0].function"),
         ({"messages": [{"role": "user", "content": "h"}], "add_special_tokens": "no"}, "add_special_tokens"),
     ):
         response = await stack.post("/tokenize", **body)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.proto import common_pb2
+from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.errors import ContextLengthError
 from paceline.services.gateway.plan import Plan, plan_chat, plan_completion
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
@@ -27,7 +28,7 @@ def completion(tokenizer: Tokenizer, limit: int = LIMIT, **fields: Any) -> Plan:
 
 def chat(tokenizer: Tokenizer, **fields: Any) -> Plan:
     messages = [{"role": "user", "content": "hi"}]
-    return plan_chat(ChatRequest(**{"messages": messages, **fields}), tokenizer, LIMIT)
+    return plan_chat(ChatRequest(**{"messages": messages, **fields}), tokenizer, AnswerForms(), LIMIT)
 
 
 def test_what_the_client_does_not_say_is_the_model_s_default(tokenizer: Tokenizer) -> None:

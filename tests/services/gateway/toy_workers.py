@@ -93,6 +93,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         host_id: str = "host",
         port: int = 0,
         max_seqs: int = 8,
+        max_model_len: int = 512,
         secret: Secret = _NO_SECRET,
         state: State = "ready",
         model: str = "",
@@ -106,7 +107,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.model = model
         self.numerics = numerics
         self.layout = "fingerprint"
-        self.max_model_len = 512
+        self.max_model_len = max_model_len
         self.max_seqs = max_seqs
         self.pause_after: int | None = None
         """Number of tokens of a call after which the worker is silent until `resume` is set, or ADMISSION."""
