@@ -12,7 +12,7 @@ from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import check_grammar, check_options, expression_of
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.answer_format import SPACED
-from paceline.services.gateway.answers.answer import Answer
+from paceline.services.gateway.answers.answer import Answer, new_call_id
 from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
 from paceline.services.gateway.answers.grammar import Choice, answer_grammar
@@ -34,6 +34,8 @@ class AnswerPlan:
     """The computation that reads one answer."""
     kept_token_ids: frozenset[int]
     """Special tokens whose text the parser needs."""
+    new_call_id: Callable[[], str] = new_call_id
+    """Returns an id for a tool call."""
 
 
 def plan_answer(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, prompt: str) -> AnswerPlan | None:
@@ -50,7 +52,8 @@ def plan_answer(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, 
     markers = [*(form.markers if form is not None else ()), *((thought.start, thought.end) if thought else ())]
     is_open = _is_open(request, thought, prompt)
     read = functools.partial(read_answer, thought=thought, form=form, is_open=is_open, tools=tools)
-    return AnswerPlan(read, tokenizer.vocabulary.spelling.tokens("".join(markers)))
+    kept = tokenizer.vocabulary.spelling.tokens("".join(markers))
+    return AnswerPlan(read, kept, form.new_call_id if form is not None else new_call_id)
 
 
 def answer_constraint(

@@ -250,7 +250,8 @@ class Choice:
             kept_token_ids=prompt.answer.kept_token_ids if prompt.answer is not None else frozenset(),
             min_tokens=prompt.sampling.min_tokens,
         )
-        self._parser = AnswerParser(prompt.answer.read) if prompt.answer is not None else None
+        answer = prompt.answer
+        self._parser = AnswerParser(answer.read, answer.new_call_id) if answer is not None else None
         self._repetition = RepetitionDetector(plan.repetition) if plan.repetition is not None else None
         self._min_tokens = prompt.sampling.min_tokens
         self._max_tokens = prompt.sampling.max_tokens

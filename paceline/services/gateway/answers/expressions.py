@@ -11,6 +11,9 @@ from typing import Any
 ANY_TEXT = r"(.|\n)*"
 """A regular expression for text. Special tokens are no text."""
 
+SPACE = r"[ \n\r\t]{0,8}"
+"""A regular expression for white space between the parts of a call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -46,7 +49,7 @@ class Spelling:
     def literal(self, text: str) -> str:
         """Return the expression for exactly this text."""
         pieces = [text] if self._split is None else self._split.split(text)
-        spelled = [f"<[{self._ids[p]}]>" if p in self._ids else json.dumps(p, ensure_ascii=False) for p in pieces if p]
+        spelled = [f"<[{self._ids[p]}]>" if p in self._ids else quoted(p) for p in pieces if p]
         return " ".join(spelled) or '""'
 
 
@@ -61,15 +64,28 @@ def without(*texts: str) -> str:
 
 
 def json_call(tool: Tool, name: str, arguments: str) -> str:
-    """Return an expression for a call as a JSON object with these two members.
+    """Return an expression for a call as a JSON object with these two members, after white space.
 
     Args:
         name: name of the member with the tool's name.
         arguments: name of the member with the arguments.
     """
-    # Written out, so that references within the schema of the arguments still begin at its root.
-    pieces = ('"{"', _json(name), '":"', _json(tool.name), '","', _json(arguments), '":"', schema(tool), '"}"')
+    # Written out, so that references within the schema of the arguments still begin at its root. The first terminal is
+    # longer than a bracket, because where calls are whole answers, a bracket alone may also begin other text.
+    start = f"/{SPACE}\\{{{SPACE}{regex(json.dumps(name))}/"
+    pieces = (start, '":"', _json(tool.name), '","', _json(arguments), '":"', schema(tool), '"}"')
     return "(" + " SPACE ".join(pieces) + ")"
+
+
+def json_list(calls: str, parallel: bool) -> str:
+    """Return an expression for a JSON list of calls, and its rule.
+
+    Args:
+        calls: an expression for one call.
+        parallel: whether there may be several.
+    """
+    more = '(SPACE "," form_call)*' if parallel else ""
+    return f'"[" form_call {more} SPACE "]"\nform_call: {calls}'
 
 
 def schema(tool: Tool) -> str:
@@ -77,5 +93,11 @@ def schema(tool: Tool) -> str:
     return f"%json {json.dumps(dict(tool.parameters), ensure_ascii=False)}"
 
 
+def quoted(text: str) -> str:
+    """Return the expression for exactly this text, which holds no marker."""
+    # The library's lexer refuses this one character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
 def _json(text: str) -> str:
-    return json.dumps(json.dumps(text, ensure_ascii=False), ensure_ascii=False)
+    return quoted(json.dumps(text, ensure_ascii=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.services.gateway.answers.answer import Answer
+from paceline.services.gateway.answers.answer import Answer, new_call_id
 from paceline.services.gateway.answers.expressions import Spelling, Tool
 from paceline.services.gateway.answers.reader import Reader, Steps
 
@@ -32,17 +32,29 @@ class ToolForm:
 
     Attributes:
         name: the name by which users choose the form.
-        trigger: the text that begins a call; "" if calls are whole answers, see `bare_start`.
-        markers: texts that are never content, the trigger included. They may be tokens of the model's own.
-        bare_start: if there is no trigger: a regular expression for the beginning of an answer that is a call.
+        trigger: the text that begins a call; "" if calls are always whole answers, see `bare_start`.
+        aliases: other texts that begin a call as the trigger does.
+        markers: texts that are never content, the triggers included. They may be tokens of the model's own.
+        bare_start: if calls may be whole answers, without a trigger: a regular expression for the beginning of such
+            an answer. `begins` finds the same texts.
         repeats: whether the trigger may come again after a call.
     """
 
     name: str
     trigger = ""
+    aliases: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
     bare_start = ""
     repeats = True
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """All texts that begin a call."""
+        return (self.trigger, *self.aliases) if self.trigger else ()
+
+    def new_call_id(self) -> str:
+        """Return an id for a call, as the family's chat templates accept it."""
+        return new_call_id()
 
     def begins(self, reader: Reader) -> Steps[bool]:
         """Look at the beginning of an answer. Return whether it is a call, although no trigger has come."""
@@ -64,10 +76,16 @@ class ToolForm:
         """
         raise NotImplementedError
 
+    def write_all(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Return the calls of one answer, each a name and arguments, as the model writes them."""
+        return "\n".join(self.write(name, arguments) for name, arguments in calls)
+
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
         """Return an expression of a grammar for what comes after the trigger, or for the whole answer.
 
-        The form's own rules may follow it, each in a line of its own; see `Rules`.
+        The form's own rules may follow it, each in a line of its own; see `Rules`. If there is a `bare_start`, each
+        call must begin with one terminal that is at least as long, because otherwise the text of an answer that is no
+        call would hide it.
 
         Args:
             tools: the tools that may be called.

@@ -26,7 +26,7 @@ def read_answer(
     if thought is not None:
         markers = (thought.start, thought.end, *markers)
     if thought is not None and is_open:
-        yield from answer.read_reasoning((thought.end,))
+        yield from _read_thought(answer, thought)
     if isinstance(form, ChannelForm):
         yield from form.read(answer)
         return
@@ -41,9 +41,9 @@ def read_answer(
             return
         if thought is not None and marker == thought.start:
             yield from reader.choose((thought.label,))
-            yield from answer.read_reasoning((thought.end,))
+            yield from _read_thought(answer, thought)
             can_begin = form is not None
-        elif form is not None and marker == form.trigger:
+        elif form is not None and marker in form.triggers:
             yield from _read_calls(answer, form)
         else:
             answer.end_text()  # an end without a beginning
@@ -57,6 +57,12 @@ def _begins(reader: Reader, form: ToolForm) -> Steps[bool]:
         return False
     finally:
         reader.restore()
+
+
+def _read_thought(answer: Answer, thought: Thought) -> Steps[None]:
+    # A model may write the start again, although the prompt has begun the reasoning.
+    while (yield from answer.read_reasoning((thought.start, thought.end))) == thought.start:
+        yield from answer.reader.choose((thought.label,))
 
 
 def _read_calls(answer: Answer, form: ToolForm) -> Steps[None]:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from random import Random
-
-import numpy as np
 import pytest
-import tokenizers
-from llguidance import LLMatcher, LLTokenizer
 
-from paceline.core.grammar import grammar_of
-from paceline.core.types import ConstraintKind
-from paceline.services.gateway.answers.expressions import Spelling, Tool
+from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.form import Thought
 from paceline.services.gateway.answers.forms.hermes import Hermes
 from paceline.services.gateway.answers.grammar import Choice, answer_grammar
-from tests.services.gateway.toy_model import END, write_toy_model
+from tests.services.gateway.answers.vocabulary import Vocabulary
+from tests.services.gateway.toy_model import write_toy_model
 
 THINK = Thought("<think>", "</think>")
 TOOLS = (
@@ -41,65 +33,27 @@ WRONG_CALLS = (
 )
 
 
-class Vocabulary:
-    """A tokenizer, whose markers are tokens of their own or not, and the texts that a grammar allows."""
-
-    def __init__(self, folder: Path, own: Sequence[str]) -> None:
-        path = folder / "tokenizer.json"
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        self._tokenizer.add_tokens(list(own))
-        self._tokenizer.save(str(path))
-        self._matching = LLTokenizer(str(path), eos_token=[END])
-        self.spelling = Spelling({text: self._tokenizer.token_to_id(text) for text in own})
-
-    def allows(self, grammar: str, text: str) -> bool:
-        """Return whether a text is a whole answer under a grammar."""
-        matcher = LLMatcher(self._matching, grammar_of(ConstraintKind.ANSWER, grammar), log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        for token in self._tokenizer.encode(text, add_special_tokens=False).ids:
-            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            if not mask[token >> 3] >> (token & 7) & 1:
-                return False
-            matcher.consume_token(token)
-        return matcher.is_accepting()
-
-    def random_answer(self, grammar: str, random: Random) -> str | None:
-        """Return the first whole answer on a random path through a grammar; None if it is too long."""
-        matcher = LLMatcher(self._matching, grammar_of(ConstraintKind.ANSWER, grammar), log_level=0)
-        ids: list[int] = []
-        while not matcher.is_accepting():
-            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
-            # Tokens that may end a value come often, so that most answers end.
-            ends = [token for token in allowed if token > END or chr(token) in '"}]>/,<\n']
-            ids.append(random.choice(ends if ends and random.random() < 0.5 else allowed))
-            matcher.consume_token(ids[-1])
-            if len(ids) > 400:
-                return None
-        tokens = (bytes([token]) if token < END else self._tokenizer.id_to_token(token).encode() for token in ids)
-        return b"".join(tokens).decode(errors="replace")
-
-    def answer(
-        self,
-        choice: Choice = "auto",
-        *,
-        parallel: bool = True,
-        thought: Thought | None = None,
-        is_open: bool = False,
-        budget: int | None = None,
-        content: str | None = None,
-    ) -> str:
-        return answer_grammar(
-            self.spelling,
-            thought=thought,
-            is_open=is_open,
-            budget=budget,
-            form=Hermes(),
-            tools=TOOLS,
-            choice=choice,
-            parallel=parallel,
-            content=content,
-        )
+def answer(
+    vocabulary: Vocabulary,
+    choice: Choice = "auto",
+    *,
+    parallel: bool = True,
+    thought: Thought | None = None,
+    is_open: bool = False,
+    budget: int | None = None,
+    content: str | None = None,
+) -> str:
+    return answer_grammar(
+        vocabulary.spelling,
+        thought=thought,
+        is_open=is_open,
+        budget=budget,
+        form=Hermes(),
+        tools=TOOLS,
+        choice=choice,
+        parallel=parallel,
+        content=content,
+    )
 
 
 @pytest.fixture(scope="module", params=["tokens", "texts"])
@@ -119,7 +73,7 @@ def test_the_choice_says_which_calls_there_may_be(vocabulary: Vocabulary, prefix
         ("required", False): {"call"},
     }
     for (choice, parallel), allowed in expected.items():
-        grammar = vocabulary.answer(choice, parallel=parallel, thought=THINK)  # type: ignore[arg-type]
+        grammar = answer(vocabulary, choice, parallel=parallel, thought=THINK)  # type: ignore[arg-type]
         found = {name for name, text in texts.items() if vocabulary.allows(grammar, prefix.strip("\n") + text)}
         assert found == allowed, (choice, parallel)
 
@@ -129,11 +83,11 @@ def test_the_choice_says_which_calls_there_may_be(vocabulary: Vocabulary, prefix
 def test_a_call_that_has_begun_is_one_of_the_tools_with_valid_arguments(
     vocabulary: Vocabulary, choice: Choice, call: str
 ) -> None:
-    assert not vocabulary.allows(vocabulary.answer(choice), call)
+    assert not vocabulary.allows(answer(vocabulary, choice), call)
 
 
 def test_content_in_a_format_excludes_no_calls(vocabulary: Vocabulary) -> None:
-    grammar = vocabulary.answer("auto", content='%json {"type": "integer"}', thought=THINK)
+    grammar = answer(vocabulary, "auto", content='%json {"type": "integer"}', thought=THINK)
     assert [vocabulary.allows(grammar, text) for text in ("12", CALL, "twelve", "<think>a</think>12")] == [
         True,
         True,
@@ -144,7 +98,7 @@ def test_content_in_a_format_excludes_no_calls(vocabulary: Vocabulary) -> None:
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_reasoning_ends_within_its_budget(vocabulary: Vocabulary, budget: int) -> None:
-    grammar = vocabulary.answer("none", thought=THINK, is_open=True, budget=budget)
+    grammar = answer(vocabulary, "none", thought=THINK, is_open=True, budget=budget)
     marker = "</think>"
     assert vocabulary.allows(grammar, "x" * budget + marker + "done")
     assert not vocabulary.allows(grammar, "x" * (budget + 1) + marker + "done")

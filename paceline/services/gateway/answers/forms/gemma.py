@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from paceline.services.gateway.answers.answer import Answer
 from paceline.services.gateway.answers.expressions import Spelling, Tool
 from paceline.services.gateway.answers.form import ToolForm
-from paceline.services.gateway.answers.forms.gemma_values import ValueGrammar, written
+from paceline.services.gateway.answers.forms.gemma_values import GemmaValues, written
 from paceline.services.gateway.answers.reader import FormError, Reader, Sink, Steps
 from paceline.services.gateway.answers.schemas import escaped, type_of_text
 
@@ -54,7 +54,7 @@ class FunctionGemma(ToolForm):
         return f"{self.trigger}call:{name}{text}{self.end}"
 
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
-        values = ValueGrammar(spelling, self.quote)
+        values = GemmaValues(spelling, self.quote)
         calls = " | ".join(f"{spelling.literal(f'call:{tool.name}')} {values.arguments(tool)}" for tool in tools)
         return values.rules.after(f"({calls}) {spelling.literal(self.end)}")
 

@@ -15,7 +15,7 @@ from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Co
 from paceline.services.gateway.answers.registry import REASONING_FORMS
 from tests.services.gateway.answers.forms.written import allowed, tool
 from tests.services.gateway.answers.pieces import parse
-from tests.services.gateway.answers.test_grammar import Vocabulary
+from tests.services.gateway.answers.vocabulary import Vocabulary
 from tests.services.gateway.toy_model import write_toy_model
 
 FORMS = (FunctionGemma(), Gemma4())

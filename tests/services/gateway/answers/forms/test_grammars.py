@@ -17,7 +17,7 @@ from paceline.services.gateway.answers.grammar import answer_grammar
 from paceline.services.gateway.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.answers.parts import Content, calls_of
 from paceline.services.gateway.answers.registry import TOOL_FORMS
-from tests.services.gateway.answers.test_grammar import Vocabulary
+from tests.services.gateway.answers.vocabulary import Vocabulary
 from tests.services.gateway.toy_model import write_toy_model
 
 SPACED = {"whitespace_pattern": r"[\x20\x0A]{1,4}"}

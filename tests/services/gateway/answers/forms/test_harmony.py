@@ -17,7 +17,7 @@ from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Co
 from tests.services.gateway.answers.forms.written import tool
 from tests.services.gateway.answers.pieces import ARGUMENTS, NAMES, TEXT, cut
 from tests.services.gateway.answers.pieces import parse as parse_parts
-from tests.services.gateway.answers.test_grammar import Vocabulary
+from tests.services.gateway.answers.vocabulary import Vocabulary
 from tests.services.gateway.toy_model import write_toy_model
 
 FORM = Harmony()

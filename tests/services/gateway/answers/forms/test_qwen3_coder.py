@@ -14,7 +14,7 @@ from paceline.services.gateway.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, calls_of, join_parts
 from tests.services.gateway.answers.forms.written import allowed, tool
 from tests.services.gateway.answers.pieces import TEXT, cut
-from tests.services.gateway.answers.test_grammar import Vocabulary
+from tests.services.gateway.answers.vocabulary import Vocabulary
 from tests.services.gateway.toy_model import write_toy_model
 
 FORM = Qwen3Coder()

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.form import ToolForm
 from paceline.services.gateway.answers.grammar import answer_grammar
-from tests.services.gateway.answers.test_grammar import Vocabulary
+from tests.services.gateway.answers.vocabulary import Vocabulary
 
 
 def tool(properties: dict[str, Any], required: Sequence[str] = (), name: str = "find", **schema: Any) -> Tool:
