@@ -53,9 +53,9 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     """Reasoning and content in their order; tool calls are left out."""
-    reasoning_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    reasoning_tokens: int = 0
 
     def difference(self, other: Outcome) -> str:
         """Describe how two outcomes of one request differ, or return "" if they do not.

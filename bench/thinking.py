@@ -103,8 +103,9 @@ def add_markers(folder: Path, target: Path) -> None:
             shutil.copy(file, target)
     path = target / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
     for added, marker in zip(tokenizer["added_tokens"][-2:], (START, END), strict=True):
-        vocabulary = tokenizer["model"]["vocab"]
-        vocabulary[marker] = vocabulary.pop(added["content"])
+        if added["content"] in vocabulary:
+            vocabulary[marker] = vocabulary.pop(added["content"])
         added |= {"content": marker, "special": False}
     path.write_text(json.dumps(tokenizer, ensure_ascii=False))

@@ -21,7 +21,7 @@ from paceline.services.gateway.answers.reader import Steps
 from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.chat_schemas import Function, NamedTool
 from paceline.services.gateway.schemas import ChatRequest
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.tokenizer import Tokenizer, Vocabulary
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
@@ -88,7 +88,7 @@ def answer_constraint(
         raise InvalidRequestError("tools: this model has no token that ends an answer", "tools")
     is_open = _is_open(request, thought, prompt)
     grammar = answer_grammar(
-        Spelling(tokenizer.vocabulary.added_tokens),
+        spelling_of(tokenizer.vocabulary),
         thought=thought,
         is_open=is_open,
         budget=None if budget is None else max(0, budget - _spent(tokenizer, thought, prompt, is_open)),
@@ -107,6 +107,17 @@ def answer_constraint(
 
 
 _check = functools.lru_cache(maxsize=64)(check_grammar)
+
+
+def spelling_of(vocabulary: Vocabulary) -> Spelling:
+    """Return how a model's grammars spell texts.
+
+    The grammar library takes a token that was added to the vocabulary for text, unless it is special or in angle
+    brackets.
+    """
+    special = vocabulary.special_ids
+    tokens = vocabulary.added_tokens.items()
+    return Spelling({text: own for text, own in tokens if own in special or (text[:1], text[-1:]) == ("<", ">")})
 
 
 def _choice_of(request: ChatRequest) -> tuple[Choice, list[tuple[int, Function]]]:

@@ -50,11 +50,15 @@ class Delta:
         """All parts in their order."""
         return self.parts or ([Content(self.text)] if self.text else [])
 
+    def add_parts(self, parts: list[Part]) -> None:
+        """Append parts."""
+        if self.parts or not all(isinstance(part, Content) for part in parts):
+            self.parts = join_parts([*self.all_parts, *parts])
+        self.text += "".join(part.text for part in parts if isinstance(part, Content))
+
     def add(self, later: Delta) -> None:
         """Append a later delta of the same choice."""
-        if self.parts or later.parts:
-            self.parts = join_parts([*self.all_parts, *later.all_parts])
-        self.text += later.text
+        self.add_parts(later.all_parts)
         self.reasoning_tokens += later.reasoning_tokens
         self.tokens += later.tokens
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
@@ -235,50 +239,39 @@ class _Choice:
                 return self._grow(tokens)
             case Ended(reason):
                 delta = self._take_scores(Delta(self._index))
-                self._add(delta, [self._detokenizer.finish()])
-                return self._end(reason.value, delta)
+                return self._end(reason.value, delta, self._detokenizer.finish())
         return None
 
     def _grow(self, tokens: list[Token]) -> Delta:
         delta = self._take_scores(Delta(self._index))
-        pieces = []
         for token in tokens:
-            pieces.append(self._detokenizer.push(token.id))
+            text = self._detokenizer.push(token.id)
             delta.tokens.append(token)
+            if self._parser is None:
+                delta.text += text
+            else:
+                self._add_parts(delta, self._parser.push(text))
             if self._detokenizer.stop_reason is not None:
                 break
         self.tokens += len(delta.tokens)
-        self._add(delta, pieces)
         if isinstance(self._detokenizer.stop_reason, str):
             self.ended_by_text = True
             return self._end("stop", delta)
         return delta
 
-    def _add(self, delta: Delta, texts: list[str]) -> None:
-        """Add the texts of new tokens to a delta."""
-        parser = self._parser
-        if parser is None:
-            delta.text += "".join(texts)
-            return
-        parts: list[Part] = []
-        for text in texts:
-            parts += parser.push(text)
-        self._add_parts(delta, parts)
-
     def _add_parts(self, delta: Delta, parts: list[Part]) -> None:
         assert self._parser is not None
-        more = Delta(self._index, "".join(part.text for part in parts if isinstance(part, Content)))
-        if any(not isinstance(part, Content) for part in parts):
-            more.parts = parts
-        more.reasoning_tokens, self._reasoning_tokens = (
-            self._parser.reasoning_tokens - self._reasoning_tokens,
-            self._parser.reasoning_tokens,
-        )
-        delta.add(more)
+        if parts:
+            delta.add_parts(parts)
+        known, self._reasoning_tokens = self._reasoning_tokens, self._parser.reasoning_tokens
+        delta.reasoning_tokens += self._reasoning_tokens - known
 
-    def _end(self, reason: str, delta: Delta) -> Delta:
-        if self._parser is not None:
-            self._add_parts(delta, self._parser.finish())
+    def _end(self, reason: str, delta: Delta, text: str = "") -> Delta:
+        """Return the choice's last delta, with text that was held back."""
+        if self._parser is None:
+            delta.text += text
+        else:
+            self._add_parts(delta, self._parser.finish(text))
         self.outcome = delta.finish_reason = reason
         stop = self._detokenizer.stop_reason
         if reason == "stop":

@@ -41,12 +41,14 @@ def answer_grammar(
     """
     rules: list[str] = []
     start = "body"
+    # If markers are text, content could hold reasoning, and that would have no budget.
+    excluded = [] if budget is None or thought is None or spelling.is_token(thought.start) else [thought.start]
     if thought is not None:
         start = "thinking body" if is_open else "(thought_begin thinking)? body"
         rules.append(f"thought_begin: {spelling.literal(thought.start)}")
         rules += _thinking(spelling, thought, budget)
-    rules += _body(spelling, form, tools, choice, parallel, content)
-    return "\n".join([f"start: {start}", *rules, f"TEXT: /{ANY_TEXT}/", f"SPACE: {_SPACE}", ""])
+    rules += _body(spelling, form, tools, choice, parallel, content, excluded)
+    return "\n".join([f"start: {start}", *rules, f"TEXT: {without(*excluded)}", f"SPACE: {_SPACE}", ""])
 
 
 def _thinking(spelling: Spelling, thought: Thought, budget: int | None) -> list[str]:
@@ -55,8 +57,8 @@ def _thinking(spelling: Spelling, thought: Thought, budget: int | None) -> list[
         return [f"thinking: {spelling.literal(thought.end)}"]
     limit = f"max_tokens={budget}"
     if spelling.is_token(thought.end):
-        rule = "thought: TEXT" if budget is None else f"thought[{limit}]: TEXT"
-        return [f"thinking: thought {spelling.literal(thought.end)}", rule]
+        rule = "thought" if budget is None else f"thought[{limit}]"
+        return [f"thinking: thought {spelling.literal(thought.end)}", f"{rule}: /{ANY_TEXT}/"]
     whole = f"/{ANY_TEXT}{regex(thought.end)}/"
     if budget is None:
         return [f"thinking[lazy]: {whole}"]
@@ -79,18 +81,20 @@ def _body(
     choice: Choice,
     parallel: bool,
     content: str | None,
+    excluded: Sequence[str],
 ) -> list[str]:
-    """Return the rules for what comes after reasoning."""
+    """Return the rules for what comes after reasoning. Texts that are excluded are no content."""
     rules = [] if content is None else [f"content: {content}"]
     if form is None:
         return [*rules, f"body: {'TEXT' if content is None else 'content'}"]
     if choice == "none":
-        texts = [form.trigger] if form.trigger and not spelling.is_token(form.trigger) else []
-        plain = f"/{ANY_TEXT}/ & ~/{form.bare_start}{ANY_TEXT}/" if form.bare_start else without(*texts)
+        triggers = [form.trigger] if form.trigger and not spelling.is_token(form.trigger) else []
+        no_call = f" & ~/{form.bare_start}{ANY_TEXT}/" if form.bare_start else ""
+        plain = without(*triggers, *excluded) + no_call
         return [*rules, f"PLAIN: {plain}", f"body: {'PLAIN' if content is None else 'content'}"]
     rules.append(f"calls: {form.grammar(spelling, tools, parallel)}")
     if form.bare_start:
-        rules.append(f"PLAIN: /{ANY_TEXT}/ & ~/{form.bare_start}{ANY_TEXT}/")
+        rules.append(f"PLAIN: {without(*excluded)} & ~/{form.bare_start}{ANY_TEXT}/")
         other = "PLAIN" if content is None else "content"
         return [*rules, "body: calls" if choice == "required" else f"body: calls | {other}"]
     call = f"{spelling.literal(form.trigger)} calls"
@@ -102,7 +106,7 @@ def _body(
     if spelling.is_token(form.trigger):
         rules.append(f"call: TEXT {call}")
     else:
-        rules += ["call: head calls", f"head[lazy]: /{ANY_TEXT}{regex(form.trigger)}/"]
+        rules += ["call: head calls", f"head[lazy]: {without(*excluded, pattern=ANY_TEXT + regex(form.trigger))}"]
     if parallel and form.repeats:
         return [*rules, "body: call* TEXT"]
     return [*rules, "body: TEXT | call SPACE"]

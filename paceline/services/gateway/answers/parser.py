@@ -84,15 +84,22 @@ class AnswerParser:
     def __init__(self, read: Callable[[Answer], Steps[None]], new_call_id: Callable[[], str] = new_call_id) -> None:
         self._answer = Answer(new_call_id)
         self._steps: Steps[None] | None = read(self._answer)
-        self._pending = 0
-        """Reasoning tokens whose text may belong to the marker at the end."""
+        self._starts: list[int] = []
+        """Places within the reasoning where tokens begin whose text may belong to the marker at its end."""
+        self._is_within_character = False
+        """Whether the last token had no text, because it ends within a character."""
         self.reasoning_tokens = 0
+        """Tokens that begin within reasoning. Those of its markers do not count."""
         self._resume()
 
     def push(self, text: str) -> list[Part]:
         """Take the text of the next token, which may be empty. Return new parts."""
         answer, reader = self._answer, self._answer.reader
-        was_thinking = answer.is_thinking
+        if answer.is_thinking:
+            # A broken character comes with the text of the next token, but belongs to the tokens before.
+            after = answer.reasoning_length + reader.unread
+            self._starts.append(after + (self._is_within_character and text.startswith("\ufffd")))
+        self._is_within_character = not text
         if text:
             resting = reader.resting
             if resting is not None and resting[0].search(text) is None:
@@ -100,27 +107,25 @@ class AnswerParser:
             else:
                 reader.feed(text)
                 self._resume()
-        if was_thinking:
+        if self._starts:
             self._count()
         return self._taken()
 
-    def finish(self) -> list[Part]:
-        """Return the parts that were held back, after the last token."""
+    def finish(self, text: str = "") -> list[Part]:
+        """Take text that was held back until after the last token. Return the parts that were held back."""
+        self._answer.reader.feed(text)
         self._answer.reader.end()
         self._resume()
         self._answer.close()
-        self.reasoning_tokens += self._pending
-        self._pending = 0
+        self._count()
         return self._taken()
 
     def _count(self) -> None:
-        """Count a token that came within reasoning. Tokens of the marker at its end do not count."""
-        self._pending += 1
-        if not self._answer.is_thinking:
-            self._pending = 0
-        elif self._answer.reader.is_empty:
-            self.reasoning_tokens += self._pending
-            self._pending = 0
+        """Count the tokens whose first character is certain to be reasoning."""
+        read = self._answer.reasoning_length
+        certain = sum(start < read for start in self._starts)
+        self.reasoning_tokens += certain
+        self._starts = self._starts[certain:] if self._answer.is_thinking else []
 
     def _resume(self) -> None:
         if self._steps is not None:

@@ -71,6 +71,11 @@ class Reader:
         """Whether all text that has come is read."""
         return self._at == len(self._text)
 
+    @property
+    def unread(self) -> int:
+        """Number of characters that have come and are not read."""
+        return len(self._text) - self._at
+
     def keep(self) -> None:
         """Remember this place, so that `restore` can return to it. Text after it stays in memory."""
         self._kept = self._at
