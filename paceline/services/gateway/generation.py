@@ -37,7 +37,7 @@ class Delta:
     text: str = ""
     """Content, without reasoning and tool calls."""
     parts: list[Part] = field(default_factory=list)
-    """All parts in their order, content included; empty if there is nothing but content."""
+    """All parts in their order, content included; empty if the answer is not parsed."""
     reasoning_tokens: int = 0
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
@@ -52,13 +52,17 @@ class Delta:
 
     def add_parts(self, parts: list[Part]) -> None:
         """Append parts."""
-        if self.parts or not all(isinstance(part, Content) for part in parts):
-            self.parts = join_parts([*self.all_parts, *parts])
-        self.text += "".join(part.text for part in parts if isinstance(part, Content))
+        self.parts = join_parts([*self.parts, *parts]) if self.parts else parts
+        for part in parts:
+            if isinstance(part, Content):
+                self.text += part.text
 
     def add(self, later: Delta) -> None:
         """Append a later delta of the same choice."""
-        self.add_parts(later.all_parts)
+        if later.parts:
+            self.add_parts(later.parts)
+        else:
+            self.text += later.text
         self.reasoning_tokens += later.reasoning_tokens
         self.tokens += later.tokens
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
@@ -244,34 +248,35 @@ class _Choice:
 
     def _grow(self, tokens: list[Token]) -> Delta:
         delta = self._take_scores(Delta(self._index))
+        parser = self._parser
         for token in tokens:
             text = self._detokenizer.push(token.id)
             delta.tokens.append(token)
-            if self._parser is None:
+            if parser is None:
                 delta.text += text
-            else:
-                self._add_parts(delta, self._parser.push(text))
+            elif parts := parser.push(text):
+                delta.add_parts(parts)
             if self._detokenizer.stop_reason is not None:
                 break
         self.tokens += len(delta.tokens)
         if isinstance(self._detokenizer.stop_reason, str):
             self.ended_by_text = True
             return self._end("stop", delta)
+        if parser is not None:
+            self._count_reasoning(delta, parser)
         return delta
 
-    def _add_parts(self, delta: Delta, parts: list[Part]) -> None:
-        assert self._parser is not None
-        if parts:
-            delta.add_parts(parts)
-        known, self._reasoning_tokens = self._reasoning_tokens, self._parser.reasoning_tokens
-        delta.reasoning_tokens += self._reasoning_tokens - known
+    def _count_reasoning(self, delta: Delta, parser: AnswerParser) -> None:
+        delta.reasoning_tokens = parser.reasoning_tokens - self._reasoning_tokens
+        self._reasoning_tokens = parser.reasoning_tokens
 
     def _end(self, reason: str, delta: Delta, text: str = "") -> Delta:
         """Return the choice's last delta, with text that was held back."""
         if self._parser is None:
             delta.text += text
         else:
-            self._add_parts(delta, self._parser.finish(text))
+            delta.add_parts(self._parser.finish(text))
+            self._count_reasoning(delta, self._parser)
         self.outcome = delta.finish_reason = reason
         stop = self._detokenizer.stop_reason
         if reason == "stop":

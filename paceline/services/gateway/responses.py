@@ -193,18 +193,18 @@ class ChatFormat(ResponseFormat):
             return [TextChunk(delta.index, delta.text)] if delta.text or not self._is_parsed else []
         pieces: list[Json | TextChunk] = []
         for part in delta.parts:
-            match part:
-                case Content(text):
-                    pieces.append(TextChunk(delta.index, text))
-                case Reasoning(text) if self._shows_reasoning:
-                    pieces.append(TextChunk(delta.index, text, "reasoning"))
-                case CallBegin(index, call_id, name):
-                    self._has_calls.add(delta.index)
-                    begun = {"name": name, "arguments": ""}
-                    call = {"index": index, "id": call_id, "type": "function", "function": begun}
-                    pieces.append({"tool_calls": [call]})
-                case CallArguments(index, text):
-                    pieces.append(TextChunk(delta.index, text, index))
+            if isinstance(part, Content):
+                pieces.append(TextChunk(delta.index, part.text))
+            elif isinstance(part, CallArguments):
+                pieces.append(TextChunk(delta.index, part.text, part.index))
+            elif isinstance(part, CallBegin):
+                self._has_calls.add(delta.index)
+                begun = {"name": part.name, "arguments": ""}
+                pieces.append(
+                    {"tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": begun}]}
+                )
+            elif self._shows_reasoning:
+                pieces.append(TextChunk(delta.index, part.text, "reasoning"))
         return pieces
 
     def _finish_reason(self, delta: Delta) -> str | None:

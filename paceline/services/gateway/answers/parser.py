@@ -86,8 +86,6 @@ class AnswerParser:
         self._steps: Steps[None] | None = read(self._answer)
         self._starts: list[int] = []
         """Places within the reasoning where tokens begin whose text may belong to the marker at its end."""
-        self._is_within_character = False
-        """Whether the last token had no text, because it ends within a character."""
         self.reasoning_tokens = 0
         """Tokens that begin within reasoning. Those of its markers do not count."""
         self._resume()
@@ -95,18 +93,17 @@ class AnswerParser:
     def push(self, text: str) -> list[Part]:
         """Take the text of the next token, which may be empty. Return new parts."""
         answer, reader = self._answer, self._answer.reader
+        if text and (resting := reader.resting) is not None and resting[0].search(text) is None:
+            resting[1](text)
+            if answer.is_thinking:
+                self.reasoning_tokens += 1 + len(self._starts)
+                self._starts = []
+            return self._taken()
         if answer.is_thinking:
-            # A broken character comes with the text of the next token, but belongs to the tokens before.
-            after = answer.reasoning_length + reader.unread
-            self._starts.append(after + (self._is_within_character and text.startswith("\ufffd")))
-        self._is_within_character = not text
+            self._starts.append(self._start_of(text))
         if text:
-            resting = reader.resting
-            if resting is not None and resting[0].search(text) is None:
-                resting[1](text)
-            else:
-                reader.feed(text)
-                self._resume()
+            reader.feed(text)
+            self._resume()
         if self._starts:
             self._count()
         return self._taken()
@@ -119,6 +116,13 @@ class AnswerParser:
         self._answer.close()
         self._count()
         return self._taken()
+
+    def _start_of(self, text: str) -> int:
+        """Return the place within the reasoning where a token begins."""
+        start = self._answer.reasoning_length + self._answer.reader.unread
+        # The text of a broken character comes with the next token, but belongs to the token before, which has no text.
+        is_broken = text.startswith("\ufffd") and self._starts[-1:] == [start]
+        return start + is_broken
 
     def _count(self) -> None:
         """Count the tokens whose first character is certain to be reasoning."""
