@@ -27,7 +27,7 @@ from bench.load import table
 from bench.mixed import Outcome, answers, requests
 from bench.services import serving
 from bench.systems import ending_on_sigterm
-from bench.thinking import OPTIONS, add_markers, complaint, thinking_requests
+from bench.thinking import OPTIONS, add_markers, complaints, thinking_requests
 from paceline.core.env import default_cache_dir
 from paceline.models.assets import resolve_model
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -120,9 +120,7 @@ def main() -> int:
                     seconds = time.perf_counter() - began
                     wanted = wanted or found
                     wrong = [text for one, other in zip(wanted, found) if (text := one.difference(other))]
-                    if tokenizer is not None:
-                        pairs = zip(asked, found)
-                        wrong += [text for one, own in pairs if (text := complaint(one, own, tokenizer))]
+                    wrong += complaints(asked, found, tokenizer) if tokenizer is not None else []
                     differences += len(wrong)
                     tokens = sum(len(outcome.tokens) for outcome in found)
                     rows.append([way, str(concurrency), str(tokens), f"{tokens / seconds:.0f}", str(len(wrong))])

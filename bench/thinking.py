@@ -80,6 +80,11 @@ def complaint(request: Request, outcome: Outcome, tokenizer: Tokenizer) -> str:
     return f"{told}, usage says {outcome.reasoning_tokens}, the budget leaves {wanted}: {outcome.text!r}"
 
 
+def complaints(asked: Sequence[Request], found: Sequence[Outcome], tokenizer: Tokenizer) -> list[str]:
+    """Return the complaints about all answers."""
+    return [text for request, outcome in zip(asked, found) if (text := complaint(request, outcome, tokenizer))]
+
+
 def thinking_tokens(tokens: Sequence[int], tokenizer: Tokenizer) -> int | None:
     """Return the number of tokens that begin before the marker at the end of the reasoning; None without a marker."""
     pieces = [tokenizer.vocabulary.token_bytes(token) for token in tokens]

@@ -228,10 +228,10 @@ async def measure(url: str, model: str, count: int, concurrency: int, max_tokens
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, trust_env=False) as client:
         model = model or (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         asker = Asker(client, model, concurrency, seed)
-        await asker.ask_both_ways([_chat(rng, random_tools(rng), 16)], f"{seed}/warm-up")
+        await asker.ask_both_ways([make_chat(rng, random_tools(rng), 16)], f"{seed}/warm-up")
         for first in range(0, count, ROUND):
             own = sets[first : first + ROUND]
-            ways = await asker.ask_both_ways([_chat(rng, tools, max_tokens) for tools in own], f"{seed}/{first}")
+            ways = await asker.ask_both_ways([make_chat(rng, tools, max_tokens) for tools in own], f"{seed}/{first}")
             bound, free = (answers for answers, _ in ways.values())
             wrong += [text for tools, answer in zip(own, bound) if (text := complaint(tools, answer))]
             wrong += [f"unconstrained: {answer.error}" for answer in free if answer.error]
@@ -246,7 +246,8 @@ async def measure(url: str, model: str, count: int, concurrency: int, max_tokens
     return {"seed": seed, **figures, "cut_off": cut_off, "wrong": wrong}
 
 
-def _chat(rng: random.Random, tools: list[Json], max_tokens: int) -> Json:
+def make_chat(rng: random.Random, tools: list[Json], max_tokens: int) -> Json:
+    """Return the fields of a chat that must call one of the tools."""
     wish = rng.choice(tools)["function"]["description"]
     return {
         "messages": [{"role": "user", "content": f"{wish}: {rng.choice(_WORDS)} {rng.randint(1, 99)}."}],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.mixed import answers
-from bench.thinking import complaint, thinking_requests
+from bench.thinking import complaints, thinking_requests
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.stack.processes import Stack
 from tests.stack.stacks import Way, on
@@ -24,7 +24,7 @@ async def test_reasoning_is_as_long_as_its_budget(stack: Stack, way: Way, real_m
     tokenizer = Tokenizer(real_model(way.model))
     asked = thinking_requests(16, 1)
     found = await answers(stack.url, way.model, asked, concurrency=8)
-    assert [text for one, own in zip(asked, found) if (text := complaint(one, own, tokenizer))] == []
+    assert complaints(asked, found, tokenizer) == []
     await stack.settled()
 
 
@@ -37,5 +37,5 @@ async def test_a_budget_survives_its_worker(stack: Stack, way: Way, real_model: 
     for worker in stack.living("decode")[:1]:
         os.kill(worker, signal.SIGKILL)
     found = await running
-    assert [text for one, own in zip(asked, found) if (text := complaint(one, own, tokenizer))] == []
+    assert complaints(asked, found, tokenizer) == []
     await stack.settled()
