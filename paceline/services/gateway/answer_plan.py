@@ -13,6 +13,7 @@ from paceline.core.grammar import check_grammar, check_options, expression_of
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.answer_format import SPACED
 from paceline.services.gateway.answers.answer import Answer, new_call_id
+from paceline.services.gateway.answers.closed_schemas import closed
 from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
 from paceline.services.gateway.answers.grammar import Choice, answer_grammar
@@ -133,7 +134,8 @@ def _choice_of(request: ChatRequest) -> tuple[Choice, list[tuple[int, Function]]
 def _parameters(index: int, function: Function) -> Mapping[str, Any]:
     """Return the schema that is enforced for a function's arguments.
 
-    A schema that cannot be enforced is replaced by any object, unless the function is strict.
+    Its objects are closed; see `closed`. A schema that cannot be enforced is replaced by any object, unless the
+    function is strict.
 
     Raises:
         InvalidRequestError: the function is strict, and its schema cannot be enforced.
@@ -143,7 +145,7 @@ def _parameters(index: int, function: Function) -> Mapping[str, Any]:
     schema = {"type": "object", **function.parameters}
     try:
         check_options(schema)
-        schema = {**schema, "x-guidance": SPACED}
+        schema = {**closed(schema), "x-guidance": SPACED}
         _check(ConstraintKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
     except ConstraintError as error:
         if function.strict:

@@ -39,7 +39,7 @@ class Delta:
     text: str = ""
     """Content, without reasoning and tool calls."""
     parts: list[Part] = field(default_factory=list)
-    """All parts in their order, content included; empty if there is nothing but content."""
+    """All parts in their order, content included; empty if the answer is not parsed."""
     reasoning_tokens: int = 0
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
@@ -52,11 +52,19 @@ class Delta:
         """All parts in their order."""
         return self.parts or ([Content(self.text)] if self.text else [])
 
+    def add_parts(self, parts: list[Part]) -> None:
+        """Append parts."""
+        self.parts = join_parts([*self.parts, *parts]) if self.parts else parts
+        for part in parts:
+            if isinstance(part, Content):
+                self.text += part.text
+
     def add(self, later: Delta) -> None:
         """Append a later delta of the same choice."""
-        if self.parts or later.parts:
-            self.parts = join_parts([*self.all_parts, *later.all_parts])
-        self.text += later.text
+        if later.parts:
+            self.add_parts(later.parts)
+        else:
+            self.text += later.text
         self.reasoning_tokens += later.reasoning_tokens
         self.tokens += later.tokens
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
@@ -271,57 +279,46 @@ class Choice:
     def end(self, reason: str) -> Delta:
         """Return the delta that ends the choice with a finish reason."""
         delta = self._take_scores(Delta(self._index))
-        self._add(delta, [self._detokenizer.finish()])
-        return self._end(reason, delta)
+        return self._end(reason, delta, self._detokenizer.finish())
 
     def _grow(self, tokens: list[Token]) -> Delta:
         delta = self._take_scores(Delta(self._index))
-        pieces = []
+        parser = self._parser
         repeats = False
         for token in tokens:
-            pieces.append(self._detokenizer.push(token.id))
+            text = self._detokenizer.push(token.id)
             delta.tokens.append(token)
             self.tokens += 1
+            if parser is None:
+                delta.text += text
+            elif parts := parser.push(text):
+                delta.add_parts(parts)
             repeats = self._repetition is not None and self._repetition.push(token.id)
             # As in vLLM, an end token and the longest answer come first.
             repeats = repeats and self._min_tokens <= self.tokens < self._max_tokens
             if repeats or self._detokenizer.stop_reason is not None:
                 break
-        self._add(delta, pieces)
         stop = self._detokenizer.stop_reason
         self.ended_by_text = isinstance(stop, str) or (repeats and stop is None)
         if isinstance(stop, str):
             return self._end("stop", delta)
         if self.ended_by_text:
-            self._add(delta, [self._detokenizer.finish()])
-            return self._end(REPETITION, delta)
+            return self._end(REPETITION, delta, self._detokenizer.finish())
+        if parser is not None:
+            self._count_reasoning(delta, parser)
         return delta
 
-    def _add(self, delta: Delta, texts: list[str]) -> None:
-        """Add the texts of new tokens to a delta."""
-        parser = self._parser
-        if parser is None:
-            delta.text += "".join(texts)
-            return
-        parts: list[Part] = []
-        for text in texts:
-            parts += parser.push(text)
-        self._add_parts(delta, parts)
+    def _count_reasoning(self, delta: Delta, parser: AnswerParser) -> None:
+        delta.reasoning_tokens = parser.reasoning_tokens - self._reasoning_tokens
+        self._reasoning_tokens = parser.reasoning_tokens
 
-    def _add_parts(self, delta: Delta, parts: list[Part]) -> None:
-        assert self._parser is not None
-        more = Delta(self._index, "".join(part.text for part in parts if isinstance(part, Content)))
-        if any(not isinstance(part, Content) for part in parts):
-            more.parts = parts
-        more.reasoning_tokens, self._reasoning_tokens = (
-            self._parser.reasoning_tokens - self._reasoning_tokens,
-            self._parser.reasoning_tokens,
-        )
-        delta.add(more)
-
-    def _end(self, reason: str, delta: Delta) -> Delta:
-        if self._parser is not None:
-            self._add_parts(delta, self._parser.finish())
+    def _end(self, reason: str, delta: Delta, text: str = "") -> Delta:
+        """Return the choice's last delta, with text that was held back."""
+        if self._parser is None:
+            delta.text += text
+        else:
+            delta.add_parts(self._parser.finish(text))
+            self._count_reasoning(delta, self._parser)
         self.has_ended = True
         self.outcome = delta.finish_reason = reason
         stop = self._detokenizer.stop_reason

@@ -29,7 +29,7 @@ class TokensFormat(ResponseFormat):
         body = self._chunk([self._choice(choice) for choice in choices])
         return {**body, "usage": usage, **self._about_prompt(choices[0]), "kv_transfer_params": None}
 
-    def text_chunk(self, index: int, text: str) -> Json:
+    def text_chunk(self, index: int, text: str, place: str | int) -> Json:
         return self._chunk([self._choice(Delta(index, text))])
 
     def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:

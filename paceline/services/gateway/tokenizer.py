@@ -39,8 +39,14 @@ class Vocabulary:
 
     @cached_property
     def spelling(self) -> Spelling:
-        """How texts are written in grammars. Made once, because a model may have thousands of added tokens."""
-        return Spelling(self.added_tokens)
+        """How texts are written in grammars. Made once, because a model may have thousands of added tokens.
+
+        The grammar library takes an added token for text, unless it is special or in angle brackets.
+        """
+        tokens = self.added_tokens.items()
+        return Spelling(
+            {text: own for text, own in tokens if own in self.special_ids or (text[:1], text[-1:]) == ("<", ">")}
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; b"" for an id without a token, such as the padding of a vocabulary."""

@@ -30,6 +30,8 @@ class Answer:
         """Parts that nobody has taken."""
         self.is_thinking = False
         """Whether the text that comes next is reasoning."""
+        self.reasoning_length = 0
+        """Characters of reasoning that have been read, with the white space around them."""
         self._new_call_id = new_call_id
         self._calls = 0
         self._space = ""
@@ -49,6 +51,7 @@ class Answer:
 
     def reasoning(self, text: str) -> None:
         """Add reasoning."""
+        self.reasoning_length += len(text)
         if text := self._trimmed(text):
             self.parts.append(Reasoning(text))
 

@@ -28,7 +28,7 @@ class Spelling:
     """How texts are written in a grammar: tokens that stand for themselves by id, all else as strings.
 
     Args:
-        own_tokens: ids of the tokens that were added to the vocabulary, by text.
+        own_tokens: ids of the tokens that were added to the vocabulary and are no text for the library, by text.
     """
 
     def __init__(self, own_tokens: Mapping[str, int]) -> None:
@@ -58,9 +58,9 @@ def regex(text: str) -> str:
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", r"\n")
 
 
-def without(*texts: str) -> str:
-    """Return a terminal for all text that contains none of these texts."""
-    return f"/{ANY_TEXT}/" + "".join(f" & ~/{ANY_TEXT}{regex(text)}{ANY_TEXT}/" for text in texts)
+def without(*texts: str, pattern: str = ANY_TEXT) -> str:
+    """Return a terminal for all text that matches a regular expression and contains none of these texts."""
+    return f"/{pattern}/" + "".join(f" & ~/{ANY_TEXT}{regex(text)}{ANY_TEXT}/" for text in texts)
 
 
 def json_call(tool: Tool, name: str, arguments: str) -> str:

@@ -67,8 +67,8 @@ def _thinking(spelling: Spelling, thought: Thought, budget: int | None) -> list[
         return [f"thinking: {spelling.literal(thought.end)}"]
     limit = f"max_tokens={budget}"
     if spelling.is_token(thought.end):
-        rule = "thought: TEXT" if budget is None else f"thought[{limit}]: TEXT"
-        return [f"thinking: thought {spelling.literal(thought.end)}", rule]
+        rule = "thought" if budget is None else f"thought[{limit}]"
+        return [f"thinking: thought {spelling.literal(thought.end)}", f"{rule}: /{ANY_TEXT}/"]
     whole = f"/{ANY_TEXT}{regex(thought.end)}/"
     if budget is None:
         return [f"thinking[lazy]: {whole}"]

@@ -41,7 +41,7 @@ def plan_response(
     tokenizer: Tokenizer,
     forms: AnswerForms,
     max_model_len: int,
-    rules: LogprobRules = LogprobRules(),
+    rules: LogprobRules,
 ) -> Plan:
     """Return the plan of a response. With truncation, the oldest turns are left out until the others fit.
 

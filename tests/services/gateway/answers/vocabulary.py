@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from paceline.core.grammar import grammar_of
 from paceline.core.types import ConstraintKind
-from paceline.services.gateway.answers.expressions import Spelling
+from paceline.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.toy_model import END
 
 
@@ -25,7 +25,7 @@ class Vocabulary:
         self._tokenizer.add_tokens(list(own))
         self._tokenizer.save(str(path))
         self._matching = LLTokenizer(str(path), eos_token=[END])
-        self.spelling = Spelling({text: self._tokenizer.token_to_id(text) for text in own})
+        self.spelling = Tokenizer(folder).vocabulary.spelling
 
     def allows(self, grammar: str, text: str) -> bool:
         """Return whether a text is a whole answer under a grammar."""
