@@ -9,6 +9,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from paceline.core.telemetry import set_request_id
+from paceline.services.gateway.api_schema import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    ModelCard,
+    ModelList,
+    Text,
+    Tokens,
+    answers,
+)
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.gateway import Gateway
@@ -32,19 +43,19 @@ def make_api(gateway: Gateway) -> APIRouter:
     """Return a router with the OpenAI endpoints, `/tokenize` and `/detokenize`."""
     router = APIRouter()
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", response_model=None, responses=answers(ModelList))
     async def list_models() -> dict[str, Any]:
         # The model is listed once a worker has loaded it. It stays listed, because workers come and go.
         return {"object": "list", "data": [_model_card(gateway)] if gateway.fleet.has_served.is_set() else []}
 
-    @router.get("/v1/models/{model:path}")
+    @router.get("/v1/models/{model:path}", response_model=None, responses=answers(ModelCard))
     async def get_model(model: str) -> dict[str, Any]:
         gateway.check_request(model)
         if not gateway.fleet.has_served.is_set():
             raise NoWorkerError
         return _model_card(gateway)
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=answers(Completion, chunk=CompletionChunk))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = _response_id(body, request)
@@ -54,7 +65,7 @@ def make_api(gateway: Gateway) -> APIRouter:
         response_format = CompletionFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await _respond(gateway, body, plan, response_format, request)
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, chunk=ChatChunk))
     async def chat(body: ChatRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = _response_id(body, request)
@@ -66,7 +77,7 @@ def make_api(gateway: Gateway) -> APIRouter:
         response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await _respond(gateway, body, plan, response_format, request)
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", response_model=None, responses=answers(Tokens))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
         tokenizer = gateway.tokenizer
@@ -82,7 +93,7 @@ def make_api(gateway: Gateway) -> APIRouter:
             "token_strs": [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None,
         }
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", response_model=None, responses=answers(Text))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
         check_ids(body.tokens, gateway.tokenizer.vocab_size, "tokens")

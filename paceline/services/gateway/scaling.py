@@ -11,6 +11,7 @@ from pydantic import Field
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.services.gateway.answer_format import Body
+from paceline.services.gateway.api_schema import Scale, answers
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 
@@ -29,11 +30,11 @@ def make_scaling(gateway: Gateway) -> APIRouter:
     """Return the routes GET and POST /fleet/scale."""
     router = APIRouter()
 
-    @router.get("/fleet/scale")
+    @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
     async def state() -> dict[str, Any]:
         return await _ask_supervisor(gateway.config.supervisor_socket, {})
 
-    @router.post("/fleet/scale")
+    @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
     async def scale(body: ScaleRequest) -> dict[str, Any]:
         targets = {
             role: count for role, count in (("prefill", body.prefill), ("decode", body.decode)) if count is not None
