@@ -10,7 +10,7 @@ from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import MAX_TEXT_BYTES, check_grammar
 from paceline.core.types import ConstraintKind
 
-JSON_SCHEMA, REGEX, CHOICE, GRAMMAR = ConstraintKind
+JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, _ = ConstraintKind
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_can_be_enforced(kind: ConstraintKind, text: str) -> None:
         (JSON_SCHEMA, '{"$ref": "http://example.com/schema"}', "example.com"),
         (JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}', "greater than"),
         (JSON_SCHEMA, '{"type": "string", "pattern": "("}', "unclosed"),
-        (JSON_SCHEMA, '{"a": ' * 2000 + "1" + "}" * 2000, "recursion"),
+        (JSON_SCHEMA, '{"a": ' * 2000 + "1" + "}" * 2000, "nested too deeply"),
         (REGEX, "(", "unclosed"),
         (REGEX, r"(a)\1", "backreferences"),
         (REGEX, "(?=a)b", "look-around"),
